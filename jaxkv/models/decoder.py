@@ -1,0 +1,160 @@
+"""The decoder as a Flax NNX module: parameters and the mathematics of one block, no cache and no loop."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxkv.config import ModelConfig
+from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, project
+from jaxkv.rope import rotate
+
+# One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
+Leaves = tuple[Array, ...]
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention, heads as an axis so that a mesh can split them.
+
+    Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`; query head h belongs to kv head h // G.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+        heads, group, dim = config.kv_heads, config.group, config.head_dim
+        self.q = empty(heads, group, dim, config.embed, dtype=dtype)
+        self.kv = empty(2, heads, dim, config.embed, dtype=dtype)
+        self.out = empty(config.embed, config.heads * dim, dtype=dtype)
+        self.q_bias = empty(heads, group, dim, dtype=dtype) if config.qkv_bias else None
+        self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
+        self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
+        self.q_norm = RMSNorm(dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+
+
+class Block(nnx.Module):
+    """One transformer block, opened up so that prefill and decoding can put their own attention in the middle."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+        self.config = config
+        self.attention_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype)
+
+    def queries(self, x: Float[Array, "B N E"], positions: Int[Array, "B N"]) -> Float[Array, "B K G N D"]:
+        """Rotated queries of N tokens at the given absolute positions."""
+        attention = self.attention
+        q = project(self.attention_norm(x), attention.q[...], _value(attention.q_bias))
+        if attention.q_norm is not None:
+            q = attention.q_norm(q)
+        return rotate(jnp.moveaxis(q, 1, 3), positions[:, None, None], self.config.rope)
+
+    def keys_values(self, x: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
+        """Keys, not yet rotated, and values of N tokens."""
+        attention = self.attention
+        kv = project(self.attention_norm(x), attention.kv[...], _value(attention.kv_bias))
+        k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
+        return k if attention.k_norm is None else attention.k_norm(k), v
+
+    def rotated(self, k: Float[Array, "B K N D"], positions: Int[Array, "B N"]) -> Float[Array, "B K N D"]:
+        """Keys turned to their absolute positions."""
+        return rotate(k, positions[:, None], self.config.rope)
+
+    def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
+        """Adds the attention's output and the MLP to the residual stream."""
+        merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
+        x = x + project(merged, self.attention.out[...], _value(self.attention.out_bias))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer; parameters are shapes until a checkpoint fills them."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32):
+        self.config = config
+        dtype = jnp.dtype(dtype)
+        self.embedding = empty(config.vocab, config.embed, dtype=dtype)
+        self.blocks = nnx.List([Block(config, dtype=dtype) for _ in range(config.layers)])
+        self.norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
+        self.head = None if config.tied else empty(config.vocab, config.embed, dtype=dtype)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of weights, activations and cache."""
+        return self.embedding[...].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+
+
+class Ends(nnx.Module):
+    """What lies before the first block and after the last: embedding, final norm, output matrix."""
+
+    def __init__(self, decoder: Decoder):
+        self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
+
+    def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """Embeds token ids; out-of-range ids are the caller's to refuse."""
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+
+    def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
+        """Float32 logits of one position per sequence."""
+        head = self.embedding if self.head is None else self.head
+        return project(self.norm(x), head[...]).astype(jnp.float32)
+
+
+class Flat:
+    """A decoder taken apart for jitted code: static graphs, and flat tuples of arrays.
+
+    Attributes:
+        ends: the leaves before and after the blocks.
+        blocks: one tuple of leaves per block, all of the same structure.
+        graphs: `(ends, block)` graph definitions, hashable, passed as static arguments.
+    """
+
+    def __init__(self, decoder: Decoder):
+        ends_graph, ends = nnx.split(Ends(decoder))
+        self.ends: Leaves = tuple(jax.tree.leaves(ends))
+        parts = [nnx.split(block) for block in decoder.blocks]
+        self.blocks: tuple[Leaves, ...] = tuple(tuple(jax.tree.leaves(state)) for _, state in parts)
+        self.graphs = Graphs(
+            Graph(ends_graph, jax.tree.structure(ends)), Graph(parts[0][0], jax.tree.structure(parts[0][1]))
+        )
+
+
+class Graph:
+    """A module's static half; `bind` gives the module back around traced leaves."""
+
+    def __init__(self, definition: Any, structure: Any):
+        self._key = (definition, structure)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and self._key == other._key
+
+    def bind(self, leaves: Leaves) -> Any:
+        """The module with these parameters; cheap, meant for inside a trace."""
+        definition, structure = self._key
+        return nnx.merge(definition, jax.tree.unflatten(structure, leaves))
+
+
+class Graphs(tuple):
+    """The pair (ends, block) of `Graph`s."""
+
+    def __new__(cls, ends: Graph, block: Graph):
+        """Pairs them."""
+        return super().__new__(cls, (ends, block))
+
+    def ends(self, leaves: Leaves) -> Ends:
+        """Binds embedding, final norm and output matrix."""
+        return self[0].bind(leaves)
+
+    def block(self, leaves: Leaves) -> Block:
+        """Binds one block."""
+        return self[1].bind(leaves)

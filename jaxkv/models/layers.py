@@ -1,0 +1,73 @@
+"""The pieces of a decoder: linear maps stored as rows [out, in], RMS norm, the gated MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+# Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
+_MIN_ROWS_16BIT = 8
+
+
+def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
+    """A parameter that has a shape and a dtype but no value yet."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def project(
+    x: Float[Array, "*rows E"], weight: Float[Array, "*out E"], bias: Float[Array, "*out"] | None = None
+) -> Float[Array, "..."]:
+    """A linear map with its weight kept as rows of the output.
+
+    Args:
+        x: input rows, any float dtype.
+        weight: one row per output channel, in x's dtype; may have several output axes.
+        bias: added to the output, or None.
+
+    Returns:
+        The output in x's dtype; products are summed in float32.
+    """
+    rows, outputs = x.shape[:-1], weight.shape[:-1]
+    flat = x.reshape(-1, x.shape[-1])
+    count = flat.shape[0]
+    if x.dtype.itemsize == 2 and count < _MIN_ROWS_16BIT:
+        flat = jnp.pad(flat, ((0, _MIN_ROWS_16BIT - count), (0, 0)))
+    matrix = weight.reshape(-1, weight.shape[-1])
+    out = lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = out[:count].reshape(*rows, *outputs)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.scale = empty(width, dtype=dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * self.scale[...]
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)); gate and up lie in one parameter `[2, F, E]`."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
+        self.gate_up = empty(2, hidden, width, dtype=dtype)
+        self.down = empty(width, hidden, dtype=dtype)
+        self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
+        self.down_bias = empty(width, dtype=dtype) if bias else None
+
+    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        both = project(x, self.gate_up[...], _value(self.gate_up_bias))
+        gate, up = both[..., 0, :], both[..., 1, :]
+        return project(jax.nn.silu(gate) * up, self.down[...], _value(self.down_bias))
+
+
+def _value(parameter: nnx.Param | None) -> Array | None:
+    return None if parameter is None else parameter[...]

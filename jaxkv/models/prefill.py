@@ -1,0 +1,394 @@
+"""Prefill, layer by layer: a layer's keys and values are compressed before the next layer begins.
+
+Outside walk the layers, one jitted call each; inside walk blocks of queries, as many as the sequence has and no more,
+so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, what is kept of the others.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxkv import attention
+from jaxkv.attention.xla import Form
+from jaxkv.cache import KVCache, Pool, Turn, lay_out, segment_of_row
+from jaxkv.config import ModelConfig
+from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.plan import QUERY_BLOCK, Plan
+from jaxkv.policies.base import Observed, Policy, Scorer
+from jaxkv.policies.budgets import LayerBudgets
+from jaxkv.policies.select import HeadBudgets
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "k", "v", "unrotated", "q", "q_positions"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerOut:
+    """One layer's yield.
+
+    Attributes:
+        x: `[B, S, E]` hidden states for the next layer; after the last layer `[B, E]`, the last token's.
+        k: `[B, K, S, D]` rotated keys.
+        v: `[B, K, S, D]` values.
+        unrotated: keys before RoPE where the policy stores those, else None.
+        q: `[B, K, G, w, D]` rotated queries of the last w tokens.
+        q_positions: `i32[B, w]` their positions; negative ones do not exist.
+    """
+
+    x: Array
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    unrotated: Float[Array, "B K S D"] | None
+    q: Float[Array, "B K G w D"]
+    q_positions: Int[Array, "B w"]
+
+
+@partial(jax.jit, static_argnames=("graphs",))
+def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[Array, "B S E"]:
+    return graphs.ends(ends).embed(tokens)
+
+
+@partial(jax.jit, static_argnames=("graphs", "queries", "keep_unrotated", "last"), donate_argnums=(1,))
+def layer(
+    leaves: Leaves,
+    x: Float[Array, "B S E"],
+    length: Int[Array, " B"],
+    *,
+    graphs: Graphs,
+    queries: int,
+    keep_unrotated: bool,
+    last: bool,
+) -> LayerOut:
+    """Runs one block over whole prompts.
+
+    Args:
+        leaves: the block's parameters.
+        x: hidden states, donated.
+        length: tokens of each sequence; slots behind are never computed, but for the rest of the last query block.
+        graphs: the decoder's static half.
+        queries: w, how many last queries to return.
+        keep_unrotated: also return keys before RoPE.
+        last: this is the top block: only the last token's hidden state is wanted.
+
+    Returns:
+        The layer's yield.
+    """
+    block = graphs.block(leaves)
+    batch, slots, _ = x.shape
+    size = min(QUERY_BLOCK, slots)
+    blocks = (length + size - 1) // size
+    q_positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    at = jnp.maximum(q_positions, 0)
+    q = block.queries(jnp.take_along_axis(x, at[..., None], axis=1), at)
+
+    def positions(index):
+        return (index * size + jnp.arange(size, dtype=jnp.int32))[None]
+
+    def cut(row, index):
+        return lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
+
+    def keys_values(row, buffers):
+        def step(index, buffers):
+            raw, v = block.keys_values(cut(row, index))
+            k = block.rotated(raw, positions(index))
+            new = (k, v, raw) if keep_unrotated else (k, v)
+            put = lambda to, what: lax.dynamic_update_slice(to, what, (row, 0, index * size, 0))  # noqa: E731
+            return tuple(put(to, what) for to, what in zip(buffers, new, strict=True))
+
+        return lax.fori_loop(0, blocks[row], step, buffers)
+
+    config = block.config
+    buffer = jnp.zeros((batch, config.kv_heads, slots, config.head_dim), x.dtype)
+    buffers = lax.fori_loop(0, batch, keys_values, (buffer,) * (3 if keep_unrotated else 2))
+    k, v = buffers[:2]
+
+    if last:
+        final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
+        heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
+        out, _ = attention.over_pool(
+            block.queries(final, (length - 1)[:, None])[..., 0, :],
+            k.reshape(batch, -1, config.head_dim),
+            v.reshape(batch, -1, config.head_dim),
+            jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
+            jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
+            form=Form.EQUAL,
+        )
+        x = block.finish(final, out[..., None, :])[:, 0]
+    else:
+
+        def rows(row, x):
+            k_row, v_row = k[row], v[row]
+
+            def step(index, x):
+                # K and V are complete, so hidden states can be overwritten block by block.
+                part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
+                out, _ = attention.causal(block.queries(part, positions(index))[0], k_row, v_row, index * size)
+                return lax.dynamic_update_slice(x, block.finish(part, out[None]), (row, index * size, 0))
+
+            return lax.fori_loop(0, blocks[row], step, x)
+
+        x = lax.fori_loop(0, batch, rows, x)
+    unrotated = buffers[2] if keep_unrotated else None
+    return LayerOut(x=x, k=k, v=v, unrotated=unrotated, q=q, q_positions=q_positions)
+
+
+@partial(jax.jit, static_argnames=("scorer", "layers"))
+def observe(
+    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets
+) -> tuple[Float[Array, "B K S"], Float[Array, " B"] | None]:
+    """Scores one layer's rows; with the layer's claim on the budget, where budgets follow from scores.
+
+    Args:
+        seen: what the scorer may look at.
+        forced: rows that stay anyway.
+        scorer: the policy's.
+        layers: the policy's.
+
+    Returns:
+        Scores, and weights or None.
+    """
+    mass = scorer.mass(seen)
+    weight = None
+    if layers.from_scores:
+        inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
+        weight = layers.weight(mass, (inside & ~forced)[:, None])
+    return scorer.scores(mass, seen.length), weight
+
+
+@partial(jax.jit, static_argnames=("heads",))
+def choose(
+    scores: Float[Array, "B K S"],
+    forced: Bool[Array, "B S"],
+    length: Int[Array, " B"],
+    rows: Int[Array, " B"],
+    *,
+    heads: HeadBudgets,
+) -> Bool[Array, "B K S"]:
+    """Chooses the rows of one layer that stay.
+
+    Args:
+        scores: float32, higher stays.
+        forced: rows that stay whatever their score.
+        length: tokens of each sequence.
+        rows: rows per kv head in this layer, forced ones included; K times as many stay.
+        heads: how they spread over heads.
+
+    Returns:
+        The mask; ties go to the lowest head, then to the lowest position.
+    """
+    inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None]
+    forced = (forced & inside)[:, None]
+    anyway = forced.sum(axis=(1, 2), dtype=jnp.int32)
+    base = jnp.minimum(rows, length) - anyway
+    return forced | heads.choose(scores, inside[:, None] & ~forced, base, anyway)
+
+
+@partial(jax.jit, static_argnames=("rows", "form"))
+def pack(
+    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B K S"], *, rows: int, form: Form
+) -> tuple[Pool, Int[Array, "B K"], Int[Array, "B K"]]:
+    """Gathers one layer's chosen rows into its pool, in order of position.
+
+    Args:
+        k: keys as the pool stores them.
+        v: values.
+        mask: rows that stay.
+        rows: P.
+        form: how the segments lie; room is spread evenly behind them.
+
+    Returns:
+        The pool, and each segment's first row and length.
+    """
+    batch, heads, slots, dim = k.shape
+    length = mask.sum(axis=-1, dtype=jnp.int32)
+    start = lay_out(length, rows, form=form)
+    segment = segment_of_row(start, rows)
+    offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
+    real = offset < jnp.take_along_axis(length, segment, axis=1)
+    # The offset-th chosen position of a segment is the first whose running count exceeds the offset: bisect for it.
+    count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * slots)
+    low, high = jnp.zeros_like(offset), jnp.full_like(offset, slots - 1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        enough = jnp.take_along_axis(count, segment * slots + middle, axis=1) > offset
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
+    source = jnp.where(real, segment * slots + position, 0)[..., None]
+    take = lambda a: jnp.where(  # noqa: E731
+        real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), source, axis=1), 0
+    )
+    return Pool(k=take(k), v=take(v), pos=jnp.where(real, position, -1)), start, length
+
+
+@partial(jax.jit, donate_argnums=(0,))
+def pack_shared(
+    pool: Pool, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B K S"], start: Array
+) -> Pool:
+    """Scatters one layer's chosen rows into the pool that all layers share.
+
+    Args:
+        pool: the shared pool, donated.
+        k: keys as the pool stores them.
+        v: values.
+        mask: rows that stay.
+        start: `[B, K]` first row of this layer's segments.
+
+    Returns:
+        The pool with this layer's rows in place.
+    """
+    batch, heads, slots, dim = k.shape
+    rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots)).reshape(row.shape)
+    put = lambda to, what: to.at[index, row].set(what, mode="drop", unique_indices=True)  # noqa: E731
+    flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
+    return Pool(k=put(pool.k, flat(k)), v=put(pool.v, flat(v)), pos=put(pool.pos, position))
+
+
+@partial(jax.jit, static_argnames=("graphs",))
+def _logits(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
+    return graphs.ends(ends).logits(x)
+
+
+def prefill(
+    flat: Flat,
+    config: ModelConfig,
+    tokens: Int[np.ndarray, "B S"],
+    lengths: Int[np.ndarray, " B"],
+    policy: Policy,
+    needed: Plan,
+    *,
+    key: PRNGKeyArray,
+    room: int = 0,
+    model: str = "",
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """Runs prompts through the model and compresses their keys and values.
+
+    Args:
+        flat: the decoder's parameters.
+        config: its shape.
+        tokens: prompts padded on the right to the plan's slots.
+        lengths: tokens of each prompt.
+        policy: the compression.
+        needed: the plan for these lengths.
+        key: for policies that draw.
+        room: rows to leave behind every segment.
+        model: the weights' fingerprint.
+        tick: called after each layer.
+
+    Returns:
+        The cache, and float32 logits of each prompt's last token.
+    """
+    scorer, layers = policy.scorer, config.layers
+    graphs, batch = flat.graphs, len(lengths)
+    forced = jnp.asarray(policy.forced(lengths, needed.slots))
+    length = jnp.asarray(lengths, jnp.int32)
+    pool_rows = needed.pool_rows(config.kv_heads, layers, room)
+    shared = needed.form is Form.SHARED
+    inside = jnp.broadcast_to(
+        (jnp.arange(needed.slots, dtype=jnp.int32) < length[:, None])[:, None],
+        (batch, config.kv_heads, needed.slots),
+    )
+    x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
+    pools, starts, counts, held = [], [], [], []
+    for index, leaves in enumerate(flat.blocks):
+        out = layer(
+            leaves,
+            x,
+            length,
+            graphs=graphs,
+            queries=0 if scorer is None else scorer.queries,
+            keep_unrotated=policy.rolling,
+            last=index == layers - 1,
+        )
+        x = out.x
+        stored = out.k if out.unrotated is None else out.unrotated
+        if scorer is None:
+            mask = inside
+        else:
+            seen = Observed(
+                q=out.q,
+                q_positions=out.q_positions,
+                k=out.k,
+                v=out.v,
+                length=length,
+                layer=jnp.int32(index),
+                key=key,
+            )
+            scores, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
+            if shared:
+                held.append((stored, out.v, scores, weight))
+                tick()
+                continue
+            assert needed.rows is not None
+            rows = jnp.asarray(needed.rows[index], jnp.int32)
+            mask = choose(scores, forced, length, rows, heads=policy.heads)
+        pool, start, count = pack(stored, out.v, mask, rows=pool_rows[index], form=needed.form)
+        pools.append(pool)
+        starts.append(start)
+        counts.append(count)
+        # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
+        jax.block_until_ready(pool)
+        tick()
+    if shared:
+        pool, start, length_kept, limit = _finish_shared(held, policy, config, needed, pool_rows[0], forced, length)
+        pools, starts, counts = [pool], [start], [length_kept]
+        tables = (start, length_kept, limit)
+    else:
+        kept = jnp.stack(counts)
+        tables = (jnp.stack(starts), kept, kept)
+    cache = KVCache(
+        pools=tuple(pools),
+        start=tables[0],
+        length=tables[1],
+        limit=jnp.copy(tables[2]),
+        seen=length,
+        form=needed.form,
+        policy=policy,
+        config=config,
+        model=model,
+        turn=Turn.START,
+    )
+    return cache, _logits(flat.ends, x, graphs=graphs)
+
+
+def _finish_shared(held, policy, config, needed, pool_rows, forced, length):
+    """Budgets from every layer's scores, then one layer after the other into the shared pool, each freed in turn."""
+    weights = np.stack([np.asarray(weight) for *_, weight in held])
+    lengths = np.asarray(length, np.int64)
+    rows = policy.layers.rows(
+        needed.budget, lengths, needed.forced, layers=config.layers, window=policy.kept_last, weights=weights
+    )
+    masks = [
+        choose(scores, forced, length, jnp.asarray(rows[index], jnp.int32), heads=policy.heads)
+        for index, (_, _, scores, _) in enumerate(held)
+    ]
+    kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
+    layers, batch, heads = kept.shape
+    table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
+    start = lay_out(table, pool_rows, form=Form.SHARED)
+    start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
+    dim, dtype = config.head_dim, held[0][0].dtype
+    pool = Pool(
+        k=jnp.zeros((batch, pool_rows, dim), dtype),
+        v=jnp.zeros((batch, pool_rows, dim), dtype),
+        pos=jnp.full((batch, pool_rows), -1, jnp.int32),
+    )
+    for index in range(layers):
+        k, v, _, _ = held[index]
+        pool = jax.block_until_ready(pack_shared(pool, k, v, masks[index], start[index]))
+        held[index] = None
+    return pool, start, kept, kept

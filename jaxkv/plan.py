@@ -1,0 +1,211 @@
+"""What a policy will need before it runs: rows and bytes, from lengths and budgets alone."""
+
+import dataclasses
+import os
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jaxkv._errors import require
+from jaxkv.attention.xla import Form
+from jaxkv.config import ModelConfig
+from jaxkv.policies.base import Policy
+
+# Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
+_SMALLEST_BUCKET = 16
+_OCTAVE_FROM = 1024
+QUERY_BLOCK = 256
+_SAMPLES = 512
+
+
+def bucket(length: int) -> int:
+    """The number of slots a prompt of this length is padded to.
+
+    Args:
+        length: tokens, at least 1.
+
+    Returns:
+        The bucket: a power of two up to 256, multiples of 256 to 1024, then four steps to the octave.
+    """
+    if length <= QUERY_BLOCK:
+        return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+    step = QUERY_BLOCK
+    if length > _OCTAVE_FROM:
+        step = 1 << ((length - 1).bit_length() - 3)
+    return -(-length // step) * step
+
+
+def _below(slots: int) -> int:
+    """The bucket before this one."""
+    low, high = 0, slots - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if bucket(middle) < slots else (low, middle - 1)
+    return low
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Rows and bytes of one prefill.
+
+    Attributes:
+        slots: S, the prompts' bucket.
+        capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
+        form: how segments lie in the pools.
+        rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
+        budget: `[B]` rows per kv head, averaged over layers.
+        forced: `[B]` rows that stay whatever their score.
+        cache_bytes: what the cache will weigh, without room.
+        full_bytes: what these prompts weigh uncompressed and unpadded.
+        slack_bytes: part of cache_bytes that no promised row fills: short prompts in long buckets.
+        peak_bytes: cache and activations of prefill together, weights excluded.
+    """
+
+    slots: int
+    capacity: tuple[int, ...]
+    form: Form
+    rows: Int[np.ndarray, "L B"] | None
+    budget: Int[np.ndarray, " B"]
+    forced: Int[np.ndarray, " B"]
+    cache_bytes: int
+    full_bytes: int
+    slack_bytes: int
+    peak_bytes: int
+
+    def pool_rows(self, heads: int, layers: int, room: int) -> tuple[int, ...]:
+        """P of each pool, with `room` rows behind every segment."""
+        if self.form is Form.SHARED:
+            return (self.capacity[0] + layers * heads * room,)
+        return tuple(heads * (rows + room) for rows in self.capacity)
+
+
+def plan(config: ModelConfig, policy: Policy, lengths: list[int], *, dtype=jnp.float32, room: int = 0) -> Plan:
+    """Computes what prefilling prompts of these lengths takes.
+
+    Args:
+        config: the model's shape.
+        policy: the compression.
+        lengths: tokens of each prompt.
+        dtype: of the cache.
+        room: rows to leave behind every segment.
+
+    Returns:
+        The plan; shapes in it depend on the lengths' buckets only.
+
+    Raises:
+        ValueError: if the budget cannot be honoured for one of the prompts, naming it.
+    """
+    require(bool(lengths) and min(lengths) > 0, "prompt", lengths, "every prompt needs at least one token")
+    length = np.asarray(lengths, np.int64)
+    slots = bucket(int(length.max()))
+    forced = policy.forced(length, slots).sum(axis=1)
+    budget = policy.budgets(length, forced)
+    layers, heads = config.layers, config.kv_heads
+    rows = None
+    if not policy.layers.from_scores:
+        rows = policy.layers.rows(budget, length, forced, layers=layers, window=policy.kept_last, weights=None)
+        rows = np.minimum(rows, length)
+    buckets = tuple(sorted({bucket(n) for n in length.tolist()}))
+    capacity = _capacity(policy, buckets, layers, heads)
+    item = jnp.dtype(dtype).itemsize
+    row_bytes = 2 * config.head_dim * item + 4
+    tables = 4 * (3 * layers * len(lengths) * heads + len(lengths))
+    pool_rows = capacity[0] if policy.form is Form.SHARED else heads * sum(capacity)
+    promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
+    spare = layers * heads * room * len(lengths)
+    cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
+    layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
+    held = layers if policy.layers.from_scores else 1
+    activations = len(lengths) * slots * (config.embed * item + heads * 12)
+    return Plan(
+        slots=slots,
+        capacity=capacity,
+        form=policy.form,
+        rows=rows,
+        budget=budget,
+        forced=forced,
+        cache_bytes=cache_bytes,
+        full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * item,
+        slack_bytes=int((pool_rows * len(lengths) - promised) * row_bytes),
+        peak_bytes=cache_bytes + held * layer_kv + layer_kv + activations,
+    )
+
+
+@lru_cache(maxsize=256)
+def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
+    """The most rows any prompt of these buckets can keep, layer by layer: shapes must not depend on exact lengths."""
+    if policy.scorer is None:
+        return (max(buckets),) * layers
+    tops = np.asarray(buckets)
+    budget = policy.budgets(tops, _forced_counts(policy, tops), strict=False)
+    if policy.layers.from_scores:
+        return (int(layers * heads * budget.max()),)
+    most = np.zeros(layers, np.int64)
+    for top in buckets:
+        low = _below(top) + 1
+        step = max(1, -(-(top - low) // _SAMPLES))
+        lengths = np.unique(np.append(np.arange(low, top, step), top))
+        forced = _forced_counts(policy, lengths)
+        budget = policy.budgets(lengths, forced, strict=False)
+        rows = policy.layers.rows(budget, lengths, forced, layers=layers, window=policy.kept_last, weights=None)
+        rows = np.minimum(rows, lengths)
+        # Between samples a layer's rows grow by at most the step (one row a token), and rounding may add one.
+        varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
+        most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
+    return tuple(int(rows) for rows in most)
+
+
+def _forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    counts = []
+    for n in lengths.tolist():
+        spans = [(0, policy.kept_first), (max(0, n - policy.kept_last), n)]
+        spans += [slice(*span).indices(n)[:2] for span in policy.protect]
+        end = total = 0
+        for first, last in sorted(spans):
+            first, last = max(first, end), min(last, n)
+            total += max(0, last - first)
+            end = max(end, last)
+        counts.append(total)
+    return np.asarray(counts, np.int64)
+
+
+def check_memory(needed: Plan, device: jax.Device | None = None) -> None:
+    """Refuses a plan that the device cannot hold, before anything is allocated.
+
+    Args:
+        needed: the plan.
+        device: where it will run; the default device if None.
+
+    Raises:
+        MemoryError: naming the plan's bytes, those available and what to change.
+    """
+    device = jax.devices()[0] if device is None else device
+    available = available_bytes(device)
+    if available is not None and needed.peak_bytes > available:
+        raise MemoryError(
+            f"the plan needs {needed.peak_bytes:,} bytes ({needed.cache_bytes:,} of them cache) and {device} has "
+            f"{available:,} free: lower the budget, the batch or the prompt's length"
+        )
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Bytes the device can still allocate, or None where nothing says so.
+
+    Args:
+        device: any JAX device.
+
+    Returns:
+        The allocator's limit less its use; on a CPU the machine's available memory.
+    """
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        with open("/proc/meminfo") as lines:
+            table = dict(line.split(":", 1) for line in lines)
+        return int(table["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None

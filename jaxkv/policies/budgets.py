@@ -1,0 +1,289 @@
+"""How a budget spreads over layers: exact integer schedules, computed on the host."""
+
+import dataclasses
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._errors import require
+
+Counts = Int[np.ndarray, " N"]
+
+
+class LayerBudgets(Protocol):
+    """How a policy's average rows per kv head spread over layers.
+
+    Attributes:
+        from_scores: whether the spread depends on what every layer saw: then all layers' rows are held until the last,
+            and one pool is shared by all layers.
+        exact: whether the sum over layers is the budget's; published arithmetic sometimes is not.
+    """
+
+    @property
+    def from_scores(self) -> bool:
+        """Whether `weight` must be called for every layer."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the budget's sum is kept."""
+
+    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+        """One layer's claim on rows, from the scores before pooling."""
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """Rows per kv head of each layer.
+
+        Args:
+            budget: rows per kv head and layer on average, forced ones included.
+            length: tokens of each prompt.
+            forced: rows that stay anyway, in every layer.
+            layers: L.
+            window: the observation window, for schedules that exclude it.
+            weights: `[L, N]` from `weight`, where `from_scores`.
+
+        Returns:
+            Rows, forced ones included, never above the length.
+        """
+
+
+def round_to_sum(values: Float[np.ndarray, "L N"], total: Counts, most: Counts) -> Int[np.ndarray, "L N"]:
+    """Clamps real targets to [0, most] by a common shift that keeps the sum, and rounds by largest remainder.
+
+    Args:
+        values: what each layer should have.
+        total: what they must sum to; between 0 and L * most.
+        most: the largest a layer can take.
+
+    Returns:
+        Integers with exactly this sum; ties of remainders go to the lowest layer.
+    """
+    total, most = np.asarray(total, np.int64), np.asarray(most, np.int64)
+    values = np.asarray(values, np.float64)
+    # The sum of clipped values grows with the shift: bisect for it. 200 halvings reach the last bit.
+    low, high = -values.max(axis=0) - 1.0, most - values.min(axis=0) + 1.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        under = np.clip(values + middle, 0, most).sum(axis=0) < total
+        low, high = np.where(under, middle, low), np.where(under, high, middle)
+    real = np.clip(values + high, 0, most)
+    floor = np.floor(real + 1e-9).astype(np.int64)
+    fraction = np.round(real - floor, 9)
+    missing = total - floor.sum(axis=0)
+    fraction = np.where(floor >= most, -1.0, fraction)
+    order = np.argsort(-fraction, axis=0, kind="stable")
+    rank = np.argsort(order, axis=0, kind="stable")
+    return floor + (rank < missing)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _HostLayers:
+    """What schedules share that know their spread before the model runs."""
+
+    @property
+    def from_scores(self) -> bool:
+        return False
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+        raise TypeError(f"{type(self).__name__} does not look at scores")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniformLayers(_HostLayers):
+    """Every layer keeps as many."""
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """The budget, in every layer; see `LayerBudgets.rows`."""
+        return np.broadcast_to(np.asarray(budget, np.int64), (layers, len(budget)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Decreasing(_HostLayers):
+    """Schedules between the linear one's ends: k_0 = 2 * base - k_last at the bottom, k_last = base / beta on top."""
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
+
+    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+        """Targets at depth 0 (bottom layer) to 1 (top layer), of any positive sum."""
+        raise TypeError(f"{type(self).__name__} has no schedule")
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """The schedule over the rows that are not forced; see `LayerBudgets.rows`."""
+        base = np.asarray(budget, np.int64) - forced
+        depth = np.arange(layers)[:, None] / max(layers - 1, 1)
+        shape = self.shape(base.astype(np.float64), depth)
+        total = np.maximum(shape.sum(axis=0), 1e-300)
+        return forced + round_to_sum(shape * (layers * base / total), layers * base, length - forced)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearLayers(_Decreasing):
+    """PyramidKV's arithmetic sequence (arXiv:2406.02069, eq. 1), its sum kept exactly."""
+
+    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+        """A straight line."""
+        top = base / self.beta
+        bottom = 2 * base - top
+        return bottom - (bottom - top) * depth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GeometricLayers(_Decreasing):
+    """A geometric sequence with the linear one's ratio between its ends (Table 5 of PyramidKV)."""
+
+    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+        """A constant ratio from layer to layer."""
+        return base * (1 / (2 * self.beta - 1)) ** depth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExponentialLayers(_Decreasing):
+    """Exponential decay towards the top layer's share (Table 5 of PyramidKV; the rate is not given there).
+
+    Attributes:
+        rate: how far the decay has come at the top layer, exp(-rate).
+    """
+
+    rate: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.rate > 0, "rate", self.rate, "give a positive rate of decay")
+
+    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+        """Fast at the bottom, flat at the top."""
+        top = base / self.beta
+        return top + (2 * base - 2 * top) * np.exp(-self.rate * depth)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FromScores:
+    """Spreads in proportion to a statistic of each layer's attention."""
+
+    @property
+    def from_scores(self) -> bool:
+        return True
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """In proportion to the weights, over the rows that are not forced; see `LayerBudgets.rows`."""
+        if weights is None:
+            raise TypeError(f"{type(self).__name__} needs every layer's weight")
+        weights = np.asarray(weights, np.float64)
+        require(
+            bool(np.isfinite(weights).all()), "weights", "not finite", "the model's attention is not finite: check it"
+        )
+        base = np.asarray(budget, np.int64) - forced
+        total = weights.sum(axis=0)
+        share = np.where(total > 0, weights / np.where(total > 0, total, 1.0), 1 / layers)
+        return forced + round_to_sum(share * (layers * base), layers * base, length - forced)
+
+
+def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, "B K S"]:
+    inside = jnp.where(candidates, scores.astype(jnp.float32), 0.0)
+    total = inside.sum(axis=-1, keepdims=True)
+    return inside / jnp.where(total > 0, total, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EntropyLayers(_FromScores):
+    """Layers whose attention is spread more evenly get more rows (Table 5 of PyramidKV)."""
+
+    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+        """Entropy in nats of each head's distribution over candidates, mean over heads."""
+        share = _shares(scores, candidates)
+        terms = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0)
+        return -terms.sum(axis=-1).mean(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GiniLayers(_FromScores):
+    """Layers whose attention is concentrated more get more rows (Table 5 of PyramidKV)."""
+
+    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+        """Gini coefficient of each head's distribution over candidates, mean over heads."""
+        share = jnp.where(candidates, _shares(scores, candidates), -1.0)
+        count = candidates.sum(axis=-1, dtype=jnp.float32)
+        # Ascending; the -1 of non-candidates sorts in front, so ranks count from there.
+        ordered = jnp.sort(share, axis=-1)
+        slots = share.shape[-1]
+        rank = jnp.arange(1, slots + 1, dtype=jnp.float32) - (slots - count)[..., None]
+        weighted = jnp.where(ordered >= 0, (2 * rank - count[..., None] - 1) * ordered, 0.0).sum(axis=-1)
+        return (weighted / jnp.maximum(count, 1.0)).mean(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Published(_HostLayers):
+    """Arithmetic as a published code has it: the sum over layers is not always the budget."""
+
+    beta: float = 20.0
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfficialLayers(_Published):
+    """KVCache-Factory's pyramid: floors the step, so that up to 27% more than the budget stays; uniform at times."""
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """Branches A (nothing), B (uniform) and C (pyramid) of the published code; see `LayerBudgets.rows`."""
+        columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
+        return np.minimum(np.stack(columns, axis=1), np.asarray(length))
+
+    def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
+        base = capacity - window
+        least = int(base // self.beta)
+        most = 2 * base - least
+        if most >= length - window:
+            most = length - window
+            least = 2 * base - most
+        if length <= capacity or length < 2 * base:
+            return np.full(layers, min(capacity, length))
+        step = (most - least) // max(layers - 1, 1)
+        return most - np.arange(layers) * step + window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVPressLayers(_Published):
+    """kvpress' pyramid: budgets include the window, each layer rounds half to even, uniform where it would be uneven."""
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """The line from most to least, or the budget where kvpress falls back; see `LayerBudgets.rows`."""
+        columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
+        return np.stack(columns, axis=1)
+
+    def _one(self, kept: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
+        least = kept / self.beta
+        most = 2 * kept - least
+        if most >= length - window:
+            most = float(length - window)
+            least = 2 * kept - most
+        if not (length >= most >= least >= window):
+            return np.full(layers, kept)
+        depth = np.arange(layers) / max(layers - 1, 1)
+        return np.asarray([round(most - (most - least) * d) for d in depth.tolist()])

@@ -1,0 +1,32 @@
+"""PyramidKV: many rows in the lower layers, few in the upper ones."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv.policies.budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.snapkv import WindowPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PyramidKV(WindowPolicy):
+    """SnapKV's choice of rows, with a budget that shrinks from layer to layer; its average over layers is exact.
+
+    Attributes:
+        allocation: the schedule over layers: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,
+            EntropyLayers, GiniLayers, or OfficialLayers and KVPressLayers, which reproduce published arithmetic.
+
+    References:
+        Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, arXiv:2406.02069,
+        section 4.2.
+    """
+
+    budget: int | float | None = 1024
+    window: int = 8
+    allocation: LayerBudgets = LinearLayers(beta=20.0)
+
+    paper: ClassVar[str] = "PyramidKV, arXiv:2406.02069"
+
+    @property
+    def layers(self) -> LayerBudgets:
+        """The allocation."""
+        return self.allocation

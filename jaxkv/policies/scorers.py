@@ -1,0 +1,195 @@
+"""Which rows matter: scores per kv head and position, higher stays. Always float32."""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import attention
+from jaxkv._errors import require
+from jaxkv.policies.base import Observed
+
+
+class GroupReduce(enum.Enum):
+    """How a kv head's score follows from those of the query heads it serves."""
+
+    MEAN = "mean"
+    MAX = "max"
+
+
+class PoolOrder(enum.Enum):
+    """When neighbours are pooled: after the mean over window and group (published code), or before (Ada-KV's text)."""
+
+    LAST = "last"
+    FIRST = "first"
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxPool:
+    """Each position takes the largest score within `kernel // 2` of it, so that neighbours of a peak stay with it."""
+
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        _require_odd(self.kernel)
+
+    def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
+        """Pools over positions that are inside; the others count as absent."""
+        return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
+
+
+@dataclasses.dataclass(frozen=True)
+class AvgPool:
+    """Mean over `kernel` neighbours, absent ones counted as zero: the edges come out low, as in the published code."""
+
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        _require_odd(self.kernel)
+
+    def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
+        """Pools over positions that are inside; the others count as zero."""
+        return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class NoPool:
+    """Scores as they are."""
+
+    def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
+        """The scores, unchanged."""
+        return scores
+
+
+Pooling = MaxPool | AvgPool | NoPool
+
+
+def _require_odd(kernel: int) -> None:
+    require(isinstance(kernel, int) and kernel >= 1, "kernel", kernel, "give a positive odd number of neighbours")
+    require(kernel % 2 == 1, "kernel", kernel, "an even kernel has no middle: give an odd number")
+
+
+def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) -> Float[Array, "*rows S"]:
+    # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
+    half = kernel // 2
+    pad = [(0, 0)] * (values.ndim - 1) + [(half, half)]
+    padded = jnp.pad(values, pad, constant_values=empty)
+    slots = values.shape[-1]
+    result = padded[..., :slots]
+    for shift in range(1, kernel):
+        result = combine(result, padded[..., shift : shift + slots])
+    return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowAttention:
+    """SnapKV's score: attention that the last `window` queries of the prompt pay to each row.
+
+    Attributes:
+        window: queries observed.
+        pooling: how scores spread to neighbours; the window's own columns take no part.
+        group: from query heads to kv head.
+        order: when the pooling happens.
+
+    References:
+        SnapKV, arXiv:2404.14469, section 4; Ada-KV, arXiv:2407.11550, algorithm 2.
+    """
+
+    window: int = 32
+    pooling: Pooling = MaxPool(7)
+    group: GroupReduce = GroupReduce.MEAN
+    order: PoolOrder = PoolOrder.LAST
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "observe at least 1 query")
+
+    @property
+    def queries(self) -> int:
+        """The window."""
+        return self.window
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Mean attention of the window's queries on each row, reduced over the group."""
+
+        def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
+            exists = position >= 0
+            if self.order is PoolOrder.FIRST:
+                p = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
+            weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
+            # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
+            heads = (p * weights[:, None]).sum(axis=1)
+            return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
+
+        return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Spreads the mass to neighbours, the window's columns left out."""
+        if self.order is PoolOrder.FIRST:
+            return mass
+        return self.pooling(mass, _before((length - self.window)[:, None, None], mass.shape[-1]))
+
+
+def _before(end: Int[Array, "*rows"], slots: int) -> Bool[Array, "*rows S"]:
+    return jnp.arange(slots, dtype=jnp.int32) < end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Later rows matter more: what is left of a budget goes to the most recent ones."""
+
+    @property
+    def queries(self) -> int:
+        """None."""
+        return 0
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """The position itself; exact in float32 up to 2**24."""
+        batch, heads, slots = seen.k.shape[:3]
+        return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """The mass, unchanged."""
+        return mass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyNorm:
+    """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
+
+    @property
+    def queries(self) -> int:
+        """None."""
+        return 0
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Minus the norm."""
+        return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """The mass, unchanged."""
+        return mass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform01:
+    """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
+
+    @property
+    def queries(self) -> int:
+        """None."""
+        return 0
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Uniform draws in [0, 1)."""
+        batch, heads, slots = seen.k.shape[:3]
+        key = jax.random.fold_in(seen.key, seen.layer)
+        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
+        draws = jax.vmap(lambda k: jax.random.uniform(k, (heads,)))(keys)
+        return jnp.broadcast_to(draws.T, (batch, heads, slots))
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """The mass, unchanged."""
+        return mass

@@ -1,0 +1,179 @@
+"""Which rows stay: exact top-k by counting, and how a layer's rows spread over its kv heads."""
+
+import dataclasses
+from fractions import Fraction
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxkv._errors import require
+
+
+def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
+    """Float32 scores as unsigned integers of the same order; 0 is left for rows that are no candidates.
+
+    Args:
+        scores: finite float32; minus zero counts as zero.
+
+    Returns:
+        uint32 keys: a < b exactly where the scores are.
+    """
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores).astype(jnp.float32), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign, ~bits, bits | sign)
+
+
+def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
+    """The `count` largest keys of each row; among equals the lowest index first.
+
+    Bisection on the bits of the threshold: 32 counts instead of a sort, with a count that may differ by row and is no
+    shape, so one compilation serves every budget.
+
+    Args:
+        keys: from `sortable`; 0 marks a row that cannot be chosen.
+        count: how many, at most the non-zero keys of the row.
+
+    Returns:
+        The mask.
+    """
+    count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
+
+    def narrow(step, threshold):
+        candidate = threshold | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        enough = (keys >= candidate).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= count
+        return jnp.where(enough, candidate, threshold)
+
+    start = jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)
+    threshold = lax.fori_loop(0, 32, narrow, start)
+    above = keys > threshold
+    level = keys == threshold
+    left = count - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (level & (jnp.cumsum(level, axis=-1, dtype=jnp.int32) <= left))
+
+
+class HeadBudgets(Protocol):
+    """How a layer's rows spread over its kv heads."""
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+    ) -> Bool[Array, "B K S"]:
+        """Picks K * base rows among the candidates.
+
+        Args:
+            scores: float32, higher stays.
+            candidates: rows that can be chosen: neither padding nor among those that stay anyway.
+            base: rows to choose per head, on average.
+            forced: rows per head that stay anyway.
+
+        Returns:
+            The mask of chosen rows; ties go to the lowest head, then to the lowest position.
+        """
+
+
+def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:
+    return jnp.where(candidates, sortable(scores), jnp.uint32(0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniformHeads:
+    """Every kv head keeps as many."""
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+    ) -> Bool[Array, "B K S"]:
+        """The best `base` rows of each head."""
+        return top(_keys(scores, candidates), base[:, None])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveHeads:
+    """Ada-KV: heads compete for the layer's rows, with a share of the uniform budget guaranteed.
+
+    Attributes:
+        alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
+
+    References:
+        Ada-KV, arXiv:2407.11550, algorithm 1 and algorithm 2 line 8 (whose alpha is read as the published code does:
+        the text of its Table 4 agrees with the code, the printed formula is reversed).
+    """
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        require(0 <= self.alpha <= 1, "alpha", self.alpha, "give a share between 0 and 1")
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+    ) -> Bool[Array, "B K S"]:
+        """The best K * base rows of all heads decide each head's budget; then each head's best."""
+        keys = _keys(scores, candidates)
+        batch, heads, slots = keys.shape
+        winners = top(keys.reshape(batch, heads * slots), heads * base).reshape(keys.shape)
+        return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), base))
+
+    def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
+        """(1 - alpha) * won + alpha * base in whole rows, by largest remainder; the sum over heads is kept.
+
+        Args:
+            won: rows each head has among the layer's best K * base.
+            base: rows per head of the uniform budget.
+
+        Returns:
+            Rows per head. Ties of remainders go to the lowest head.
+        """
+        share = Fraction(self.alpha).limit_denominator(1000)
+        den, num = share.denominator, share.numerator
+        # Split by the denominator first: exact in int32 at any length.
+        base = base[:, None]
+        rest = (den - num) * (won % den) + num * (base % den)
+        floor = (den - num) * (won // den) + num * (base // den) + rest // den
+        remainder = rest % den
+        missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+        # Keys start at 1: a head without a remainder never takes a row before one that has some.
+        extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
+        return floor + extra.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProtectedHeads:
+    """kvpress' safeguard: a share of each head's best rows is safe, the worst of all others go, heads together.
+
+    Attributes:
+        alpha: share of a head's budget that is safe, the rows that stay anyway counted first.
+    """
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        require(0 <= self.alpha <= 1, "alpha", self.alpha, "give a share between 0 and 1")
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+    ) -> Bool[Array, "B K S"]:
+        """Safe rows first, then the best of the rest over all heads together."""
+        keys = _keys(scores, candidates)
+        batch, heads, slots = keys.shape
+        share = Fraction(self.alpha).limit_denominator(1000)
+        safe_count = jnp.maximum(1, (base + forced) * share.numerator // share.denominator) - forced
+        safe = top(keys, jnp.clip(safe_count, 0, base)[:, None])
+        rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
+        left = heads * base - safe.sum(axis=(1, 2), dtype=jnp.int32)
+        return safe | top(rest, left).reshape(keys.shape)

@@ -1,0 +1,60 @@
+"""SnapKV: keep what the end of the prompt looks at."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.policies.base import Policy, Scorer
+from jaxkv.policies.scorers import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowPolicy(Policy):
+    """What SnapKV and its descendants share: an observation window that scores the rows before it.
+
+    Attributes:
+        window: last tokens of the prompt; they observe and always stay.
+        sinks: first tokens that always stay.
+        pooling: how scores spread to neighbours.
+        group: from query heads to kv head.
+        order: pooling after the means (published code) or before them (Ada-KV's Algorithm 2).
+    """
+
+    window: int = 32
+    sinks: int = 0
+    pooling: Pooling = MaxPool(7)
+    group: GroupReduce = GroupReduce.MEAN
+    order: PoolOrder = PoolOrder.LAST
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "observe at least 1 query")
+        require(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "give 0 or more first tokens")
+        super().__post_init__()
+
+    @property
+    def kept_first(self) -> int:
+        """The sinks."""
+        return self.sinks
+
+    @property
+    def kept_last(self) -> int:
+        """The observation window."""
+        return self.window
+
+    @property
+    def scorer(self) -> Scorer:
+        """Attention of the window's queries."""
+        return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapKV(WindowPolicy):
+    """The rows that the prompt's last queries attend to most, the same number in every layer and head.
+
+    References:
+        Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.
+    """
+
+    budget: int | float | None = 1024
+
+    paper: ClassVar[str] = "SnapKV, arXiv:2404.14469"

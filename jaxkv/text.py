@@ -1,0 +1,324 @@
+"""Text beside the model: tokenizer, chat template, and decoding of a stream of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints import Checkpoint, GgufTokenizer
+from checkpoints.chat_template import compile_template, read_template
+from checkpoints.safetensors_files import read_json
+from jaxkv._errors import require
+
+Message = Mapping[str, Any]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# More than one unfinished character can give; a longer run is the text's own.
+_LONGEST_HELD = 8
+_SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq")
+
+
+class Text:
+    """A model's tokenizer and chat template.
+
+    Attributes:
+        bos_id: id of the beginning-of-sequence token, or None.
+        eos_ids: ids that end an answer: end of sequence and end of turn.
+        has_template: whether the checkpoint carries a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        specials: Mapping[str, str] | None = None,
+        eos_ids: Iterable[int] = (),
+        adds_bos: bool = False,
+        template: str | None = None,
+        origin: str = "text",
+    ):
+        """Wraps a tokenizer.
+
+        Args:
+            tokenizer: a `tokenizers.Tokenizer`.
+            specials: what templates see as "bos_token", "eos_token", "pad_token" and "unk_token".
+            eos_ids: ids that end an answer, besides the eos token.
+            adds_bos: whether a prompt starts with the bos token.
+            template: Jinja source of the chat template.
+            origin: where it comes from, for error messages.
+        """
+        self._tokenizer = tokenizer
+        self._specials = dict(specials or {})
+        self._origin = origin
+        self._template_source = template
+        self._template: Any = None
+        self.has_template = bool(template)
+        bos, eos = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos"))
+        self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
+        self._adds_bos = adds_bos and self.bos_id is not None
+        ends = ([] if eos is None else [tokenizer.token_to_id(eos)]) + list(eos_ids)
+        self._pieces: tuple[str, str, str] | None = None
+        ends.append(self._turn_end())
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(each for each in ends if each is not None))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
+        """Builds the text side of a checkpoint.
+
+        Args:
+            checkpoint: an open checkpoint.
+
+        Returns:
+            The tokenizer and template, or None where the checkpoint carries no tokenizer.
+
+        Raises:
+            ValueError: for a tokenizer of a kind that is not built, by name.
+        """
+        spec = checkpoint.tokenizer_spec
+        if spec is None:
+            return None
+        return cls._from_gguf(spec, str(checkpoint.path)) if isinstance(spec, GgufTokenizer) else cls._from_folder(spec)
+
+    @classmethod
+    def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> Text:
+        ids = {"bos_token": spec.bos, "eos_token": spec.eos, "pad_token": spec.pad, "unk_token": spec.unk}
+        return cls(
+            spec.build(),
+            specials={name: spec.tokens[index] for name, index in ids.items() if index is not None},
+            eos_ids=[] if spec.eot is None else [spec.eot],
+            adds_bos=spec.adds_bos,
+            template=spec.chat_template,
+            origin=origin,
+        )
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Text:
+        settings = _read_json(folder / "tokenizer_config.json")
+        tokenizer = _load_tokenizer(folder)
+        specials = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = settings.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None:
+                specials[name] = token
+        ends: list[int] = []
+        for file in ("config.json", "generation_config.json"):
+            value = _read_json(folder / file).get("eos_token_id")
+            ends += [] if value is None else value if isinstance(value, list) else [value]
+        adds_bos = settings.get("add_bos_token")
+        if adds_bos is None:
+            # Then the tokenizer's own post-processor decides.
+            adds_bos = tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(specials.get("bos_token", ""))]
+        template = read_template(folder, settings)
+        return cls(tokenizer, specials=specials, eos_ids=ends, adds_bos=adds_bos, template=template, origin=str(folder))
+
+    def encode(self, s: str, *, bos: bool) -> list[int]:
+        """Encodes text; special tokens written out in it are parsed as such.
+
+        Args:
+            s: the text.
+            bos: start with the bos token, if this tokenizer is configured to and the text does not already.
+
+        Returns:
+            The ids.
+        """
+        ids = self._tokenizer.encode(s, add_special_tokens=False).ids
+        # A chat template may have written the bos token itself.
+        if bos and self._adds_bos and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Decodes ids.
+
+        Args:
+            ids: the ids.
+            skip_special: leave special tokens out.
+
+        Returns:
+            The text.
+        """
+        return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
+
+    def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
+        """Starts decoding a stream of ids.
+
+        Args:
+            skip_special: leave special tokens out.
+
+        Returns:
+            A decoder that takes ids as they come.
+        """
+        return StreamDecoder(self, skip_special=skip_special)
+
+    def chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """Renders a conversation with the chat template.
+
+        Args:
+            messages: dictionaries with "role" and "content".
+            generation_prompt: end with the start of an assistant's answer.
+
+        Returns:
+            The text, to be encoded with `encode`.
+
+        Raises:
+            TypeError: where a message is not a mapping.
+            ValueError: where there is no template, or the template refuses the messages.
+        """
+        import jinja2
+
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise TypeError(f'messages={message!r}: give mappings such as {{"role": "user", "content": "Hi"}}')
+
+        require(self.has_template, "chat_template", None, f"{self._origin} carries none; encode plain text instead")
+        try:
+            if self._template is None:
+                self._template = compile_template(self._template_source or "")
+            # Some templates remove entries of the messages they are given.
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=generation_prompt,
+                tools=None,
+                documents=None,
+                **self._specials,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            roles = [message.get("role") for message in messages]
+            remedy = f"the chat template of {self._origin} refuses these ({error}); change them, or encode plain text"
+            raise ValueError(f"messages={roles}: {remedy}") from error
+
+    def open_turn(self) -> str:
+        """Text before the user's content in a fresh conversation, a default system prompt included.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: where the template cannot be taken apart.
+        """
+        return self._take_apart()[0]
+
+    def close_turn(self) -> str:
+        """Text from the end of the user's content to the start of the assistant's answer.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: where the template cannot be taken apart.
+        """
+        return self._take_apart()[1]
+
+    def next_turn(self) -> str:
+        """Text from the end of an assistant's answer to the start of the user's next content.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: where the template cannot be taken apart.
+        """
+        return self._take_apart()[2]
+
+    def _turn_end(self) -> int | None:
+        """The special token that the template puts after an answer: old files do not name it elsewhere."""
+        try:
+            after = self.next_turn().lstrip()
+        except ValueError:
+            return None
+        first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
+        added = self._tokenizer.get_added_tokens_decoder().get(first)
+        return first if added is not None and added.special else None
+
+    def _take_apart(self) -> tuple[str, str, str]:
+        if self._pieces is None:
+            roles = ("user", "assistant", "user")
+            messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
+            opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
+            self._pieces = opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2]
+        return self._pieces
+
+    def _split(self, rendered: str, count: int) -> list[str]:
+        pieces = []
+        for sentinel in _SENTINELS[:count]:
+            remedy = "it does not render each message once, so turns cannot be split; render with chat() instead"
+            require(rendered.count(sentinel) == 1, "chat_template", self._origin, remedy)
+            piece, rendered = rendered.split(sentinel)
+            pieces.append(piece)
+        return [*pieces, rendered]
+
+
+class StreamDecoder:
+    """Decodes ids as they come, holding back characters whose bytes are not all there."""
+
+    def __init__(self, text: Text, *, skip_special: bool = True):
+        """Starts empty.
+
+        Args:
+            text: the tokenizer.
+            skip_special: leave special tokens out.
+        """
+        self._text = text
+        self._skip_special = skip_special
+        # Decoders may treat the first token of a text differently (a leading space goes), so the ids given out last
+        # stay in front of the pending ones: the new text is what the pending ones add to them.
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Takes the next ids.
+
+        Args:
+            ids: any number of ids.
+
+        Returns:
+            The text that is complete now, maybe empty.
+        """
+        self._pending += [int(each) for each in ids]
+        added = self._added()
+        held = len(added) - len(added.rstrip(_REPLACEMENT))
+        return "" if 0 < held <= _LONGEST_HELD else self._release(added)
+
+    def flush(self) -> str:
+        """Ends the stream.
+
+        Returns:
+            What was held back; unfinished characters come out as replacement characters.
+        """
+        added = self._release(self._added())
+        self._context = []
+        return added
+
+    def _added(self) -> str:
+        before = self._text.decode(self._context, skip_special=self._skip_special)
+        return self._text.decode(self._context + self._pending, skip_special=self._skip_special)[len(before) :]
+
+    def _release(self, added: str) -> str:
+        if added:
+            self._context, self._pending = self._pending, []
+        return added
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    tokenizer: Any
+    if (folder / "tokenizer.json").is_file():
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    else:
+        # Older layouts: transformers converts them, at the price of its import.
+        import transformers
+
+        loaded = transformers.AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = getattr(loaded, "backend_tokenizer", None)
+        require(tokenizer is not None, "tokenizer", str(folder), "no fast tokenizer; save it with a tokenizer.json")
+    # The file may carry settings of a training run.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

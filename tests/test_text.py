@@ -1,0 +1,229 @@
+"""Tokenizers and chat templates, against the ids of the original tokenizer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from checkpoints import GgufTokenizer, fetch, open_checkpoint
+from checkpoints.source import Checkpoint
+from jaxkv.text import Text
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokens.json").read_text("utf-8"))
+CHAT = next(entry for entry in GOLDEN if entry.get("note") == "chat template of one user message")
+U1, A1, U2 = "What is copper?", "A metal.", "And tin?"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return Text.from_checkpoint(open_checkpoint(fetch("smollm2-135m-instruct")))
+
+
+def conversation(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+# --- SmolLM2, from its GGUF -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", GOLDEN, ids=range(len(GOLDEN)))
+def test_ids_are_those_of_the_original(text, entry):
+    assert text.encode(entry["text"], bos=False) == entry["ids"]
+    # This tokenizer has a bos token but is not configured to add it.
+    assert text.encode(entry["text"], bos=True) == entry["ids"]
+    assert text.decode(entry["ids"], skip_special=False) == entry["text"]
+
+
+def test_special_ids(text):
+    assert (text.bos_id, text.eos_ids, text.has_template) == (1, (2,), True)
+    assert text.decode([1, 19556, 2]) == "Hello"
+
+
+def test_chat_template(text):
+    assert text.chat(conversation(U1), generation_prompt=True) == CHAT["text"]
+
+
+def test_turns_join_to_the_full_rendering(text):
+    joined = text.open_turn() + U1 + text.close_turn()
+    assert joined == text.chat(conversation(U1), generation_prompt=True)
+    joined += A1 + text.next_turn() + U2 + text.close_turn()
+    assert joined == text.chat(conversation(U1, A1, U2), generation_prompt=True)
+    assert text.next_turn() == "<|im_end|>\n<|im_start|>user\n"
+
+
+@pytest.mark.parametrize("string", ["naïve café 漢字 🙂 done", " 🙂🙂", "plain", "漢字漢字"])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_stream_gives_whole_characters(text, string, step):
+    ids = text.encode(string, bos=False)
+    stream = text.stream_decoder()
+    parts = [stream.push(ids[start : start + step]) for start in range(0, len(ids), step)]
+    assert not any("\ufffd" in part for part in parts)
+    assert "".join(parts) + stream.flush() == string
+
+
+def test_stream_ends_inside_a_character(text):
+    ids = text.encode("ok 漢", bos=False)
+    stream = text.stream_decoder()
+    shown = "".join(stream.push([each]) for each in ids[:-1])
+    assert "\ufffd" not in shown and shown.startswith("ok")
+    assert shown + stream.flush() == "ok \ufffd" and stream.flush() == ""
+
+
+def test_stream_does_not_hold_bad_bytes_for_ever(text):
+    bad = text.encode("🙂", bos=False)[:1] * 40
+    stream = text.stream_decoder()
+    assert any(stream.push([each]) for each in bad)
+
+
+def test_stream_skips_special_tokens(text):
+    stream = text.stream_decoder()
+    assert [stream.push([each]) for each in (19556, 2, 1, 905)] == ["Hello", "", "", " world"]
+
+
+# --- other templates ------------------------------------------------------------------------------------------------
+
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+)
+
+
+def byte_level(*specials):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(specials))
+    return tokenizer
+
+
+def with_template(template, **options):
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Text(byte_level("<s>", "</s>", "<end>"), specials=specials, adds_bos=True, template=template, **options)
+
+
+def test_bos_is_never_doubled():
+    text = with_template(LLAMA2)
+    rendered = text.chat(conversation("Hi"), generation_prompt=True)
+    assert rendered.startswith("<s>")
+    assert text.encode(rendered, bos=True).count(text.bos_id) == 1
+    assert text.encode("Hi", bos=True)[0] == text.bos_id
+    assert text.encode("Hi", bos=False)[0] != text.bos_id
+    assert text.next_turn() == "</s>[INST] "
+
+
+def test_template_that_refuses():
+    with pytest.raises(ValueError, match=r"messages=\['system'\].*no system role"):
+        with_template(LLAMA2).chat([{"role": "system", "content": "x"}], generation_prompt=False)
+    with pytest.raises(TypeError, match="messages"):
+        with_template(LLAMA2).chat(["Hi"], generation_prompt=False)
+
+
+def test_template_that_loses_or_repeats_messages():
+    for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"):
+        text = with_template(template, origin="odd-model")
+        with pytest.raises(ValueError, match="chat_template='odd-model'.*render with chat"):
+            text.next_turn()
+
+
+def test_no_template():
+    text = with_template(None)
+    assert not text.has_template
+    with pytest.raises(ValueError, match="chat_template=None"):
+        text.open_turn()
+
+
+def test_end_of_turn_comes_from_the_template():
+    text = with_template("{% for m in messages %}{{ m.role + ':' + m.content + '<end>' }}{% endfor %}")
+    assert [text.decode([each], skip_special=False) for each in text.eos_ids] == ["</s>", "<end>"]
+
+
+def test_template_is_sandboxed_and_has_the_usual_helpers():
+    with pytest.raises(ValueError, match="unsafe"):
+        with_template("{{ ''.__class__.__mro__ }}").chat([], generation_prompt=False)
+    helpers = "{% generation %}{{ {'a': '<é>'} | tojson }}{% endgeneration %}{{ strftime_now('%Y') | length }}"
+    helpers += "{% for i in [1, 2] %}{% break %}{% endfor %}"
+    assert with_template(helpers).chat([], generation_prompt=False) == '{"a": "<é>"}4'
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def open_folder(folder):
+    return Checkpoint(path=folder, config={}, names=frozenset(), tokenizer_spec=folder, stream=lambda: iter(()))
+
+
+def test_folder(tmp_path):
+    tokenizer = byte_level("<s>", "</s>", "<end>")
+    bos = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "old"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text(LLAMA2)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id("<end>")]}))
+    text = Text.from_checkpoint(open_folder(tmp_path))
+    assert text.eos_ids == (tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<end>"))
+    # The post-processor says that a bos token is added; the training run's truncation is not kept.
+    assert text.decode(text.encode("longer text", bos=True), skip_special=False) == "<s>longer text"
+    assert text.chat(conversation("Hi"), generation_prompt=True) == "<s>[INST] Hi [/INST]"
+    settings |= {"add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert len(Text.from_checkpoint(open_folder(tmp_path)).encode("a", bos=True)) == 1
+
+
+def test_folder_without_tokenizer(tmp_path):
+    checkpoint = Checkpoint(path=tmp_path, config={}, names=frozenset(), tokenizer_spec=None, stream=lambda: iter(()))
+    assert Text.from_checkpoint(checkpoint) is None
+
+
+# --- other GGUF vocabularies ----------------------------------------------------------------------------------------
+
+
+def sentencepiece():
+    pieces = {"<unk>": 0, "<s>": 0, "</s>": 0} | {f"<0x{byte:02X}>": 0 for byte in range(256)}
+    pieces |= {"▁the": -1, "▁t": -2, "he": -3, "▁c": -4, "at": -5, "▁cat": -6}
+    pieces |= {letter: -10 - index for index, letter in enumerate("▁theca")}
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259)
+    scores = tuple(map(float, pieces.values()))
+    return GgufTokenizer(model="llama", tokens=tuple(pieces), scores=scores, types=tuple(types), bos=1, eos=2, unk=0)
+
+
+def test_sentencepiece():
+    spec = sentencepiece()
+    checkpoint = Checkpoint(path=Path("x"), config={}, names=frozenset(), tokenizer_spec=spec, stream=lambda: iter(()))
+    text = Text.from_checkpoint(checkpoint)
+    ids = text.encode("the cat 🙂", bos=True)
+    emoji = [f"<0x{byte:02X}>" for byte in "🙂".encode()]
+    assert [spec.tokens[each] for each in ids] == ["<s>", "▁the", "▁cat", "▁", *emoji]
+    assert text.decode(ids) == "the cat 🙂"
+    stream = text.stream_decoder()
+    assert [part for part in (stream.push([each]) for each in ids) if part] == ["the", " cat", " ", "🙂"]
+
+
+def words(pre):
+    """The pieces that a pre-tokenizer cuts text into, before any merge."""
+    alphabet = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = GgufTokenizer(model="gpt2", pre=pre, tokens=alphabet, types=(1,) * len(alphabet)).build()
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("I'LL pay 12345\n\n now")]
+
+
+def test_pre_tokenizers():
+    assert words("gpt-2") == ["I", "'", "LL", "Ġpay", "Ġ12345", "ĊĊ", "Ġnow"]
+    assert words("smollm") == ["I", "'", "LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
+    assert words("llama-bpe") == ["I", "'LL", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġnow"]
+    assert words("qwen2") == ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
+
+
+def test_unbuilt_vocabularies_are_named():
+    with pytest.raises(ValueError, match="tokenizer.ggml.pre='tekken'.*smollm"):
+        GgufTokenizer(model="gpt2", pre="tekken", tokens=("a",)).build()
+    with pytest.raises(ValueError, match="tokenizer.ggml.model='t5'"):
+        GgufTokenizer(model="t5", tokens=("a",)).build()
+    with pytest.raises(ValueError, match="inconsistent vocabulary"):
+        GgufTokenizer(model="gpt2", pre="gpt-2", tokens=("a",), merges=("a b",)).build()
+    assert GgufTokenizer(model="gpt2", pre="llama-bpe", tokens=("a",)).adds_bos
+    assert not GgufTokenizer(model="gpt2", pre="smollm", tokens=("a",)).adds_bos
