@@ -131,9 +131,7 @@ def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
     return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
 
 
-def lay_out(
-    length: Int[Array, "... K"], rows: int, *, form: Form, spread: bool = True
-) -> Int[Array, "... K"]:
+def lay_out(length: Int[Array, "... K"], rows: int, *, form: Form, spread: bool = True) -> Int[Array, "... K"]:
     """Places segments in a pool of `rows` rows.
 
     Args:

@@ -86,9 +86,7 @@ class YarnRope(Rope):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
-        require(
-            self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}"
-        )
+        require(self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,9 +135,7 @@ class ModelConfig:
         for name in ("vocab", "layers", "embed", "hidden", "heads", "kv_heads", "head_dim", "max_positions"):
             value = getattr(self, name)
             require(isinstance(value, int) and value > 0, name, value, "give a positive integer")
-        require(
-            self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}"
-        )
+        require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
 
     @property

@@ -49,7 +49,6 @@ _BLOCK = {
 }
 
 
-
 class LanguageModel(nnx.Module):
     """What `load` returns: a Flax decoder, with its tokenizer beside it.
 
@@ -154,7 +153,9 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
         finite.append((name, jnp.isfinite(value).all()))
         parameter.set_value(value)
     bad = [name for name, ok in finite if not bool(ok)]
-    require(not bad, "weights", bad[:4], "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype")
+    require(
+        not bad, "weights", bad[:4], "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
+    )
 
 
 def _slots(decoder: Decoder) -> dict[str, tuple[str, int | None]]:

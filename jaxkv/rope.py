@@ -60,9 +60,7 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
     return plain / rope.factor * interpolated + plain * (1 - interpolated), factor
 
 
-def rotate(
-    x: Float[Array, "*heads n D"], positions: Int[Array, "*#heads n"], rope: Rope
-) -> Float[Array, "*heads n D"]:
+def rotate(x: Float[Array, "*heads n D"], positions: Int[Array, "*#heads n"], rope: Rope) -> Float[Array, "*heads n D"]:
     """Turns each pair of channels (i, i + D/2) by its position's angle.
 
     Args:

@@ -56,7 +56,6 @@ def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[
     return graphs.ends(ends).embed(tokens)
 
 
-@partial(jax.jit, static_argnames=("graphs", "queries", "keep_unrotated", "last"), donate_argnums=(1,))
 def layer(
     leaves: Leaves,
     x: Float[Array, "B S E"],
@@ -138,6 +137,25 @@ def layer(
         x = lax.fori_loop(0, batch, rows, x)
     unrotated = buffers[2] if keep_unrotated else None
     return LayerOut(x=x, k=k, v=v, unrotated=unrotated, q=q, q_positions=q_positions)
+
+
+_LAYER_STATICS = ("graphs", "queries", "keep_unrotated", "last")
+_layer = jax.jit(layer, static_argnames=_LAYER_STATICS, donate_argnames=("x",))
+# The top block gives back one token's hidden state: there is nothing to write in place.
+_top_layer = jax.jit(layer, static_argnames=_LAYER_STATICS)
+
+
+def _run_layer(flat: Flat, index: int, x: Array, length: Array, policy: Policy) -> LayerOut:
+    last = index == len(flat.blocks) - 1
+    return (_top_layer if last else _layer)(
+        flat.blocks[index],
+        x,
+        length,
+        graphs=flat.graphs,
+        queries=0 if policy.scorer is None else policy.scorer.queries,
+        keep_unrotated=policy.rolling,
+        last=last,
+    )
 
 
 @partial(jax.jit, static_argnames=("scorer", "layers"))
@@ -262,6 +280,49 @@ def _logits(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Ar
     return graphs.ends(ends).logits(x)
 
 
+_compiled: set[tuple] = set()
+
+
+def compile_ahead(flat: Flat, config: ModelConfig, batch: int, policy: Policy, needed: Plan, *, room: int) -> None:
+    """Compiles what `prefill` will call, by running it over sequences of no tokens; once per process and shape.
+
+    Args:
+        flat: the decoder's parameters.
+        config: its shape.
+        batch: B.
+        policy: the compression.
+        needed: the plan.
+        room: rows to leave behind every segment.
+    """
+    pool_rows = needed.pool_rows(config.kv_heads, config.layers, room)
+    parts = (policy.scorer, policy.layers, policy.heads, policy.rolling)
+    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts)
+    if signature in _compiled:
+        return
+    length = jnp.zeros((batch,), jnp.int32)
+    forced = jnp.zeros((batch, needed.slots), bool)
+    x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
+    for index in sorted({0, config.layers - 1}):
+        out = _run_layer(flat, index, x, length, policy)
+        x = out.x
+    mask = jnp.zeros(out.k.shape[:3], bool)
+    if policy.scorer is not None:
+        seen = _observed(out, length, 0, jax.random.key(0))
+        scores, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
+        mask = choose(scores, forced, length, length, heads=policy.heads)
+    if needed.form is not Form.SHARED:
+        for rows in set(pool_rows):
+            pack(out.k, out.v, mask, rows=rows, form=needed.form)
+    jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
+    _compiled.add(signature)
+
+
+def _observed(out: LayerOut, length: Array, index: int, key: PRNGKeyArray) -> Observed:
+    return Observed(
+        q=out.q, q_positions=out.q_positions, k=out.k, v=out.v, length=length, layer=jnp.int32(index), key=key
+    )
+
+
 def prefill(
     flat: Flat,
     config: ModelConfig,
@@ -304,30 +365,14 @@ def prefill(
     )
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
     pools, starts, counts, held = [], [], [], []
-    for index, leaves in enumerate(flat.blocks):
-        out = layer(
-            leaves,
-            x,
-            length,
-            graphs=graphs,
-            queries=0 if scorer is None else scorer.queries,
-            keep_unrotated=policy.rolling,
-            last=index == layers - 1,
-        )
+    for index in range(layers):
+        out = _run_layer(flat, index, x, length, policy)
         x = out.x
         stored = out.k if out.unrotated is None else out.unrotated
         if scorer is None:
             mask = inside
         else:
-            seen = Observed(
-                q=out.q,
-                q_positions=out.q_positions,
-                k=out.k,
-                v=out.v,
-                length=length,
-                layer=jnp.int32(index),
-                key=key,
-            )
+            seen = _observed(out, length, index, key)
             scores, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
             if shared:
                 held.append((stored, out.v, scores, weight))

@@ -1,0 +1,371 @@
+"""`prefill` and `generate`: prompts in, a compressed cache and text out."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+from tqdm import tqdm
+
+from jaxkv import attention
+from jaxkv._errors import require
+from jaxkv.cache import KVCache, Turn, repack
+from jaxkv.load import LanguageModel
+from jaxkv.models import decode as decoding
+from jaxkv.models import prefill as prefilling
+from jaxkv.models.decoder import Flat
+from jaxkv.plan import Plan, bucket, check_memory, plan
+from jaxkv.policies.base import Policy
+from jaxkv.policies.full import FullKV
+from jaxkv.prompts import Encoded, Prompt, encode
+from jaxkv.results import Answers, Generation, Stats, Stream
+from jaxkv.sampling import Greedy, Sampling
+
+# New rows come in blocks, so that neither memory nor compilation follows max_new_tokens.
+_BLOCK = 256
+# Between two looks at the text, when somebody is looking: a stop string, a stream, a progress bar.
+_LOOK = 8
+
+
+def prefill(
+    params: LanguageModel,
+    prompt: Prompt,
+    *,
+    policy: Policy | None = None,
+    raw: bool = False,
+    key: PRNGKeyArray | None = None,
+    progress: bool | None = None,
+) -> KVCache:
+    """Runs prompts through the model and keeps what the policy keeps, to be asked about later, many times over.
+
+    A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it.
+
+    Args:
+        params: from `jaxkv.load`.
+        prompt: text, chat messages, token ids, or a list of any.
+        policy: the compression; FullKV() keeps everything.
+        raw: the text is plain text, not a user's message.
+        key: random key, for policies that draw.
+        progress: a bar on stderr; by default where stderr is a terminal.
+
+    Returns:
+        A tight cache. It is a value: asking it changes nothing in it.
+
+    Raises:
+        ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+        MemoryError: naming the plan's bytes, if they are not there.
+    """
+    policy = FullKV() if policy is None else policy
+    encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
+    _require_fits(params, encoded.lengths, 0)
+    cache, _, _, _ = _prefill(params, Flat(params.decoder), encoded, policy, key=key, room=0, progress=progress)
+    return dataclasses.replace(cache, turn=encoded.turn)
+
+
+def generate(
+    params: LanguageModel,
+    prompt: Prompt,
+    *,
+    policy: Policy | None = None,
+    cache: KVCache | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+    stop_at_eos: bool = True,
+    key: PRNGKeyArray | None = None,
+    raw: bool = False,
+    stream: bool = False,
+    progress: bool | None = None,
+) -> Any:
+    """Answers prompts, over a cache compressed by a policy.
+
+    Args:
+        params: from `jaxkv.load`.
+        prompt: text, chat messages, token ids, or a list of any; on top of a cache: what comes next.
+        policy: the compression; FullKV() keeps everything. With a cache, the cache's own.
+        cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
+        max_new_tokens: tokens to draw at most.
+        sampling: how to draw; Greedy() if None.
+        stop: strings that end an answer; they are left out of it.
+        stop_at_eos: end at the model's end-of-answer tokens.
+        key: random key for sampling and for policies that draw; needed if sampling is not greedy.
+        raw: the text is plain text, not a user's message.
+        stream: return a `Stream` that yields text as it comes.
+        progress: bars on stderr; by default where stderr is a terminal.
+
+    Returns:
+        A `Generation`, or a `Stream` whose `result` will be one.
+
+    Raises:
+        ValueError: for an empty or over-long prompt, a budget the policy cannot honour, a cache of another policy or
+            model.
+        MemoryError: naming the plan's bytes, if they are not there.
+    """
+    require(
+        isinstance(max_new_tokens, int) and max_new_tokens >= 1,
+        "max_new_tokens",
+        max_new_tokens,
+        "draw at least 1 token",
+    )
+    sampling = Greedy() if sampling is None else sampling
+    require(isinstance(sampling, Greedy) or key is not None, "key", key, f"{sampling} needs jax.random.key(...)")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    require(all(stops), "stop", stop, "a stop string has at least one character")
+    require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
+    turn = Turn.START if cache is None else cache.turn
+    if cache is not None:
+        _require_ours(params, cache, policy)
+    encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
+    _require_fits(params, encoded.lengths, max_new_tokens, cache)
+    request = _Request(
+        params=params,
+        encoded=encoded,
+        policy=FullKV() if policy is None else policy,
+        cache=cache,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stops=stops,
+        stop_at_eos=stop_at_eos,
+        key=jax.random.key(0) if key is None else key,
+        look=stream or bool(stops),
+        progress=progress,
+    )
+    pieces = _run(request)
+    if stream:
+        return Stream(pieces, encoded.single)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A checked call of `generate`."""
+
+    params: LanguageModel
+    encoded: Encoded
+    policy: Policy
+    cache: KVCache | None
+    max_new_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    stop_at_eos: bool
+    key: PRNGKeyArray
+    look: bool
+    progress: bool | None
+
+
+def _require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
+    require(
+        policy is None or policy == cache.policy,
+        "policy",
+        policy,
+        f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew",
+    )
+    require(
+        cache.config == params.config and cache.model == params.fingerprint,
+        "cache",
+        cache.model,
+        f"it was made by another model than {params.name!r}: prefill with this one",
+    )
+
+
+def _require_fits(params: LanguageModel, lengths: np.ndarray, new: int, cache: KVCache | None = None) -> None:
+    seen = 0 if cache is None else np.asarray(cache.seen)
+    if cache is not None:
+        matches = cache.batch in (1, len(lengths))
+        require(
+            matches, "prompt", f"{len(lengths)} prompts", f"the cache holds {cache.batch}: give as many, or 1 cache"
+        )
+    total = int((seen + lengths).max()) + new
+    limit = params.config.max_positions
+    require(
+        total <= limit,
+        "prompt",
+        f"{total} tokens, {new} new ones included",
+        f"the model was made for {limit}: shorten the prompt or lower max_new_tokens",
+    )
+
+
+def _bar(progress: bool | None, total: int, what: str) -> tqdm:
+    shown = sys.stderr.isatty() if progress is None else progress
+    return tqdm(total=total, desc=what, leave=False, disable=not shown, file=sys.stderr)
+
+
+def _prefill(
+    params: LanguageModel,
+    flat: Flat,
+    encoded: Encoded,
+    policy: Policy,
+    *,
+    key: PRNGKeyArray | None,
+    room: int,
+    progress: bool | None,
+) -> tuple[KVCache, Float[Array, "B V"], Plan, tuple[float, float]]:
+    """The cache, logits, plan, and seconds of prefill and of compilation."""
+    config = params.config
+    needed = plan(config, policy, encoded.lengths.tolist(), dtype=params.dtype, room=room)
+    check_memory(needed)
+    begin = time.perf_counter()
+    prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, room=room)
+    compiled = time.perf_counter()
+    with _bar(progress, config.layers, "prefill") as bar:
+        cache, logits = prefilling.prefill(
+            flat,
+            config,
+            encoded.padded(needed.slots),
+            encoded.lengths,
+            policy,
+            needed,
+            key=jax.random.key(0) if key is None else key,
+            room=room,
+            model=params.fingerprint,
+            tick=bar.update,
+        )
+    jax.block_until_ready(logits)
+    return cache, logits, needed, (time.perf_counter() - compiled, compiled - begin)
+
+
+def _run(request: _Request) -> Generator[list[str], None, Generation]:
+    """Prefills or extends, then draws tokens block by block; yields the new text of every sequence at each look."""
+    params, encoded = request.params, request.encoded
+    flat, batch = Flat(params.decoder), len(request.encoded.ids)
+    block = min(_BLOCK, bucket(request.max_new_tokens))
+    if request.cache is None:
+        cache, logits, needed, (prefill_seconds, compile_seconds) = _prefill(
+            params, flat, encoded, request.policy, key=request.key, room=block, progress=request.progress
+        )
+        spare = batch * params.config.layers * params.config.kv_heads * block * _row_bytes(cache)
+        sizes = (needed.full_bytes, cache.nbytes - spare, needed.slack_bytes)
+    else:
+        given = request.cache
+        sizes = (_full_bytes(given), given.nbytes, _slack_bytes(given))
+        begin = time.perf_counter()
+        cache, logits, compile_seconds = _extend(flat, given, encoded, block)
+        prefill_seconds = time.perf_counter() - begin - compile_seconds
+    kept = float(np.mean(cache.kept))
+    program = _program(flat, cache)
+    draw = decoding.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
+    eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
+    ends = jnp.asarray(eos or [-2], jnp.int32)
+    answers = Answers(params.text, batch, request.stops)
+    begin = time.perf_counter()
+
+    def draw_steps(cache: KVCache, draw: decoding.Draw, steps: int) -> tuple[KVCache, decoding.Draw, np.ndarray, int]:
+        live, draw, out, ran = decoding.decode(
+            flat,
+            decoding.Live.of(cache),
+            draw,
+            ends,
+            steps,
+            program=program,
+            sampling=request.sampling,
+            size=block,
+        )
+        return live.into(cache), draw, np.asarray(out), int(ran)
+
+    # A run of no steps compiles and changes nothing: the clock of decoding starts after it.
+    cache, draw, _, _ = draw_steps(cache, draw, 0)
+    compile_seconds += time.perf_counter() - begin
+    begin = time.perf_counter()
+    with _bar(request.progress, request.max_new_tokens, "decode") as bar:
+        look = request.look or not bar.disable
+        left = request.max_new_tokens
+        while left and not bool(draw.done.all()):
+            steps = min(left, block, _LOOK if look else block)
+            if cache.free() < steps:
+                cache = repack(cache, room=block, release=True)
+            cache, draw, out, ran = draw_steps(cache, draw, steps)
+            left -= ran
+            surplus, pieces = answers.take(out[:, :ran])
+            if surplus.any():
+                cache = _rewind(cache, surplus)
+            draw = dataclasses.replace(draw, done=draw.done | jnp.asarray(answers.stopped))
+            bar.update(ran)
+            if request.look:
+                yield pieces
+    jax.block_until_ready(cache.seen)
+    decode_seconds = time.perf_counter() - begin
+    closing = answers.flush()
+    if request.look and any(closing):
+        yield closing
+    stats = Stats(
+        prompt_tokens=int(encoded.lengths.sum()),
+        new_tokens=sum(len(tokens) for tokens in answers.tokens),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        compile_seconds=compile_seconds,
+        full_bytes=sizes[0],
+        cache_bytes=sizes[1],
+        allocated_bytes=cache.nbytes,
+        slack_bytes=sizes[2],
+        kept=kept,
+        attention=attention.IMPLEMENTATION,
+        decode_form=cache.form.value,
+    )
+    tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
+    text = None if params.text is None else answers.text
+    single = encoded.single
+    return Generation(
+        text=text[0] if single and text is not None else text,
+        tokens=tokens[0] if single else tokens,
+        cache=dataclasses.replace(cache, turn=encoded.turn),
+        stats=stats,
+    )
+
+
+def _program(flat: Flat, cache: KVCache) -> decoding.Program:
+    return decoding.Program(graphs=flat.graphs, config=cache.config, form=cache.form, rolling=cache.policy.rolling)
+
+
+def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[KVCache, Float[Array, "B V"], float]:
+    """Forks a cache, with room, and runs the prompts on top of it; also returns the seconds spent compiling."""
+    batch, longest = len(encoded.ids), int(encoded.lengths.max())
+    room = 0 if given.free() >= longest + block else -(-(longest + block) // 64) * 64
+    cache = repack(given, room=room, batch=batch)
+    size = min(_BLOCK, bucket(longest))
+    tokens = encoded.padded(-(-longest // size) * size)
+    program = _program(flat, cache)
+    begin = time.perf_counter()
+    # A run over no tokens compiles and changes nothing.
+    nothing = jnp.zeros((batch,), jnp.int32)
+    logits, live = decoding.extend(
+        flat, decoding.Live.of(cache), jnp.zeros((batch, size), jnp.int32), nothing, program=program
+    )
+    jax.block_until_ready(logits)
+    spent = time.perf_counter() - begin
+    for first in range(0, tokens.shape[1], size):
+        count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
+        new, live = decoding.extend(
+            flat, live, jnp.asarray(tokens[:, first : first + size]), jnp.asarray(count), program=program
+        )
+        logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
+    jax.block_until_ready(logits)
+    return live.into(cache), logits, spent
+
+
+def _rewind(cache: KVCache, surplus: np.ndarray) -> KVCache:
+    """Forgets the last rows of each sequence: what was drawn behind a stop string."""
+    back = jnp.asarray(surplus, jnp.int32)
+    return dataclasses.replace(cache, length=cache.length - back[None, :, None], seen=cache.seen - back)
+
+
+def _row_bytes(cache: KVCache) -> int:
+    return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(cache.pools[0]))
+
+
+def _full_bytes(cache: KVCache) -> int:
+    each = cache.config.layers * cache.config.kv_heads * (_row_bytes(cache) - 4)
+    return int(np.asarray(cache.seen).sum()) * each
+
+
+def _slack_bytes(cache: KVCache) -> int:
+    rows = cache.batch * sum(pool.rows for pool in cache.pools)
+    return (rows - int(cache.kept.sum())) * _row_bytes(cache)
