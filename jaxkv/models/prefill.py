@@ -12,17 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool, Turn, lay_out, segment_of_row
+from jaxkv.cache import KVCache, Pool, Turn, lay_out
 from jaxkv.config import ModelConfig
+from jaxkv.models.compress import choose, observe, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.plan import QUERY_BLOCK, Plan
-from jaxkv.policies.base import Observed, Policy, Scorer
-from jaxkv.policies.budgets import LayerBudgets
-from jaxkv.policies.select import HeadBudgets
+from jaxkv.policies.base import Observed, Policy
 
 
 @partial(
@@ -156,123 +155,6 @@ def _run_layer(flat: Flat, index: int, x: Array, length: Array, policy: Policy) 
         keep_unrotated=policy.rolling,
         last=last,
     )
-
-
-@partial(jax.jit, static_argnames=("scorer", "layers"))
-def observe(
-    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets
-) -> tuple[Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Scores one layer's rows; with the layer's claim on the budget, where budgets follow from scores.
-
-    Args:
-        seen: what the scorer may look at.
-        forced: rows that stay anyway.
-        scorer: the policy's.
-        layers: the policy's.
-
-    Returns:
-        Scores, and weights or None.
-    """
-    mass = scorer.mass(seen)
-    weight = None
-    if layers.from_scores:
-        inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        weight = layers.weight(mass, (inside & ~forced)[:, None])
-    return scorer.scores(mass, seen.length), weight
-
-
-@partial(jax.jit, static_argnames=("heads",))
-def choose(
-    scores: Float[Array, "B K S"],
-    forced: Bool[Array, "B S"],
-    length: Int[Array, " B"],
-    rows: Int[Array, " B"],
-    *,
-    heads: HeadBudgets,
-) -> Bool[Array, "B K S"]:
-    """Chooses the rows of one layer that stay.
-
-    Args:
-        scores: float32, higher stays.
-        forced: rows that stay whatever their score.
-        length: tokens of each sequence.
-        rows: rows per kv head in this layer, forced ones included; K times as many stay.
-        heads: how they spread over heads.
-
-    Returns:
-        The mask; ties go to the lowest head, then to the lowest position.
-    """
-    inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None]
-    forced = (forced & inside)[:, None]
-    anyway = forced.sum(axis=(1, 2), dtype=jnp.int32)
-    base = jnp.minimum(rows, length) - anyway
-    return forced | heads.choose(scores, inside[:, None] & ~forced, base, anyway)
-
-
-@partial(jax.jit, static_argnames=("rows", "form"))
-def pack(
-    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B K S"], *, rows: int, form: Form
-) -> tuple[Pool, Int[Array, "B K"], Int[Array, "B K"]]:
-    """Gathers one layer's chosen rows into its pool, in order of position.
-
-    Args:
-        k: keys as the pool stores them.
-        v: values.
-        mask: rows that stay.
-        rows: P.
-        form: how the segments lie; room is spread evenly behind them.
-
-    Returns:
-        The pool, and each segment's first row and length.
-    """
-    batch, heads, slots, dim = k.shape
-    length = mask.sum(axis=-1, dtype=jnp.int32)
-    start = lay_out(length, rows, form=form)
-    segment = segment_of_row(start, rows)
-    offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
-    real = offset < jnp.take_along_axis(length, segment, axis=1)
-    # The offset-th chosen position of a segment is the first whose running count exceeds the offset: bisect for it.
-    count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * slots)
-    low, high = jnp.zeros_like(offset), jnp.full_like(offset, slots - 1)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low + high) // 2
-        enough = jnp.take_along_axis(count, segment * slots + middle, axis=1) > offset
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
-    source = jnp.where(real, segment * slots + position, 0)[..., None]
-    take = lambda a: jnp.where(  # noqa: E731
-        real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), source, axis=1), 0
-    )
-    return Pool(k=take(k), v=take(v), pos=jnp.where(real, position, -1)), start, length
-
-
-@partial(jax.jit, donate_argnums=(0,))
-def pack_shared(
-    pool: Pool, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B K S"], start: Array
-) -> Pool:
-    """Scatters one layer's chosen rows into the pool that all layers share.
-
-    Args:
-        pool: the shared pool, donated.
-        k: keys as the pool stores them.
-        v: values.
-        mask: rows that stay.
-        start: `[B, K]` first row of this layer's segments.
-
-    Returns:
-        The pool with this layer's rows in place.
-    """
-    batch, heads, slots, dim = k.shape
-    rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots)).reshape(row.shape)
-    put = lambda to, what: to.at[index, row].set(what, mode="drop", unique_indices=True)  # noqa: E731
-    flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
-    return Pool(k=put(pool.k, flat(k)), v=put(pool.v, flat(v)), pos=put(pool.pos, position))
 
 
 @partial(jax.jit, static_argnames=("graphs",))

@@ -1,0 +1,205 @@
+"""Writes the tiny random checkpoints and their logits that the model tests compare with.
+
+Everything here comes from transformers: its configurations, its models, its ``save_pretrained`` and its forward pass.
+None of this project's code is imported, so the numbers are an independent reference.
+
+Run it in an environment that has ``torch==2.13.0`` (CPU) and ``transformers==5.2.0``::
+
+    python tests/golden/make_models.py
+
+It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archive holds, for each model NAME:
+
+* ``NAME/input_ids`` int32 [2, 80]: a right-padded batch. The second row has 53 tokens, the rest are zeros.
+* ``NAME/logits0`` float32 [80, V] and ``NAME/logits1`` float32 [53, V]: logits at every position of each row. Each row
+  was computed alone and without padding, so a batched run has to reproduce what the rows give on their own.
+
+``lengths`` int32 [2] is (80, 53).
+"""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+HERE = Path(__file__).resolve().parent
+MODELS = HERE / "models"
+LENGTHS = (80, 53)
+VOCAB = 96  # Small, because logits at every position are most of the archive's size.
+
+# pad_token_id stays None: a padding index would make torch keep that embedding row apart.
+BASE = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+    tie_word_embeddings=False,
+    dtype="float32",
+)
+
+
+def rope(theta, **scaling):
+    """Returns the ``rope_parameters`` mapping of transformers 5."""
+    return {"rope_theta": theta, "rope_type": "default", **scaling}
+
+
+def heads(query, kv, **more):
+    """Returns the fields for ``query`` query heads over ``kv`` key/value heads."""
+    return {"num_attention_heads": query, "num_key_value_heads": kv, **more}
+
+
+# The original lengths of 32 lie well inside the 80 tokens, so that the scaled frequencies really act. With a head
+# dimension of 16 and theta 10000, llama3 and yarn each have an untouched, a blended and a fully scaled frequency.
+LLAMA3 = rope(
+    10000.0,
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN = rope(10000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+LLAMA, MISTRAL = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM)
+QWEN2, QWEN3 = (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
+
+SPECS = {
+    "llama_mha": (LLAMA, heads(4, 4, rope_parameters=rope(10000.0))),
+    "llama_gqa": (
+        LLAMA,
+        heads(6, 2, rope_parameters=rope(100000.0), tie_word_embeddings=True, num_hidden_layers=3),
+    ),
+    "llama_mqa": (LLAMA, heads(4, 1, rope_parameters=rope(10000.0), rms_norm_eps=1e-5)),
+    "llama_gqa8": (LLAMA, heads(16, 2, head_dim=8, rope_parameters=rope(500000.0))),
+    "llama_linear": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0, rope_type="linear", factor=4.0))),
+    "llama_llama3": (LLAMA, heads(4, 2, head_dim=16, rope_parameters=LLAMA3)),
+    "llama_yarn": (LLAMA, heads(4, 2, head_dim=16, rope_parameters=YARN)),
+    "llama_bias": (LLAMA, heads(4, 2, rope_parameters=rope(10000.0), attention_bias=True, mlp_bias=True)),
+    "mistral": (
+        MISTRAL,
+        heads(8, 2, hidden_size=64, head_dim=8, sliding_window=None, rope_parameters=rope(1000000.0)),
+    ),
+    "qwen2": (QWEN2, heads(6, 2, rope_parameters=rope(1000000.0), use_sliding_window=False)),
+    "qwen3": (
+        QWEN3,
+        heads(4, 2, head_dim=16, rope_parameters=rope(1000000.0), use_sliding_window=False, tie_word_embeddings=True),
+    ),
+    "llama_bf16": (LLAMA, heads(6, 2, rope_parameters=rope(100000.0))),
+}
+# Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
+OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2")
+SHARDED = {"llama_gqa_sharded": "llama_gqa"}
+
+
+def randomise(model):
+    """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.3 * torch.randn_like(parameter))
+            elif name.endswith("bias") or "embed_tokens" in name:
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(0.25 * torch.randn_like(parameter))
+
+
+def to_old_style(folder):
+    """Rewrites config.json with the keys of transformers 4."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.40.0"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save(model, folder, **options):
+    """Saves a model as a Hugging Face folder with the configuration and the weights alone."""
+    model.save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # Shards are written readable by their owner alone.
+
+
+def reload(folder):
+    """Loads a folder as transformers does, in float32 whatever the file holds."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def logits_of(model, ids):
+    """Returns float32 logits [S, V] of one unpadded row."""
+    with torch.inference_mode():
+        return model(input_ids=torch.from_numpy(ids[None]).long()).logits[0].float().numpy()
+
+
+def main():
+    """Builds all folders and the archive, and checks that what was saved gives what was stored."""
+    logging.disable_progress_bar()
+    shutil.rmtree(MODELS, ignore_errors=True)
+    arrays = {"lengths": np.array(LENGTHS, np.int32)}
+    for index, (name, ((config_class, model_class), fields)) in enumerate(SPECS.items()):
+        torch.manual_seed(1000 + index)
+        model = model_class(config_class(**{**BASE, **fields})).eval()
+        randomise(model)
+        folder = MODELS / name
+        if name == "llama_bf16":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.bfloat16())
+            # A copy: .to() would also round the rotary frequencies of the model that is compared below.
+            save(copy.deepcopy(model).to(torch.bfloat16), folder)
+        else:
+            save(model, folder)
+        if name in OLD_STYLE:
+            to_old_style(folder)
+
+        ids = np.zeros((2, LENGTHS[0]), np.int32)
+        rng = np.random.default_rng(1000 + index)
+        for row, length in enumerate(LENGTHS):
+            ids[row, :length] = rng.integers(3, VOCAB, length)
+
+        loaded = reload(folder)  # From the files, so that the stored logits belong to the stored weights.
+        arrays[f"{name}/input_ids"] = ids
+        for row, length in enumerate(LENGTHS):
+            arrays[f"{name}/logits{row}"] = logits_of(loaded, ids[row, :length])
+        in_memory = logits_of(model, ids[0])
+        gap = float(np.abs(in_memory - arrays[f"{name}/logits0"]).max())
+        spread = float(arrays[f"{name}/logits0"].std())
+        assert gap < 1e-4, f"{name}: the saved folder gives other logits (gap {gap}); check what save() writes"
+        print(f"{name:20s} std of logits {spread:6.2f}  saved vs in memory {gap:.1e}")
+
+    for name, source in SHARDED.items():
+        save(reload(MODELS / source), MODELS / name, max_shard_size="60KB")
+        gap = np.abs(logits_of(reload(MODELS / name), arrays[f"{source}/input_ids"][0]) - arrays[f"{source}/logits0"])
+        assert gap.max() < 1e-5, f"{name}: other logits than {source} (gap {gap.max()}); check the shards"
+        print(f"{name:20s} {len(list((MODELS / name).glob('*.safetensors')))} shards")
+
+    with safe_open(MODELS / "llama_bf16" / "model.safetensors", "np") as file:
+        dtype = file.get_slice("model.norm.weight").get_dtype()
+    assert dtype == "BF16", f"llama_bf16: stored as {dtype}; the model has to be bfloat16 when it is saved"
+    np.savez_compressed(HERE / "models.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()

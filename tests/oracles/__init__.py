@@ -1,0 +1,107 @@
+"""Independent float64 oracles of every policy: plain loops over numpy, sharing no code with the library.
+
+An oracle works on ONE sequence of n tokens, without batch or padding. Letters: K kv heads, G query heads per kv head,
+H = K * G query heads (query head h reads kv head h // G), n positions, w rows of the observation window, D head dim,
+L layers. Kept positions are a list of K ascending lists.
+
+An oracle that selects by scores returns `(kept, gap)`. `gap` is the smallest relative distance between the score of a
+kept row and a *different* score of a dropped row, at any cut made; inf where nothing is cut. Exact ties do not count:
+max pooling copies one score to its neighbours, so equal scores at a cut are the rule there, and the tie rule (lowest
+position first) decides them the same way in every precision. Tests reject inputs whose gap is under `MIN_GAP`.
+"""
+
+from oracles.ada import (
+    ada_select,
+    ada_targets,
+    global_counts,
+    protect_select,
+    round_targets,
+)
+from oracles.attention import attend_rows, causal_attention, causal_probs, softmax
+from oracles.budgets import (
+    entropy,
+    forced_positions,
+    gini,
+    kvpress_rows,
+    largest_remainder,
+    layer_rows,
+    official_rows,
+    resolve_budget,
+    shape_values,
+    water_fill,
+)
+from oracles.policies import (
+    adakv,
+    allocation_weights,
+    compress,
+    full,
+    knorm,
+    local_window,
+    pyramidkv,
+    snapkv,
+    streaming_llm,
+)
+from oracles.scores import knorm_scores, pool_columns, position_scores, window_probs, window_scores
+from oracles.select import MIN_GAP, cut_gap, relative_gap, top_select
+from oracles.theorems import (
+    adaptive_allocation,
+    all_allocations,
+    allocation_mass,
+    allocation_rows,
+    best_allocation,
+    decode_weights,
+    eps_bound,
+    eviction_loss,
+    output_row_norm,
+    retained_mass,
+)
+
+__all__ = [
+    "MIN_GAP",
+    "ada_select",
+    "ada_targets",
+    "adakv",
+    "adaptive_allocation",
+    "all_allocations",
+    "allocation_mass",
+    "allocation_rows",
+    "allocation_weights",
+    "attend_rows",
+    "best_allocation",
+    "causal_attention",
+    "causal_probs",
+    "compress",
+    "cut_gap",
+    "decode_weights",
+    "entropy",
+    "eps_bound",
+    "eviction_loss",
+    "forced_positions",
+    "full",
+    "gini",
+    "global_counts",
+    "knorm",
+    "knorm_scores",
+    "kvpress_rows",
+    "largest_remainder",
+    "layer_rows",
+    "local_window",
+    "official_rows",
+    "output_row_norm",
+    "pool_columns",
+    "position_scores",
+    "protect_select",
+    "pyramidkv",
+    "relative_gap",
+    "resolve_budget",
+    "retained_mass",
+    "round_targets",
+    "shape_values",
+    "snapkv",
+    "softmax",
+    "streaming_llm",
+    "top_select",
+    "water_fill",
+    "window_probs",
+    "window_scores",
+]
