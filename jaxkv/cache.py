@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
@@ -25,7 +26,7 @@ from jaxkv.config import ModelConfig
 
 
 class Turn(enum.Enum):
-    """Where the conversation in a cache stands: nothing seen, inside the user's turn, inside the answer's, plain text."""
+    """Where a cache's conversation stands: nothing seen, in the user's turn, in the answer's, or in plain text."""
 
     START = "start"
     USER = "user"
@@ -179,11 +180,26 @@ def append(
     offset = jnp.arange(count, dtype=jnp.int32)
     real = offset < written[:, None]
     row = jnp.where(real[:, None], end[..., None] + offset, pool.rows).reshape(batch, heads * count)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, count)).reshape(row.shape)
-    put = lambda leaf, new: leaf.at[index, row].set(new, mode="drop", unique_indices=True)  # noqa: E731
     flat = lambda a: a.reshape(batch, heads * count, dim)  # noqa: E731
-    return Pool(k=put(pool.k, flat(k)), v=put(pool.v, flat(v)), pos=put(pool.pos, spread))
+    return Pool(k=_put(pool.k, row, flat(k)), v=_put(pool.v, row, flat(v)), pos=_scatter(pool.pos, row, spread))
+
+
+def _scatter(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+    index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
+    return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
+
+
+def _put(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+    if leaf.dtype.itemsize != 2:
+        return _scatter(leaf, row, new)
+
+    def as_integers(leaf: Array, row: Array, new: Array) -> Array:
+        # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.
+        bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint16)
+        return lax.bitcast_convert_type(_scatter(bits(leaf), row, bits(new)), leaf.dtype)
+
+    return lax.platform_dependent(leaf, row, new, cpu=as_integers, default=_scatter)
 
 
 @partial(jax.jit, static_argnames=("rows",))

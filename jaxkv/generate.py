@@ -285,6 +285,8 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
             cache, draw, out, ran = draw_steps(cache, draw, steps)
             left -= ran
             surplus, pieces = answers.take(out[:, :ran])
+            # The token that ends a sequence is drawn but never becomes a row.
+            surplus = surplus - ((surplus > 0) & np.asarray(draw.done))
             if surplus.any():
                 cache = _rewind(cache, surplus)
             draw = dataclasses.replace(draw, done=draw.done | jnp.asarray(answers.stopped))
@@ -322,7 +324,13 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
 
 
 def _program(flat: Flat, cache: KVCache) -> decoding.Program:
-    return decoding.Program(graphs=flat.graphs, config=cache.config, form=cache.form, rolling=cache.policy.rolling)
+    return decoding.Program(
+        graphs=flat.graphs,
+        config=cache.config,
+        form=cache.form,
+        rolling=cache.policy.rolling,
+        tail=jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
+    )
 
 
 def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[KVCache, Float[Array, "B V"], float]:

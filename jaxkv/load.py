@@ -135,11 +135,9 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
         parameter = _at(decoder, path)
         shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
         target = shape if part is None else shape[1:]
+        asked = _stored_shape(name, target)
         require(
-            array.size == int(np.prod(target)) and array.shape[-1] == target[-1],
-            name,
-            array.shape,
-            f"the config asks for {target}; the weights belong to another model",
+            array.shape == asked, name, array.shape, f"the config asks for {asked}; the weights belong to another model"
         )
         if part is None:
             value = jnp.array(array.reshape(target), dtype=dtype)
@@ -156,6 +154,12 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     require(
         not bad, "weights", bad[:4], "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
     )
+
+
+def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
+    """How a checkpoint lays out a parameter: ours has the heads as an axis, where its rows run through all of them."""
+    outputs = target if name.endswith(".bias") or len(target) == 1 else target[:-1]
+    return (int(np.prod(outputs)), *target[len(outputs) :])
 
 
 def _slots(decoder: Decoder) -> dict[str, tuple[str, int | None]]:

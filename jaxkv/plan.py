@@ -139,10 +139,6 @@ def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int)
     """The most rows any prompt of these buckets can keep, layer by layer: shapes must not depend on exact lengths."""
     if policy.scorer is None:
         return (max(buckets),) * layers
-    tops = np.asarray(buckets)
-    budget = policy.budgets(tops, _forced_counts(policy, tops), strict=False)
-    if policy.layers.from_scores:
-        return (int(layers * heads * budget.max()),)
     most = np.zeros(layers, np.int64)
     for top in buckets:
         low = _below(top) + 1
@@ -150,11 +146,18 @@ def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int)
         lengths = np.unique(np.append(np.arange(low, top, step), top))
         forced = _forced_counts(policy, lengths)
         budget = policy.budgets(lengths, forced, strict=False)
+        if policy.layers.from_scores:
+            # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
+            between = step if step > 1 and budget.max() > budget[-1] else 0
+            most = np.maximum(most, min(int(budget.max()) + between, top))
+            continue
         rows = policy.layers.rows(budget, lengths, forced, layers=layers, window=policy.kept_last, weights=None)
         rows = np.minimum(rows, lengths)
         # Between samples a layer's rows grow by at most the step (one row a token), and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
+    if policy.layers.from_scores:
+        return (int(heads * most.sum()),)
     return tuple(int(rows) for rows in most)
 
 

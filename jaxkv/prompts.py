@@ -132,6 +132,8 @@ def _messages(items: list[Message], text: Text | None, *, turn: Turn, raw: bool,
     assert text is not None
     last = items[-1].get("role")
     require(last == "user", "prompt", last, "the last message must be the user's")
+    written = isinstance(items[-1].get("content"), str)
+    require(written, "prompt", dict(items[-1]), 'give its text: {"role": "user", "content": "..."}')
     if turn is not Turn.START:
         require(
             len(items) == 1, "prompt", len(items), "on top of a cache give one user message: the rest is in the cache"

@@ -1,19 +1,20 @@
 """How the next token is drawn from logits: frozen dataclasses, one call each."""
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key
 
 from jaxkv._errors import require
 
 
+@runtime_checkable
 class Sampling(Protocol):
     """Draws one token per sequence."""
 
-    def __call__(self, logits: Float[Array, "B V"], keys: PRNGKeyArray) -> Int[Array, " B"]:
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from float32 logits with one key per sequence."""
 
 
@@ -21,7 +22,7 @@ class Sampling(Protocol):
 class Greedy:
     """The likeliest token; ties go to the lowest id."""
 
-    def __call__(self, logits: Float[Array, "B V"], keys: PRNGKeyArray) -> Int[Array, " B"]:
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """The argmax; keys are not looked at."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -37,7 +38,7 @@ class Temperature:
             self.temperature > 0, "temperature", self.temperature, "give a positive number; Greedy() is the limit at 0"
         )
 
-    def __call__(self, logits: Float[Array, "B V"], keys: PRNGKeyArray) -> Int[Array, " B"]:
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from softmax(logits / temperature)."""
         scaled = logits / self.temperature
         return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)

@@ -42,6 +42,11 @@ def causal(
     scale = jnp.asarray(_LOG2E / math.sqrt(dim), jnp.float32)
     # exp2 with the scale folded into q saves a multiplication per logit.
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(heads, group * queries, dim)
+    # In 16 bits a product is cheaper than a sum over rows: a column of ones among the values gathers the total.
+    summed = v.dtype.itemsize == 2
+    if summed:
+        v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)], axis=-1)
+    width = v.shape[-1]
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
@@ -61,20 +66,23 @@ def causal(
             top = jnp.maximum(maximum, logits.max(axis=-1))
             weights = jnp.exp2(logits - top[:, None])
             shrink = jnp.exp2(maximum - top)
-            total = total * shrink + weights.sum(axis=-1)
-            acc = acc * shrink[:, None] + _dot(weights.astype(v_head.dtype), values)
+            if not summed:
+                total = total * shrink + weights.sum(axis=-1)
+            acc = acc * shrink[:, None] + _dot(_narrow(weights, v_head.dtype), values)
             return top, total, acc
 
         rows = group * queries
         carry = (
             jnp.full((rows,), _MASKED, jnp.float32),
             jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, dim), jnp.float32),
+            jnp.zeros((rows, width), jnp.float32),
         )
         whole = first // block  # blocks wholly before the first query need no mask
         last = (first + queries + block - 1) // block
         carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
         maximum, total, acc = lax.fori_loop(whole, last, lambda i, c: step(i, c, masked=True), carry)
+        if summed:
+            acc, total = acc[:, :dim], acc[:, dim]
         return (acc / total[:, None]).astype(q.dtype), (maximum + jnp.log2(total)) * _LN2
 
     out, lse = lax.map(head, (scaled, k, v))
@@ -93,7 +101,7 @@ def over_pool(
     """Queries against cached segments; see `jaxkv.attention.over_pool`."""
     batch, heads, rows, dim = q.shape
     scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
-    if form is Form.EQUAL and not _masked_product_wins(batch, heads):
+    if form is Form.EQUAL:
         out, lse = _equal(scaled, k, v, length)
     elif form is Form.SHARED or heads > _MASKED_HEADS:
         out, lse = _walk(scaled, k, v, start, length)
@@ -102,12 +110,9 @@ def over_pool(
     return out.astype(q.dtype), lse
 
 
-# A product of all query heads with all rows does K times the needed arithmetic in one well-shaped call.
+# A product of all query heads with all rows does K times the needed arithmetic in one well-shaped call. For more heads
+# than this, walking the segments in blocks is faster.
 _MASKED_HEADS = 4
-
-
-def _masked_product_wins(batch: int, heads: int) -> bool:
-    return batch >= 4 and heads <= _MASKED_HEADS
 
 
 def _equal(q, k, v, length):
@@ -206,6 +211,15 @@ def window_mass(
     flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
     return lax.map(head, (flat(q), flat(k), flat(spread))).reshape(batch, heads, -1)
+
+
+def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n"]:
+    """Softmax weights in the values' dtype."""
+    if dtype != jnp.bfloat16:
+        return weights.astype(dtype)
+    # Weights lie in [0, 1]: rounding needs none of the NaN handling that makes XLA's conversion slow on a CPU.
+    bits = lax.bitcast_convert_type(weights, jnp.uint32) + jnp.uint32(1 << 15)
+    return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:

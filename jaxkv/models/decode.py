@@ -53,15 +53,57 @@ class Program:
         config: its shape.
         form: how segments lie in their pools.
         rolling: positions are those within the cache.
+        tail: new rows gather beside the pool while a loop runs, and join it at its end. A CPU cannot write into a
+            16-bit pool in place, so there one write per loop beats one per token.
     """
 
     graphs: Graphs
     config: ModelConfig
     form: Form
     rolling: bool
+    tail: bool = False
 
 
-def _attend(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tail:
+    """Rows drawn since the loop began, for programs that leave the pool alone while they loop.
+
+    Attributes:
+        k: `f32[B, K, T, D]` keys as the pool stores them.
+        v: `f32[B, K, T, D]` values.
+    """
+
+    k: Float[Array, "B K T D"]
+    v: Float[Array, "B K T D"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Token:
+    """N new tokens of every sequence, as one block of the decoder sees them."""
+
+    q: Float[Array, "B K G N D"]
+    k: Float[Array, "B K N D"]
+    v: Float[Array, "B K N D"]
+    stored: Float[Array, "B K N D"]
+
+
+def _project(block: Block, program: Program, x: Float[Array, "B N E"], place: Int[Array, "B N"]) -> _Token:
+    raw, v = block.keys_values(x)
+    k = block.rotated(raw, place)
+    return _Token(q=block.queries(x, place), k=k, v=v, stored=raw if program.rolling else k)
+
+
+def _pool_attention(
+    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, form: Form
+) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
+    batch, heads, group, tokens, dim = q.shape
+    folded = q.reshape(batch, heads, group * tokens, dim)
+    out, lse = attention.over_pool(folded, keys, values, start, length, form=form)
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
+def _over_cache(
     block: Block,
     program: Program,
     x: Float[Array, "B N E"],
@@ -70,35 +112,59 @@ def _attend(
     length: Int[Array, "B K"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
-) -> tuple[Float[Array, "B N E"], Pool, Int[Array, "B K"]]:
+) -> tuple[Float[Array, "B N E"], Pool]:
     """One block over N new tokens: their rows join the pool, and they attend to it and to each other."""
-    batch, tokens, _ = x.shape
+    tokens = x.shape[1]
     text = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     # Rolling positions exist only where all heads of a sequence hold the same rows: any head's length is its count.
     place = length[:, :1] + jnp.arange(tokens, dtype=jnp.int32) if program.rolling else text
-    q = block.queries(x, place)
-    raw, v = block.keys_values(x)
-    k = block.rotated(raw, place)
-    pool_after = append(pool, raw if program.rolling else k, v, text, start + length, count)
-    length_after = length + count[:, None]
+    new = _project(block, program, x, place)
+    after = append(pool, new.stored, new.v, text, start + length, count)
     # A single token simply joins the rows before it is its turn to look at them.
-    source, rows = (pool_after, length_after) if tokens == 1 else (pool, length)
-    keys = _rolled(source, start, program) if program.rolling else source.k
-    heads, group, dim = q.shape[1], q.shape[2], q.shape[4]
-    folded = q.reshape(batch, heads, group * tokens, dim)
-    out, lse = attention.over_pool(folded, keys, source.v, start, rows, form=program.form)
-    out = out.reshape(q.shape)
+    source, rows = (after, length + count[:, None]) if tokens == 1 else (pool, length)
+    keys = _rolled(source.k, start, program) if program.rolling else source.k
+    out, lse = _pool_attention(new.q, keys, source.v, start, rows, program.form)
     if tokens > 1:
-        among = lambda a: attention.causal(*a, jnp.int32(0))  # noqa: E731
-        new_out, new_lse = lax.map(among, (q, k, v))
-        out = attention.merge(out, lse.reshape(q.shape[:-1]), new_out, new_lse)
-    return block.finish(x, out), pool_after, length_after
+        new_out, new_lse = lax.map(lambda a: attention.causal(*a, jnp.int32(0)), (new.q, new.k, new.v))
+        out = attention.merge(out, lse, new_out, new_lse)
+    return block.finish(x, out), after
 
 
-def _rolled(pool: Pool, start: Int[Array, "B K"], program: Program) -> Float[Array, "B P D"]:
-    each = pool.rows // start.shape[1]
-    place = jnp.arange(pool.rows, dtype=jnp.int32) % each
-    return rotate(pool.k, place, program.config.rope)
+def _over_tail(
+    block: Block,
+    program: Program,
+    x: Float[Array, "B 1 E"],
+    pool: Pool,
+    tail: Tail,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    seen: Int[Array, " B"],
+    index: Int[Array, ""],
+) -> tuple[Float[Array, "B 1 E"], Tail]:
+    """One block over one new token: its row joins the tail, and it attends to the pool and to the tail."""
+    place = (length[:, :1] if program.rolling else seen[:, None]) + index
+    new = _project(block, program, x, place)
+    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
+    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
+    tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
+    keys, tail_keys = pool.k, tail.k
+    batch, heads, size, dim = tail.k.shape
+    if program.rolling:
+        keys = _rolled(pool.k, start, program)
+        tail_places = length[:, :1] + jnp.arange(size, dtype=jnp.int32)
+        tail_keys = rotate(tail.k, tail_places[:, None], program.config.rope)
+    out, lse = _pool_attention(new.q, keys, pool.v, start, length, program.form)
+    flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
+    begin = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
+    rows = jnp.broadcast_to(index + 1, (batch, heads))
+    wide = new.q.astype(tail.k.dtype)
+    own, own_lse = _pool_attention(wide, flat(tail_keys), flat(tail.v), begin, rows, Form.EQUAL)
+    return block.finish(x, attention.merge(out, lse, own, own_lse)), tail
+
+
+def _rolled(keys: Float[Array, "B P D"], start: Int[Array, "B K"], program: Program) -> Float[Array, "B P D"]:
+    place = jnp.arange(keys.shape[1], dtype=jnp.int32) % (keys.shape[1] // start.shape[1])
+    return rotate(keys, place, program.config.rope)
 
 
 def step(
@@ -125,18 +191,45 @@ def step(
     """
     outer = program.graphs.ends(ends)
     x = outer.embed(tokens)
-    pools, lengths = list(live.pools), []
+    pools = list(live.pools)
     for index, leaves in enumerate(blocks):
         at = 0 if program.form is Form.SHARED else index
         block = program.graphs.block(leaves)
-        x, pools[at], length = _attend(
+        x, pools[at] = _over_cache(
             block, program, x, pools[at], live.start[index], live.length[index], live.seen, count
         )
-        lengths.append(length)
     last = jnp.maximum(count - 1, 0)
     logits = outer.logits(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
-    after = Live(pools=tuple(pools), start=live.start, length=jnp.stack(lengths), seen=live.seen + count)
-    return logits, after
+    length = live.length + count[:, None]
+    return logits, Live(pools=tuple(pools), start=live.start, length=length, seen=live.seen + count)
+
+
+def _tail_step(ends, blocks, live, tails, index, token, *, program):
+    """`step` for one token, which writes to the tails and only reads the pools."""
+    outer = program.graphs.ends(ends)
+    x = outer.embed(token[:, None])
+    after = []
+    for layer, leaves in enumerate(blocks):
+        pool = live.pools[0 if program.form is Form.SHARED else layer]
+        block = program.graphs.block(leaves)
+        x, tail = _over_tail(
+            block, program, x, pool, tails[layer], live.start[layer], live.length[layer], live.seen, index
+        )
+        after.append(tail)
+    return outer.logits(x[:, 0]), tuple(after)
+
+
+def _flush(live: Live, tails: tuple[Tail, ...], written: Int[Array, " B"], *, program: Program) -> Live:
+    """Moves the tails' rows behind their segments."""
+    pools = list(live.pools)
+    text = live.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
+    for layer, tail in enumerate(tails):
+        at = 0 if program.form is Form.SHARED else layer
+        dtype = pools[at].k.dtype
+        end = live.start[layer] + live.length[layer]
+        pools[at] = append(pools[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
+    length = live.length + written[:, None]
+    return Live(pools=tuple(pools), start=live.start, length=length, seen=live.seen + written)
 
 
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
@@ -188,22 +281,36 @@ def _loop(ends, blocks, pools, start, length, seen, draw, eos, steps, *, program
     rows = jnp.arange(batch, dtype=jnp.int32)
 
     def going(carry):
-        index, _, draw, _ = carry
+        index, _, draw, _, _ = carry
         # Stops at the requested number of steps, or as soon as every sequence has ended.
         return (index < steps) & ~draw.done.all()
 
     def body(carry):
-        index, live, draw, out = carry
-        keys = jax.vmap(lambda row, seen: jax.random.fold_in(jax.random.fold_in(draw.key, row), seen))(rows, live.seen)
+        index, store, draw, fed, out = carry
+        keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen + fed)
         token = sampling(draw.logits, keys)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         done = draw.done | (token[:, None] == eos).any(axis=1)
-        logits, live = step(ends, blocks, live, token[:, None], (~done).astype(jnp.int32), program=program)
-        return index + 1, live, Draw(logits=logits, done=done, key=draw.key), out
+        count = (~done).astype(jnp.int32)
+        if program.tail:
+            logits, store = _tail_step(ends, blocks, live, store, index, token, program=program)
+        else:
+            logits, store = step(ends, blocks, store, token[:, None], count, program=program)
+        return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
-    index, live, draw, out = lax.while_loop(going, body, (jnp.int32(0), live, draw, out))
+    fed = jnp.zeros((batch,), jnp.int32)
+    store = _empty_tails(live, program, size) if program.tail else live
+    index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
+    # Sequences end for good, so the rows a sequence has in its tail are the first ones.
+    live = _flush(live, store, fed, program=program) if program.tail else store
     return live, draw, out, index
+
+
+def _empty_tails(live: Live, program: Program, size: int) -> tuple[Tail, ...]:
+    config = program.config
+    zeros = jnp.zeros((live.seen.shape[0], config.kv_heads, size, config.head_dim), jnp.float32)
+    return (Tail(k=zeros, v=zeros),) * config.layers
 
 
 def decode(

@@ -81,7 +81,7 @@ def layer(
     """
     block = graphs.block(leaves)
     batch, slots, _ = x.shape
-    size = min(QUERY_BLOCK, slots)
+    size = _query_block(slots)
     blocks = (length + size - 1) // size
     q_positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
@@ -136,6 +136,11 @@ def layer(
         x = lax.fori_loop(0, batch, rows, x)
     unrotated = buffers[2] if keep_unrotated else None
     return LayerOut(x=x, k=k, v=v, unrotated=unrotated, q=q, q_positions=q_positions)
+
+
+def _query_block(slots: int) -> int:
+    # 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
+    return next(size for size in (512, QUERY_BLOCK, slots) if slots % size == 0)
 
 
 _LAYER_STATICS = ("graphs", "queries", "keep_unrotated", "last")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ class Observed:
     key: PRNGKeyArray
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Says how much each row matters, per kv head.
 

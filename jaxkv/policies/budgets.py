@@ -1,7 +1,7 @@
 """How a budget spreads over layers: exact integer schedules, computed on the host."""
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from jaxkv._errors import require
 Counts = Int[np.ndarray, " N"]
 
 
+@runtime_checkable
 class LayerBudgets(Protocol):
     """How a policy's average rows per kv head spread over layers.
 
@@ -251,7 +252,7 @@ class OfficialLayers(_Published):
     ) -> Int[np.ndarray, "L N"]:
         """Branches A (nothing), B (uniform) and C (pyramid) of the published code; see `LayerBudgets.rows`."""
         columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
-        return np.minimum(np.stack(columns, axis=1), np.asarray(length))
+        return np.clip(np.stack(columns, axis=1), np.minimum(forced, length), length)
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         base = capacity - window
@@ -260,7 +261,7 @@ class OfficialLayers(_Published):
         if most >= length - window:
             most = length - window
             least = 2 * base - most
-        if length <= capacity or length < 2 * base:
+        if length <= capacity or length < 2 * base or layers == 1:
             return np.full(layers, min(capacity, length))
         step = (most - least) // max(layers - 1, 1)
         return most - np.arange(layers) * step + window
@@ -275,7 +276,7 @@ class KVPressLayers(_Published):
     ) -> Int[np.ndarray, "L N"]:
         """The line from most to least, or the budget where kvpress falls back; see `LayerBudgets.rows`."""
         columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
-        return np.stack(columns, axis=1)
+        return np.maximum(np.stack(columns, axis=1), forced)
 
     def _one(self, kept: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         least = kept / self.beta
@@ -283,7 +284,7 @@ class KVPressLayers(_Published):
         if most >= length - window:
             most = float(length - window)
             least = 2 * kept - most
-        if not (length >= most >= least >= window):
+        if not (length >= most >= least >= window) or layers == 1:
             return np.full(layers, kept)
         depth = np.arange(layers) / max(layers - 1, 1)
         return np.asarray([round(most - (most - least) * d) for d in depth.tolist()])

@@ -132,7 +132,7 @@ class WindowAttention:
         return self.pooling(mass, _before((length - self.window)[:, None, None], mass.shape[-1]))
 
 
-def _before(end: Int[Array, "*rows"], slots: int) -> Bool[Array, "*rows S"]:
+def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
     return jnp.arange(slots, dtype=jnp.int32) < end
 
 

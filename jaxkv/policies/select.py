@@ -2,7 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -53,6 +53,7 @@ def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array
     return above | (level & (jnp.cumsum(level, axis=-1, dtype=jnp.int32) <= left))
 
 
+@runtime_checkable
 class HeadBudgets(Protocol):
     """How a layer's rows spread over its kv heads."""
 

@@ -1,0 +1,7 @@
+"""`python -m jaxkv`."""
+
+import sys
+
+from jaxkv.cli import main
+
+sys.exit(main())

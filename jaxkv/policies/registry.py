@@ -1,0 +1,66 @@
+"""Policies by name, for command lines and configuration files."""
+
+import dataclasses
+
+from jaxkv._errors import require
+from jaxkv.policies.adakv import AdaKV
+from jaxkv.policies.base import Policy
+from jaxkv.policies.controls import KNorm, Random
+from jaxkv.policies.full import FullKV
+from jaxkv.policies.pyramidkv import PyramidKV
+from jaxkv.policies.snapkv import SnapKV
+from jaxkv.policies.streaming import LocalWindow, StreamingLLM
+
+_CLASSES: tuple[type[Policy], ...] = (
+    FullKV,
+    StreamingLLM,
+    SnapKV,
+    PyramidKV,
+    AdaKV,
+    LocalWindow,
+    KNorm,
+    Random,
+)
+
+
+def name_of(cls: type[Policy]) -> str:
+    """The name of a policy's class.
+
+    Args:
+        cls: the class.
+
+    Returns:
+        Its lower-case name; FullKV's is "full".
+    """
+    return "full" if cls is FullKV else cls.__name__.lower()
+
+
+POLICIES: dict[str, type[Policy]] = {name_of(cls): cls for cls in _CLASSES}
+
+
+def policy_class(name: str) -> type[Policy]:
+    """Looks up a policy.
+
+    Args:
+        name: one of `POLICIES`, in any case.
+
+    Returns:
+        Its class.
+
+    Raises:
+        ValueError: for a name that is not known; the message lists those that are.
+    """
+    require(name.lower() in POLICIES, "policy", name, f"no such policy; known policies: {', '.join(POLICIES)}")
+    return POLICIES[name.lower()]
+
+
+def defaults(cls: type[Policy]) -> dict[str, str]:
+    """What a policy is made with when nothing is said.
+
+    Args:
+        cls: the class.
+
+    Returns:
+        Its fields' names and defaults, as Python would write them.
+    """
+    return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
