@@ -16,9 +16,6 @@ The peer gets its best reasonable setting: SDPA attention, inference mode, a log
 """
 
 import argparse
-import contextlib
-import ctypes
-import gc
 import json
 import os
 import statistics
@@ -31,31 +28,11 @@ import kvpress
 import numpy as np
 import torch
 import transformers
+from memory import reset_peak, status_bytes
 from transformers import AutoModelForCausalLM, DynamicCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POLICIES = ("full", "snapkv", "pyramidkv", "adakv", "streaming")
-
-
-def status_bytes(field):
-    """Returns a size of this process (``VmRSS``, ``VmHWM``) in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def reset_peak():
-    """Gives freed memory back and lowers the recorded peak to what is resident now. Returns whether that worked."""
-    gc.collect()
-    # Freed blocks that malloc still holds would count into the next cell's peak.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def exact_ratio(length, budget):

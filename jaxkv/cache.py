@@ -229,10 +229,10 @@ def repack(cache: KVCache, *, room: int, batch: int | None = None, release: bool
     Raises:
         ValueError: if `batch` is asked for and the cache holds another number of sequences.
     """
-    wide = batch is not None and batch != cache.batch
-    if wide:
+    copies = 1 if batch is None or batch == cache.batch else batch
+    if copies > 1:
         require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
-    repeat = (lambda a, axis: jnp.repeat(a, batch, axis=axis)) if wide else (lambda a, axis: a)
+    repeat = (lambda a, axis: jnp.repeat(a, copies, axis=axis)) if copies > 1 else (lambda a, axis: a)
     start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
     layers, sequences, heads = start.shape
     shared = cache.form is Form.SHARED

@@ -182,7 +182,7 @@ def _read_hf(raw: dict[str, Any]) -> ModelConfig:
     require(quantization is None, "quantization_config", quantization, "load the unquantised weights, or a GGUF")
 
     embed, heads = take("hidden_size", needed=True), take("num_attention_heads", needed=True)
-    switches = dict(_FAMILIES[family])
+    switches = _FAMILIES[str(family)]
     attention_bias = take("attention_bias", False)
     eos = take("eos_token_id", [])
     max_positions = take("max_position_embeddings", 2048)

@@ -19,7 +19,7 @@ from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
-from jaxkv.plan import Plan, bucket, check_memory, plan
+from jaxkv.plan import Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
 from jaxkv.policies.full import FullKV
 from jaxkv.prompts import Encoded, Prompt, encode
@@ -251,7 +251,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         cache, logits, compile_seconds = _extend(flat, given, encoded, block)
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
-    program = _program(flat, cache)
+    program = decoding.program_for(flat, cache)
     draw = decoding.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
     eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
     ends = jnp.asarray(eos or [-2], jnp.int32)
@@ -323,24 +323,17 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     )
 
 
-def _program(flat: Flat, cache: KVCache) -> decoding.Program:
-    return decoding.Program(
-        graphs=flat.graphs,
-        config=cache.config,
-        form=cache.form,
-        rolling=cache.policy.rolling,
-        tail=jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
-    )
-
-
 def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[KVCache, Float[Array, "B V"], float]:
     """Forks a cache, with room, and runs the prompts on top of it; also returns the seconds spent compiling."""
     batch, longest = len(encoded.ids), int(encoded.lengths.max())
     room = 0 if given.free() >= longest + block else -(-(longest + block) // 64) * 64
+    segments = given.config.layers * given.config.kv_heads
+    copied = given.nbytes * batch // given.batch + batch * segments * room * _row_bytes(given)
+    check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")
     cache = repack(given, room=room, batch=batch)
     size = min(_BLOCK, bucket(longest))
     tokens = encoded.padded(-(-longest // size) * size)
-    program = _program(flat, cache)
+    program = decoding.program_for(flat, cache)
     begin = time.perf_counter()
     # A run over no tokens compiles and changes nothing.
     nothing = jnp.zeros((batch,), jnp.int32)

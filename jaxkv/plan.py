@@ -185,12 +185,27 @@ def check_memory(needed: Plan, device: jax.Device | None = None) -> None:
     Raises:
         MemoryError: naming the plan's bytes, those available and what to change.
     """
+    check_bytes(needed.peak_bytes, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)")
+
+
+def check_bytes(needed: int, what: str, device: jax.Device | None = None, *, detail: str = "") -> None:
+    """Refuses an allocation that the device cannot hold.
+
+    Args:
+        needed: bytes.
+        what: what needs them.
+        device: where; the default device if None.
+        detail: put behind the bytes in the message.
+
+    Raises:
+        MemoryError: naming the bytes, those available and what to change.
+    """
     device = jax.devices()[0] if device is None else device
     available = available_bytes(device)
-    if available is not None and needed.peak_bytes > available:
+    if available is not None and needed > available:
         raise MemoryError(
-            f"the plan needs {needed.peak_bytes:,} bytes ({needed.cache_bytes:,} of them cache) and {device} has "
-            f"{available:,} free: lower the budget, the batch or the prompt's length"
+            f"{what} needs {needed:,} bytes{detail} and {device} has {available:,} free: lower the budget, the batch or "
+            "the prompt's length"
         )
 
 

@@ -103,11 +103,15 @@ def _one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) ->
     if isinstance(item, str):
         return _text(item, text, turn=turn, raw=raw, close=close)
     items = list(np.asarray(item)) if hasattr(item, "ndim") else list(item) if isinstance(item, Sequence) else None
-    if items is not None and all(isinstance(each, (int, np.integer)) for each in items):
+    if items is not None and all(_is_id(each) for each in items):
         return [int(each) for each in items], Turn.RAW
     if items is not None and items and all(isinstance(each, Mapping) for each in items):
         return _messages(items, text, turn=turn, raw=raw, close=close)
     raise TypeError(f"prompt={type(item).__name__}: give text, chat messages, token ids, or a list of them")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
@@ -117,7 +121,7 @@ def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -
         return [], turn
     if raw or not text.has_template or turn is Turn.RAW:
         return text.encode(item, bos=turn is Turn.START), Turn.RAW
-    before = {Turn.START: text.open_turn, Turn.USER: str, Turn.ANSWER: text.next_turn}[turn]()
+    before = text.open_turn() if turn is Turn.START else text.next_turn() if turn is Turn.ANSWER else ""
     after = text.close_turn() if close else ""
     return text.encode(before + item + after, bos=turn is Turn.START), Turn.ANSWER if close else Turn.USER
 

@@ -64,6 +64,25 @@ class Program:
     tail: bool = False
 
 
+def program_for(flat: Flat, cache: KVCache) -> Program:
+    """The program that decodes on top of a cache, on the default device.
+
+    Args:
+        flat: the decoder's parameters.
+        cache: any cache of this decoder.
+
+    Returns:
+        What is static about it.
+    """
+    return Program(
+        graphs=flat.graphs,
+        config=cache.config,
+        form=cache.form,
+        rolling=cache.policy.rolling,
+        tail=jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
+    )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tail:
@@ -125,7 +144,7 @@ def _over_cache(
     keys = _rolled(source.k, start, program) if program.rolling else source.k
     out, lse = _pool_attention(new.q, keys, source.v, start, rows, program.form)
     if tokens > 1:
-        new_out, new_lse = lax.map(lambda a: attention.causal(*a, jnp.int32(0)), (new.q, new.k, new.v))
+        new_out, new_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (new.q, new.k, new.v))
         out = attention.merge(out, lse, new_out, new_lse)
     return block.finish(x, out), after
 

@@ -96,7 +96,7 @@ class Policy:
                 budget >= floor,
                 "budget",
                 budget,
-                f"below sinks + window = {self.kept_first} + {self.kept_last}: give at least {floor}, or a smaller window",
+                f"below sinks + window = {self.kept_first} + {self.kept_last}: give {floor} or more rows",
             )
         require(self.min_budget in ("raise", "clamp"), "min_budget", self.min_budget, "give 'raise' or 'clamp'")
         spans = tuple((int(start), int(stop)) for start, stop in self.protect)

@@ -238,21 +238,27 @@ class _Published(_HostLayers):
 
     beta: float = 20.0
 
+    def __post_init__(self) -> None:
+        require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
+
     @property
     def exact(self) -> bool:
         return False
+
+    def rows(
+        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
+    ) -> Int[np.ndarray, "L N"]:
+        """The published arithmetic, prompt by prompt; rows that stay anyway always fit. See `LayerBudgets.rows`."""
+        columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
+        return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
+
+    def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
+        raise TypeError(f"{type(self).__name__} has no arithmetic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialLayers(_Published):
     """KVCache-Factory's pyramid: floors the step, so that up to 27% more than the budget stays; uniform at times."""
-
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
-        """Branches A (nothing), B (uniform) and C (pyramid) of the published code; see `LayerBudgets.rows`."""
-        columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
-        return np.clip(np.stack(columns, axis=1), np.minimum(forced, length), length)
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         base = capacity - window
@@ -269,14 +275,7 @@ class OfficialLayers(_Published):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPressLayers(_Published):
-    """kvpress' pyramid: budgets include the window, each layer rounds half to even, uniform where it would be uneven."""
-
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
-        """The line from most to least, or the budget where kvpress falls back; see `LayerBudgets.rows`."""
-        columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
-        return np.maximum(np.stack(columns, axis=1), forced)
+    """kvpress' pyramid: budgets hold the window, layers round half to even; uniform where one would be below it."""
 
     def _one(self, kept: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         least = kept / self.beta

@@ -1,0 +1,95 @@
+# Everything runs in .venv, which is made from requirements.lock when it is missing or when the lock has changed.
+#   make demo         a real document, a real model, full and compressed caches side by side
+#   make test         ruff, mypy, pytest
+#   make help         all targets
+
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+PYTHON ?=
+BIN := .venv/bin
+PEER := .venv-peer/bin
+PIP_FLAGS := --quiet --disable-pip-version-check --no-input
+# The stamp's name holds a checksum, not a time: a fresh checkout gives files new times but the same content.
+STAMP := .venv/.made-$(shell cat requirements.lock pyproject.toml | cksum | cut -d ' ' -f 1)
+PEER_PACKAGES := kvpress==0.5.5 transformers==5.2.0 gguf safetensors
+PEER_STAMP := .venv-peer/.made-torch-2.13.0-kvpress-0.5.5
+
+.PHONY: help demo test lint format bench bench-peer needle clean
+
+help:
+	@echo "make demo         a real document, a real model, full and compressed caches side by side"
+	@echo "make test         ruff, mypy, pytest"
+	@echo "make lint         ruff and mypy alone"
+	@echo "make format       let ruff rewrite the files"
+	@echo "make bench        time jaxkv on this machine"
+	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
+	@echo "make needle       find a needle in long prompts, policy by policy"
+	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
+
+demo: $(STAMP)
+	@$(BIN)/python benchmarks/demo.py
+
+test: lint
+	@echo "== pytest"
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/cpu.py
+
+bench-peer: $(STAMP) $(PEER_STAMP)
+	@$(BIN)/python benchmarks/bench_peer.py --peer-python $(PEER)/python \
+	  --gguf "$$($(BIN)/python -c "from checkpoints import fetch; print(fetch('smollm2-135m-instruct'))")"
+
+needle: $(STAMP)
+	@$(BIN)/python benchmarks/needle.py
+
+clean:
+	rm -rf .venv .venv-peer build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(PYTHON) if given, else the first Python on the path that is new enough.
+define find_python
+	new='import sys; sys.exit(sys.version_info < (3, 11))'; \
+	for python in $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11 python); do \
+	  if "$$python" -c "$$new" 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: jaxkv needs Python 3.11 or newer and found none; install one, or name it: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; \
+	fi
+endef
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(find_python); \
+	set -e; \
+	echo "== .venv: creating with $$("$$python" --version)" >&2; \
+	"$$python" -m venv .venv || { \
+	  echo "error: cannot make .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	echo "== .venv: installing $$(grep -c == requirements.lock) pinned packages, about 300 MB to download" >&2; \
+	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements.lock; \
+	echo "== .venv: installing jaxkv" >&2; \
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	rm -f .venv/.made-*; \
+	touch $@
+
+# torch first: its wheel decides which builds of the others fit.
+$(PEER_STAMP):
+	@$(find_python); \
+	set -e; \
+	echo "== .venv-peer: creating; torch and what it needs are a large download" >&2; \
+	"$$python" -m venv .venv-peer; \
+	$(PEER)/python -m pip install $(PIP_FLAGS) $(TORCH_FLAGS) torch==2.13.0; \
+	echo "== .venv-peer: installing $(PEER_PACKAGES)" >&2; \
+	$(PEER)/python -m pip install $(PIP_FLAGS) $(PEER_PACKAGES); \
+	touch $@

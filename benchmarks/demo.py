@@ -1,0 +1,87 @@
+"""Asks one question about a real document with a full cache and with compressed ones, and prints a table.
+
+Run by `make demo`.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+START = time.perf_counter()
+DOCUMENT = Path(__file__).parent / "data" / "document.txt"
+QUESTION = "What is the great national staple of Brazil?"
+MODEL = "smollm2-135m-instruct"
+BUDGETS = (256, 512)
+COLUMNS = (
+    ("policy", 10),
+    ("budget", 6),
+    ("kept", 7),
+    ("prefill s", 9),
+    ("decode tok/s", 12),
+    ("cache before", 12),
+    ("after", 9),
+    ("compile s", 9),
+)
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr, so that stdout holds the table alone."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def line(cells) -> str:
+    """One row of the table: the first cell to the left, figures to the right."""
+    (_, first), *rest = COLUMNS
+    head, *others = cells
+    return "  ".join([f"{head:<{first}}", *(f"{cell:>{width}}" for cell, (_, width) in zip(others, rest, strict=True))])
+
+
+def main() -> None:
+    """Prints the table, a row and its answer at a time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--question", default=QUESTION)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    options = parser.parse_args()
+
+    say("importing jaxkv ...")
+    import jaxkv
+    from jaxkv.compilation import enable_compilation_cache
+
+    enable_compilation_cache()
+    say(f"loading {MODEL} (fetched once, 93 MB) ...")
+    model = jaxkv.load(MODEL)
+    prompt = DOCUMENT.read_text("utf-8").strip() + "\n\n" + options.question
+    say(f"ready after {time.perf_counter() - START:.0f} s; each row reads the whole document anew")
+
+    runs: list[tuple[str, int | None, jaxkv.Policy]] = [("FullKV", None, jaxkv.FullKV())]
+    for policy in (jaxkv.SnapKV, jaxkv.PyramidKV, jaxkv.AdaKV):
+        runs += [(policy.__name__, budget, policy(budget=budget)) for budget in BUDGETS]
+
+    print(f"\nChester A. Arthur, message to Congress, 1883. Q: {options.question}\n")
+    print(line(name for name, _ in COLUMNS))
+    print(line("-" * width for _, width in COLUMNS), flush=True)
+    for name, budget, policy in runs:
+        result = jaxkv.generate(model, prompt, policy=policy, max_new_tokens=options.max_new_tokens)
+        stats = result.stats
+        cells = (
+            name,
+            "all" if budget is None else budget,
+            f"{stats.kept:.0f}",
+            f"{stats.prefill_seconds:.1f}",
+            f"{stats.decode_tokens_per_second:.1f}",
+            f"{stats.full_bytes / 1e6:.1f} MB",
+            f"{stats.cache_bytes / 1e6:.1f} MB",
+            f"{stats.compile_seconds:.1f}",
+        )
+        print(line(cells))
+        print(f"    {' '.join(result.text.split())}", flush=True)
+    layers, heads = model.config.layers, model.config.kv_heads
+    print(f"\nThe prompt has {stats.prompt_tokens} tokens. Budget and kept: rows per kv head, on average over")
+    print(f"{layers} layers of {heads} kv heads. Before: the prompt's full cache, unpadded. After: what the")
+    print("cache weighs, padding to the prompt's bucket included.")
+    print(f"Total {time.perf_counter() - START:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The jaxkv side of `bench_peer.py`; that file's docstring defines the protocol."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from memory import reset_peak, status_bytes
+
+import jaxkv
+from jaxkv.models import decode as decoding
+from jaxkv.models import prefill as prefilling
+from jaxkv.models.decoder import Flat
+from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
+
+
+def policy_of(request):
+    """The policy that does what the peer's press does, with the same window, pooling and safeguard."""
+    budget, pooling = request["budget"], AvgPool(request["kernel"])
+    snap = {"budget": budget, "window": request["window"], "pooling": pooling}
+    match request["policy"]:
+        case "full":
+            return jaxkv.FullKV()
+        case "snapkv":
+            return jaxkv.SnapKV(**snap)
+        case "pyramidkv":
+            return jaxkv.PyramidKV(**snap, allocation=KVPressLayers(beta=float(request["beta"])))
+        case "adakv":
+            return jaxkv.AdaKV(base=jaxkv.SnapKV(**snap), safeguard=ProtectedHeads(alpha=request["alpha"]))
+        case "streaming":
+            return jaxkv.StreamingLLM(budget=budget, sinks=request["sinks"])
+    raise ValueError(f"policy={request['policy']!r}: give full, snapkv, pyramidkv, adakv or streaming")
+
+
+class Cell:
+    """One cell of the comparison: a batch of prompts, a policy, a number of steps."""
+
+    def __init__(self, model, request):
+        """Reads the prompts and plans."""
+        self.model, self.steps = model, request["new_tokens"]
+        self.ids = np.load(request["prompt_ids"])
+        self.policy = policy_of(request)
+        self.lengths = np.full(len(self.ids), self.ids.shape[1], np.int32)
+        self.plan = jaxkv.plan(model.config, self.policy, self.lengths.tolist(), dtype=model.dtype, room=self.steps + 1)
+        self.tokens = np.zeros((len(self.ids), self.plan.slots), np.int32)
+        self.tokens[:, : self.ids.shape[1]] = self.ids
+
+    def run(self):
+        """One run; returns seconds of prefill, seconds per step, the cache's tables and bytes, and the tokens."""
+        model, room = self.model, self.steps + 1
+        flat = Flat(model.decoder)
+        begin = time.perf_counter()
+        cache, logits = prefilling.prefill(
+            flat,
+            model.config,
+            self.tokens,
+            self.lengths,
+            self.policy,
+            self.plan,
+            key=jax.random.key(0),
+            room=room,
+        )
+        first = np.asarray(jnp.argmax(logits, axis=-1))
+        prefill_seconds = time.perf_counter() - begin
+        kept = cache.kept
+        spare = len(self.ids) * kept.shape[0] * kept.shape[2] * room * model.config.head_dim * 2 * model.dtype.itemsize
+        stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
+        program = decoding.program_for(flat, cache)
+        draw = decoding.Draw(logits=logits, done=jnp.zeros(len(self.ids), bool), key=jax.random.key(0))
+        live = decoding.Live.of(cache)
+        del cache
+        # The loop draws first and runs the token after: steps + 1 draws are the first token and `steps` more.
+        live, draw, out, _ = self._decode(flat, live, draw, program, 0)
+        begin = time.perf_counter()
+        live, draw, out, ran = self._decode(flat, live, draw, program, self.steps)
+        jax.block_until_ready(draw.logits)
+        step_seconds = (time.perf_counter() - begin) / self.steps
+        last = np.asarray(jnp.argmax(draw.logits, axis=-1))
+        tokens = np.concatenate([np.asarray(out)[:, : self.steps], last[:, None]], axis=1)
+        assert (tokens[:, 0] == first).all()
+        return prefill_seconds, step_seconds, kept, stored, tokens
+
+    def _decode(self, flat, live, draw, program, steps):
+        none = jnp.asarray([-2], jnp.int32)
+        return decoding.decode(
+            flat, live, draw, none, steps, program=program, sampling=jaxkv.Greedy(), size=self.steps + 1
+        )
+
+
+def measure(model, request):
+    """Answers one request."""
+    cell = Cell(model, request)
+    begin = time.perf_counter()
+    for _ in range(max(1, request["warmup"])):
+        cell.run()
+    warmup = time.perf_counter() - begin
+    per_cell = reset_peak()
+    base = status_bytes("VmRSS")
+    runs = [cell.run() for _ in range(request["repeats"])]
+    peak = status_bytes("VmHWM")
+    prefills, steps = [run[0] for run in runs], [run[1] for run in runs]
+    kept = runs[-1][2]
+    return {
+        "id": request["id"],
+        "library": "jaxkv",
+        "dtype": model.dtype.name,
+        "policy": request["policy"],
+        "batch": len(cell.ids),
+        "length": cell.ids.shape[1],
+        "warmup_seconds": warmup,
+        "prefill_seconds": prefills,
+        "prefill_median": statistics.median(prefills),
+        "decode_median": statistics.median(steps),
+        "decode_mean": statistics.mean(steps),
+        "decode_timing": "loop",
+        "kept_per_layer": kept.mean(axis=(1, 2)).tolist(),
+        "kept_mean": float(kept.mean()),
+        "cache_bytes": int(runs[-1][3]),
+        "base_rss": base,
+        "peak_rss": peak,
+        "peak_is_per_cell": per_cell,
+        "tokens": runs[-1][4].tolist(),
+    }
+
+
+def main():
+    """Loads the weights, says so, and serves requests line by line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gguf", required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--serve", action="store_true", required=True)
+    args = parser.parse_args()
+    # The protocol keeps standard output for itself; what libraries print there goes to standard error.
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    begin = time.perf_counter()
+    model = jaxkv.load(args.gguf, args.dtype, progress=False)
+    ready = {
+        "ready": True,
+        "library": "jaxkv",
+        "versions": {"jaxkv": metadata.version("jaxkv"), "jax": jax.__version__},
+        "dtype": args.dtype,
+        "threads": len(os.sched_getaffinity(0)),
+        "load_seconds": time.perf_counter() - begin,
+        "load_peak_rss": status_bytes("VmHWM"),
+        "rss": status_bytes("VmRSS"),
+    }
+    print(json.dumps(ready), file=out)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "quit":
+            break
+        try:
+            response = measure(model, request)
+        except Exception as error:  # The driver reports the cell as failed and goes on with the next one.
+            traceback.print_exc()
+            response = {"id": request.get("id"), "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(response), file=out)
+
+
+if __name__ == "__main__":
+    main()

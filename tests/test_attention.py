@@ -1,0 +1,126 @@
+"""The pieces of attention against float64 and plain loops: every form, empty segments, 16-bit inputs."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import attention
+from jaxkv.attention.xla import Form
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+def draw(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def wide(array):
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+def reference(q, k, v):
+    """One query over some keys: the output and the log-sum-exp."""
+    if not len(k):
+        return np.zeros(len(q)), -math.inf
+    logits = k @ q / math.sqrt(len(q))
+    weights = np.exp(logits - logits.max())
+    return weights @ v / weights.sum(), logits.max() + math.log(weights.sum())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("slots", "queries", "first"), [(16, 16, 0), (768, 256, 512), (768, 256, 0), (1024, 512, 512), (600, 600, 0)]
+)
+def test_causal(slots, queries, first, dtype):
+    heads, group, dim = 2, 3, 8
+    q = 2 * draw(0, heads, group, queries, dim, dtype=dtype)
+    k, v = (draw(seed, heads, slots, dim, dtype=dtype) for seed in (1, 2))
+    out, lse = attention.causal(q, k, v, jnp.int32(first))
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    for index in np.ndindex(heads, group):
+        for at in {0, 1, queries // 2, queries - 1}:
+            end = first + at + 1
+            keys, values = wide(k)[index[0], :end], wide(v)[index[0], :end]
+            expected, expected_lse = reference(wide(q)[index][at], keys, values)
+            np.testing.assert_allclose(wide(out)[index][at], expected, atol=TOLERANCE[dtype])
+            np.testing.assert_allclose(wide(lse)[index][at], expected_lse, atol=2 * TOLERANCE[dtype])
+
+
+LENGTHS = {
+    # Per sequence and head: none, one, some of a block, more than a block.
+    2: [[0, 300], [1, 40]],
+    8: [[0, 1, 2, 300, 5, 257, 256, 9], [4] * 8],
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("batch", [2, 6])
+@pytest.mark.parametrize("heads", LENGTHS)
+@pytest.mark.parametrize("form", Form, ids=str)
+def test_over_pool(form, heads, batch, dtype):
+    # Beyond 4 heads and up to 3 sequences other formulations are chosen, so both sides of either are here.
+    rows, dim = 3, 8
+    length = np.asarray((LENGTHS[heads] * batch)[:batch], np.int32)
+    if form is Form.EQUAL:
+        size = 310
+        start, slots = np.broadcast_to(np.arange(heads) * size, length.shape), heads * size
+    else:
+        # Other layers' rows lie around this layer's in a shared pool.
+        before = 50 if form is Form.SHARED else 0
+        start = before + np.cumsum(length + 2, axis=1) - length - 2
+        slots = int((start + length).max()) + before + 3
+    q = 2 * draw(3, batch, heads, rows, dim, dtype=dtype)
+    k, v = (draw(seed, batch, slots, dim, dtype=dtype) for seed in (4, 5))
+    out, lse = attention.over_pool(q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), form=form)
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    for row, head, query in np.ndindex(batch, heads, rows):
+        span = slice(start[row, head], start[row, head] + length[row, head])
+        expected, expected_lse = reference(wide(q)[row, head, query], wide(k)[row, span], wide(v)[row, span])
+        np.testing.assert_allclose(wide(out)[row, head, query], expected, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(wide(lse)[row, head, query], expected_lse, atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_merge_joins_two_sets_of_keys(first, dtype):
+    q, k, v = wide(draw(6, 8)), wide(draw(7, 20, 8)), wide(draw(8, 20, 8))
+    (out, lse), (other, other_lse) = reference(q, k[:first], v[:first]), reference(q, k[first:], v[first:])
+    merged = attention.merge(
+        jnp.asarray(out, dtype), jnp.float32(lse), jnp.asarray(other, dtype), jnp.float32(other_lse)
+    )
+    assert merged.dtype == dtype
+    np.testing.assert_allclose(wide(merged), reference(q, k, v)[0], atol=TOLERANCE[dtype])
+
+
+def test_merge_of_far_apart_sums_stays_finite():
+    a, b = jnp.ones((1, 4), jnp.float32), jnp.zeros((1, 4), jnp.float32)
+    for gap, share in ((1e4, 1.0), (-1e4, 0.0)):
+        merged = attention.merge(a, jnp.full((1,), gap, jnp.float32), b, jnp.zeros((1,), jnp.float32))
+        np.testing.assert_array_equal(merged, np.full((1, 4), share))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_window_mass(dtype):
+    batch, heads, group, window, dim, slots = 2, 3, 2, 5, 8, 24
+    q = 2 * draw(9, batch, heads, group, window, dim, dtype=dtype)
+    k = draw(10, batch, heads, slots, dim, dtype=dtype)
+    length = np.asarray([20, 3])
+    positions = length[:, None] - window + np.arange(window)
+    weight = np.random.default_rng(11).random((group, window))
+
+    def reduce(probabilities, position):
+        exists = (position >= 0).astype(jnp.float32)
+        return (probabilities * (jnp.asarray(weight, jnp.float32) * exists)[..., None]).sum(axis=(0, 1))
+
+    mass = attention.window_mass(q, k, jnp.asarray(positions, jnp.int32), reduce)
+    assert mass.dtype == jnp.float32
+    expected = np.zeros(mass.shape)
+    for row, head, member, at in np.ndindex(batch, heads, group, window):
+        if positions[row, at] >= 0:
+            end = positions[row, at] + 1
+            logits = wide(k)[row, head, :end] @ wide(q)[row, head, member, at] / math.sqrt(dim)
+            shares = np.exp(logits - logits.max())
+            expected[row, head, :end] += weight[member, at] * shares / shares.sum()
+    np.testing.assert_allclose(wide(mass), expected, atol=2e-6)

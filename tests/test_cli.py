@@ -1,0 +1,263 @@
+"""The command line: what it prints, what it refuses and how."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import running
+
+from jaxkv import AdaKV, FullKV, Greedy, MinP, PyramidKV, SnapKV, StreamingLLM, Temperature, TopK, TopP, cli
+from jaxkv.policies import LinearLayers, MaxPool, NoPool
+from jaxkv.policies.registry import POLICIES
+
+NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "localwindow", "knorm", "random"]
+TINY = str(running.GOLDEN / "models" / "llama_gqa")
+REAL = ["generate", "--prompt", "What is the capital of France?", "--policy", "adakv", "--budget", "24"]
+REAL += ["--window", "8", "--max-new-tokens", "8"]
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_programs(monkeypatch):
+    """A setting of the whole process: switched on here, it would serve the tests that count compilations."""
+    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Runs `jaxkv generate` up to the call of `generate`, and gives that call's arguments."""
+
+    class Called(Exception):
+        pass
+
+    def stop(model, prompt, **keywords):
+        raise Called({"prompt": prompt, **keywords})
+
+    def run(*arguments):
+        monkeypatch.setattr(cli, "load", lambda name, dtype=None: None)
+        monkeypatch.setattr(cli, "generate", stop)
+        with pytest.raises(Called) as caught:
+            cli.main(["generate", *arguments])
+        return caught.value.args[0]
+
+    return run
+
+
+def refused(capsys, *arguments) -> str:
+    """The message of a run that must fail."""
+    assert cli.main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jaxkv: error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_teaches(capsys, arguments):
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert '--question "What did it cost?"' in text
+
+
+def test_registry_holds_every_policy(capsys):
+    assert list(POLICIES) == NAMES
+    assert cli.main(["policies", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == NAMES
+    for row in rows:
+        assert row["about"] and row["paper"] and row["parts"] and "budget" in row["defaults"]
+    assert rows[NAMES.index("pyramidkv")]["defaults"]["allocation"] == "LinearLayers(beta=20.0)"
+    assert cli.main(["policies"]) == 0
+    text = capsys.readouterr().out
+    assert "arXiv:2404.14469" in text and "window=32" in text
+
+
+def test_models(capsys):
+    assert cli.main(["models", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["name"] == "smollm2-135m-instruct"
+    assert row["license"] == "Apache-2.0"
+    assert isinstance(row["cached"], bool)
+    assert cli.main(["models"]) == 0
+    assert "98.4 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ([], FullKV()),
+        (["--policy", "SnapKV", "--budget", "256"], SnapKV(budget=256)),
+        (["--policy", "snapkv", "--budget", "1.0", "--pool-kernel", "1"], SnapKV(budget=1.0, pooling=NoPool())),
+        (["--policy", "streamingllm", "--sinks", "0", "--budget", "9"], StreamingLLM(sinks=0, budget=9)),
+        (
+            ["--policy", "snapkv", "--budget", "0.2", "--window", "16", "--pool-kernel", "5", "--min-budget", "clamp"],
+            SnapKV(budget=0.2, window=16, pooling=MaxPool(5), min_budget="clamp"),
+        ),
+        (["--policy", "adakv", "--budget", "64", "--alpha", "0.5"], AdaKV(budget=64, alpha=0.5)),
+        (
+            ["--policy", "adakv", "--base", "pyramidkv", "--beta", "14", "--protect", "1:3", "--protect=-9:-4"],
+            AdaKV(base=PyramidKV(allocation=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
+        ),
+    ],
+)
+def test_options_make_the_policy(asked, arguments, policy):
+    assert asked("--prompt", "x", *arguments)["policy"] == policy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sampling"),
+    [
+        ([], Greedy()),
+        (["--temperature", "0.5"], Temperature(temperature=0.5)),
+        (["--top-k", "5"], TopK(k=5)),
+        (["--top-p", "0.9", "--temperature", "2"], TopP(p=0.9, temperature=2.0)),
+        (["--min-p", "0.1"], MinP(p=0.1)),
+    ],
+)
+def test_options_make_the_sampling(asked, arguments, sampling):
+    assert asked("--prompt", "x", *arguments)["sampling"] == sampling
+
+
+def test_prompt_file_and_question_are_joined(asked, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("Some téxt.\n", "utf-8")
+    call = asked("--prompt-file", str(file), "--question", "Why?", "--raw", "--seed", "3", "--stop", "a", "b")
+    assert call["prompt"] == "Some téxt.\n\nWhy?"
+    assert call["raw"] is True
+    assert call["stop"] == ["a", "b"]
+    assert call["key"] == jax.random.key(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "snap"], "policy='snap': no such policy; known policies: full, "),
+        (["--policy", "streamingllm", "--window", "8"], "--window=8: streamingllm has no such option"),
+        (["--policy", "knorm", "--sinks", "4"], "--sinks=4: knorm has no such option"),
+        (["--policy", "knorm", "--pool-kernel", "5"], "--pool-kernel=5: knorm has no such option"),
+        (["--policy", "snapkv", "--beta", "20"], "--beta=20.0: snapkv has no such option"),
+        (["--policy", "snapkv", "--alpha", "0.2"], "--alpha=0.2: snapkv has no such option"),
+        (["--policy", "snapkv", "--base", "knorm"], "--base='knorm': snapkv is not built on a policy"),
+        (["--policy", "adakv", "--beta", "20"], "--beta=20.0: snapkv has no such option"),
+        (["--policy", "adakv", "--base", "full"], "give a policy that drops rows"),
+        (["--budget", "256"], "--budget=256: full has no such option"),
+        (["--protect", "1:2"], "--protect=[(1, 2)]: full has no such option"),
+        (["--policy", "snapkv", "--budget", "16"], "budget=16: below sinks + window = 0 + 32"),
+        (["--policy", "snapkv", "--budget", "0"], "budget=0: keep at least 1 row"),
+        (["--policy", "snapkv", "--budget", "1.5"], "budget=1.5: a ratio lies in (0, 1]"),
+        (["--policy", "snapkv", "--budget", "nan"], "budget=nan: a ratio lies in (0, 1]"),
+        (["--policy", "snapkv", "--budget", "many"], "argument --budget: 'many': give rows per head (256)"),
+        (["--policy", "snapkv", "--pool-kernel", "4"], "kernel=4"),
+        (["--policy", "snapkv", "--protect", "7"], "argument --protect: '7': give first and last + 1"),
+        (["--policy", "adakv", "--alpha", "2"], "alpha=2.0"),
+        (["--temperature", "0"], "--temperature=0.0: give a positive number; leave it out for the likeliest"),
+        (["--top-k", "0"], "k=0: draw from at least 1 token"),
+        (["--top-k", "3", "--top-p", "0.5"], "not allowed with argument --top-k"),
+        (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json': there is no folder"),
+        (["--max-new-tokens", "several"], "argument --max-new-tokens: invalid int value"),
+        (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file or directory"),
+        (["--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(cli, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    assert message in refused(capsys, "generate", "--prompt", "x", *arguments)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
+def test_bad_prompt_files(capsys, tmp_path, content):
+    file = tmp_path / "bad.txt"
+    file.write_bytes(content)
+    message = refused(capsys, "generate", "--prompt-file", str(file))
+    assert ("not UTF-8" if content.startswith(b"\xff") else "give --prompt TEXT") in message
+
+
+def test_no_command_and_unknown_models(capsys):
+    assert "COMMAND" in refused(capsys)
+    message = refused(capsys, "generate", "--model", "gpt-17", "--prompt", "x")
+    assert "gpt-17" in message and "smollm2-135m-instruct" in message
+    assert "dtype='int8'" in refused(capsys, "generate", "--model", TINY, "--dtype", "int8", "--prompt", "x")
+
+
+@pytest.mark.parametrize("error", [TypeError("what"), MemoryError("the plan needs 9 bytes"), MemoryError()])
+def test_errors_have_no_traceback(capsys, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(cli, "load", fail)
+    assert (str(error) or "MemoryError") in refused(capsys, "generate", "--prompt", "x")
+
+
+def test_a_failing_run_leaves_the_old_output(capsys, tmp_path):
+    output = tmp_path / "answer.json"
+    output.write_text("old")
+    message = refused(capsys, "generate", "--model", TINY, "--prompt", "x", "--output", str(output))
+    assert "tokenizer" in message
+    assert output.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_failing_write_leaves_the_old_output(monkeypatch, tmp_path):
+    output = tmp_path / "answer.json"
+    output.write_text("old")
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cli.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        cli._write_whole(output, "new")
+    assert output.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_generate_answers(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "load", lambda name, dtype=None: running.smollm2())
+    output = tmp_path / "answer.json"
+    output.write_text("old")
+    assert cli.main([*REAL, "--json", "--output", str(output)]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    assert record == json.loads(output.read_text("utf-8"))
+    assert list(tmp_path.iterdir()) == [output]
+    assert "Paris" in record["text"]
+    assert record["policy"].startswith("AdaKV(budget=24")
+    assert 1 <= len(record["tokens"]) <= 8
+    assert record["stats"]["kept"] == 24
+    assert record["stats"]["cache_bytes"] < record["stats"]["full_bytes"]
+    assert record["stats"]["decode_tokens_per_second"] > 0
+
+    # The same on a terminal: the text comes in pieces, the figures go to stderr.
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(REAL) == 0
+    captured = capsys.readouterr()
+    assert captured.out == record["text"] + "\n"
+    assert "24.0 rows per kv head" in captured.err
+
+
+_TWICE = """
+import sys, jax, jax.numpy as jnp
+from jaxkv.compilation import enable_compilation_cache
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+jax.jit(lambda x: x + 1)(jnp.ones(3))  # JAX has settled by now that there is no cache
+folder = enable_compilation_cache(sys.argv[1])
+for _ in range(2):
+    jax.jit(lambda x: x * 2 + 1)(jnp.ones(7)).block_until_ready()
+    jax.clear_caches()
+assert any(folder.iterdir())
+assert "/jax/compilation_cache/cache_hits" in hits, hits
+"""
+
+
+def test_compilation_cache(tmp_path):
+    """In a process of its own: the setting would outlive the test."""
+    folder = tmp_path / "programs"
+    command = [sys.executable, "-W", "error", "-c", _TWICE, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,92 @@
+"""Logits and greedy tokens against transformers, for every family and for the real model.
+
+The golden files and the scripts that made them lie in `golden/`; nothing of this project took part in them.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import running
+
+import jaxkv
+
+MODELS = running.archive("models.npz")
+NAMES = sorted({key.split("/")[0] for key in MODELS if "/" in key})
+LENGTHS = MODELS["lengths"].tolist()
+
+
+def rows(name):
+    return [MODELS[f"{name}/input_ids"][row, :length].tolist() for row, length in enumerate(LENGTHS)]
+
+
+def golden(name):
+    return [MODELS[f"{name}/logits{row}"] for row in range(len(LENGTHS))]
+
+
+def test_every_folder_has_golden_logits():
+    folders = {path.name for path in (running.GOLDEN / "models").iterdir()}
+    assert folders == {*NAMES, "llama_gqa_sharded"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_gives_the_logits_of_every_position(name):
+    batch = running.by_prefixes(running.golden_model(name), rows(name))
+    for logits, expected in zip(batch, golden(name), strict=True):
+        assert running.gap(logits, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_padded_batch_gives_the_logits_of_its_rows(name):
+    _, logits = running.prefill(running.golden_model(name), rows(name))
+    assert running.gap(logits, np.stack([expected[-1] for expected in golden(name)])) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_token_by_token_gives_the_logits_of_every_position(name):
+    batch = running.by_tokens(running.golden_model(name), rows(name))
+    for logits, expected in zip(batch, golden(name), strict=True):
+        assert running.gap(logits, expected) < 1e-4
+
+
+def test_shards_give_the_logits_of_one_file():
+    name, ids = "llama_gqa_sharded", rows("llama_gqa")
+    assert len(list((running.GOLDEN / "models" / name).glob("*.safetensors"))) > 1
+    _, logits = running.prefill(running.golden_model(name), ids)
+    assert running.gap(logits, np.stack([expected[-1] for expected in golden("llama_gqa")])) < 1e-4
+    assert running.golden_model(name).fingerprint == running.golden_model("llama_gqa").fingerprint
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+@pytest.mark.parametrize("name", ["llama_bf16", "llama_gqa", "qwen2", "qwen3"])
+def test_dtype_is_honoured(name, dtype, bits):
+    model = running.golden_model(name, dtype)
+    cache, logits = running.prefill(model, rows(name), room=4)
+    assert model.dtype == dtype and cache.pools[0].k.dtype == dtype and cache.pools[0].v.dtype == dtype
+    assert logits.dtype == np.float32
+    assert 2 * model.nbytes == running.golden_model(name).nbytes
+    expected = np.stack([each[-1] for each in golden(name)])
+    # Rounding in a few dozen places along the way, each of half a unit in the last place of numbers as large as logits.
+    assert running.gap(logits, expected) < 16 * 2.0**-bits * np.abs(expected).max()
+    assert running.greedy(model, cache, logits, 4).shape == (2, 4)
+
+
+def test_dtype_defaults_to_float32_here_and_others_are_refused():
+    folder = running.GOLDEN / "models" / "llama_bf16"
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert jaxkv.load(folder, progress=False).dtype == np.float32
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        jaxkv.load(folder, dtype="int8", progress=False)
+
+
+def test_smollm2_gives_the_logits_of_transformers():
+    expected = running.archive("smollm2.npz")
+    ids = expected["input_ids"].tolist()
+    _, logits = running.prefill(running.smollm2(), [ids[: position + 1] for position in expected["positions"]])
+    assert running.gap(logits, expected["logits"]) < 2e-3
+
+
+def test_smollm2_draws_the_tokens_of_transformers():
+    expected = running.archive("smollm2.npz")
+    out = jaxkv.generate(running.smollm2(), expected["input_ids"], max_new_tokens=32, stop_at_eos=False, progress=False)
+    assert out.tokens.tolist() == expected["tokens"].tolist()

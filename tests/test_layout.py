@@ -1,0 +1,111 @@
+"""How the files lie: imports go one way, files stay short, Pallas has one door."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("pallas_kernels", "checkpoints", "jaxkv")
+# A module imports from the lines above its own, and from its own package. A new module is a new line.
+LAYERS = (
+    "pallas_kernels",
+    "checkpoints",
+    "jaxkv._errors",
+    "jaxkv.config",
+    "jaxkv.rope",
+    "jaxkv.attention",
+    "jaxkv.cache",
+    "jaxkv.policies",
+    "jaxkv.plan",
+    "jaxkv.sampling",
+    "jaxkv.models",
+    "jaxkv.text",
+    "jaxkv.load",
+    "jaxkv.prompts",
+    "jaxkv.results",
+    "jaxkv.compilation",
+    "jaxkv.generate",
+    "jaxkv",
+    "jaxkv.listing",
+    "jaxkv.cli",
+    "jaxkv.__main__",
+)
+MOST_LINES = 420
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sources(*PACKAGES)}
+
+
+def layer_of(module: str) -> str:
+    """The longest line that the module is, or lies in; the package jaxkv holds only its own __init__."""
+    fits = [name for name in LAYERS if module == name or (name != "jaxkv" and module.startswith(f"{name}."))]
+    assert fits, f"{module} stands on no line of LAYERS: give it one"
+    return max(fits, key=len)
+
+
+def imported(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Names of imported modules, wherever in the file, `from package import module` resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name for name in names if name in MODULES]
+            yield from modules
+            if len(modules) < len(names):
+                yield node.module or ""
+
+
+def broken(module: str, targets: list[str]) -> list[str]:
+    mine = layer_of(module)
+    ours = [target for target in targets if target.split(".")[0] in PACKAGES]
+    high = LAYERS.index(mine)
+    return [f"{module} -> {t}" for t in ours if layer_of(t) != mine and LAYERS.index(layer_of(t)) > high]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    path = MODULES[module]
+    targets = list(imported(ast.parse(path.read_text("utf-8")), path))
+    assert not broken(module, targets)
+    package = module.split(".")[0]
+    if package != "jaxkv":
+        others = set(PACKAGES) - {package}
+        assert not others & {target.split(".")[0] for target in targets}, f"{package} stands alone"
+
+
+def test_the_rule_bites():
+    tree = ast.parse("from jaxkv import generate\nfrom jaxkv.policies import SnapKV\nimport jaxkv")
+    targets = list(imported(tree, Path("inline")))
+    assert broken("jaxkv.cache", targets) == [
+        "jaxkv.cache -> jaxkv.generate",
+        "jaxkv.cache -> jaxkv.policies",
+        "jaxkv.cache -> jaxkv",
+    ]
+    assert not broken("jaxkv.cli", targets)
+    assert not broken("jaxkv.policies.adakv", ["jaxkv.policies.snapkv", "jaxkv._errors", "jax"])
+
+
+@pytest.mark.parametrize("path", sources("jaxkv", "checkpoints"), ids=module_of)
+def test_files_are_short(path):
+    assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES
+
+
+def test_pallas_has_one_door():
+    door = ROOT / "pallas_kernels" / "_compat.py"
+    for path in sources(*PACKAGES, "tests", "benchmarks"):
+        names = imported(ast.parse(path.read_text("utf-8")), path)
+        if path != door:
+            assert not [name for name in names if name.startswith("jax.experimental.pallas")], path

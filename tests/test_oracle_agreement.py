@@ -1,0 +1,230 @@
+"""Kept sets against the float64 oracles, index for index; ties; and Ada-KV's theorems on the library's selection."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from policy_table import TABLE, Row
+
+from jaxkv.models.compress import choose, observe
+from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, UniformHeads, select
+
+SLOTS, DIM, LAYERS = 48, 8, 3
+SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads
+
+seeds = st.integers(0, 2**32 - 1)
+lengths_of_two = st.tuples(st.integers(34, SLOTS), st.integers(14, 40))
+
+
+def draw_layers(seed: int, group: int, lengths):
+    """Queries `[L, B, K, G, S, D]` and keys `[L, B, K, S, D]`, float32, peaked but tame; padding is finite."""
+    rng = np.random.default_rng(seed)
+    heads = SHAPES[group]
+    q = 1.5 * rng.standard_normal((LAYERS, len(lengths), heads, group, SLOTS, DIM))
+    k = rng.standard_normal((LAYERS, len(lengths), heads, SLOTS, DIM))
+    for row, n in enumerate(lengths):
+        k[:, row, :, n:] *= 4
+    return q.astype(np.float32), k.astype(np.float32)
+
+
+def library_kept(policy, q, k, lengths):
+    """Kept positions `[L][B][K]` by the library's own pieces, as prefill puts them together."""
+    lengths = np.asarray(lengths)
+    forced = policy.forced(lengths, SLOTS)
+    budget = policy.budgets(lengths, forced.sum(axis=1))
+    if policy.scorer is None:
+        return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
+    window = policy.scorer.queries
+    positions = (lengths - window)[:, None] + np.arange(window)
+    scores, weights = [], []
+    for layer in range(len(k)):
+        at = np.maximum(positions, 0)[:, None, None, :, None]
+        seen = Observed(
+            q=jnp.asarray(np.take_along_axis(q[layer], at, axis=3)),
+            q_positions=jnp.asarray(positions, jnp.int32),
+            k=jnp.asarray(k[layer]),
+            v=jnp.asarray(k[layer]),
+            length=jnp.asarray(lengths, jnp.int32),
+            layer=jnp.int32(layer),
+            key=jax.random.key(0),
+        )
+        score, weight = observe(seen, jnp.asarray(forced), scorer=policy.scorer, layers=policy.layers)
+        scores.append(score)
+        weights.append(weight)
+    rows = policy.layers.rows(
+        budget,
+        lengths,
+        forced.sum(axis=1),
+        layers=len(k),
+        window=policy.kept_last,
+        weights=np.stack(weights) if policy.layers.from_scores else None,
+    )
+    length = jnp.asarray(lengths, jnp.int32)
+    masks = [
+        np.asarray(choose(s, jnp.asarray(forced), length, jnp.asarray(r, jnp.int32), heads=policy.heads))
+        for s, r in zip(scores, rows, strict=True)
+    ]
+    return [[[np.flatnonzero(head).tolist() for head in row] for row in mask] for mask in masks]
+
+
+def oracle_kept(row: Row, q, k, lengths, budget):
+    """The same from the row's oracle, sequence by sequence without padding; and the smallest gap."""
+    kept, smallest = [], np.inf
+    for index, n in enumerate(lengths):
+        qs = [layer[index, :, :, :n].reshape(-1, n, DIM).astype(np.float64) for layer in q]
+        ks = [layer[index, :, :n].astype(np.float64) for layer in k]
+        own, gap = row.oracle(qs, ks, budget)
+        kept.append(own)
+        smallest = min(smallest, gap)
+    return [[kept[index][layer] for index in range(len(lengths))] for layer in range(len(k))], smallest
+
+
+def check_agreement(row: Row, seed: int, group: int, lengths, budget) -> bool:
+    """Asserts equal sets; False where the scores at a cut are too near one another to tell."""
+    q, k = draw_layers(seed, group, lengths)
+    policy = row.policy(budget)
+    expected, gap = oracle_kept(row, q, k, lengths, budget)
+    if gap < o.MIN_GAP:
+        return False
+    assert library_kept(policy, q, k, lengths) == expected
+    return True
+
+
+@pytest.mark.parametrize("group", SHAPES)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@settings(max_examples=5)
+@given(seed=seeds, lengths=lengths_of_two, budget=st.sampled_from((20, 0.45)))
+def test_kept_sets_agree_with_the_oracle(row, group, seed, lengths, budget):
+    assume(check_agreement(row, seed, group, lengths, budget))
+
+
+# --- ties, with scores that every precision holds exactly ------------------------------------------------------------
+
+tied = st.integers(1, 4).flatmap(lambda levels: st.tuples(seeds, st.just(levels), st.integers(0, 20)))
+N, HEADS, FORCED = 24, 3, (0, 1, 22, 23)
+
+
+def _tied_scores(seed, levels):
+    return np.random.default_rng(seed).integers(-1, levels, (HEADS, N)).astype(np.float64)
+
+
+def library_choice(heads, scores, base, forced=FORCED):
+    """Kept positions of one layer of one sequence, the forced ones included."""
+    mask = np.isin(np.arange(scores.shape[1]), forced)[None]
+    length, rows = jnp.asarray([scores.shape[1]], jnp.int32), jnp.asarray([base + len(forced)], jnp.int32)
+    chosen = choose(jnp.asarray(scores, jnp.float32)[None], jnp.asarray(mask), length, rows, heads=heads)
+    return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
+
+
+def check_ties(heads, oracle, seed, levels, base):
+    """The library's choice among tied scores is the oracle's: lowest head first, then lowest position."""
+    scores = _tied_scores(seed, levels)
+    expected, _ = oracle(scores, base + len(FORCED), list(FORCED), N)
+    assert library_choice(heads, scores, base) == expected
+
+
+def _uniform(scores, rows, forced, n):
+    return [o.top_select(row, rows, forced, n)[0] for row in scores], None
+
+
+@settings(max_examples=40)
+@given(tied)
+def test_ties_in_top(drawn):
+    seed, levels, count = drawn
+    scores = _tied_scores(seed, levels)
+    mask = np.asarray(select.top(select.sortable(jnp.asarray(scores, jnp.float32)), jnp.full((HEADS,), count)))
+    for row, picked in zip(scores, mask, strict=True):
+        assert np.flatnonzero(picked).tolist() == o.top_select(row, count, [], N)[0]
+
+
+@settings(max_examples=40)
+@given(tied)
+def test_ties_in_uniform_heads(drawn):
+    check_ties(UniformHeads(), _uniform, *drawn)
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.2, 0.5, 1.0))
+@settings(max_examples=25)
+@given(drawn=tied)
+def test_ties_in_adaptive_heads(alpha, drawn):
+    check_ties(AdaptiveHeads(alpha=alpha), lambda *a: o.ada_select(*a, alpha=alpha), *drawn)
+
+
+@pytest.mark.parametrize("alpha", (0.0, 0.25, 0.5, 1.0))
+@settings(max_examples=25)
+@given(drawn=tied)
+def test_ties_in_protected_heads(alpha, drawn):
+    check_ties(ProtectedHeads(alpha=alpha), lambda *a: o.protect_select(*a, alpha=alpha), *drawn)
+
+
+def test_minus_zero_ties_with_zero_and_order_is_kept():
+    values = jnp.asarray([-jnp.inf, -3.4e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3.4e38], jnp.float32)
+    keys = np.asarray(select.sortable(values)).astype(np.int64)
+    assert keys[4] == keys[5]
+    assert (np.diff(keys) > 0).tolist() == [True, True, True, True, False, True, True, True]
+    assert keys.min() > 0
+
+
+# --- Ada-KV's theory, on what AdaptiveHeads selects ------------------------------------------------------------------
+
+
+def _step(seed, group=1, heads=3, n=7, width=5):
+    """One decode step: q `[H, D]`, k, v `[K, n, D]`, W_o `[H, D, E]`, and the summed weights of each kv head."""
+    rng = np.random.default_rng(seed)
+    q = 2 * rng.standard_normal((heads * group, 4))
+    k, v = rng.standard_normal((2, heads, n, 4))
+    w_o = rng.standard_normal((heads * group, 4, width))
+    return q, k, v, w_o, o.decode_weights(q, k)
+
+
+def _kv_weights(weights, group):
+    return weights.reshape(-1, group, weights.shape[1]).sum(axis=1)
+
+
+@pytest.mark.parametrize("group", (1, 2))
+@settings(max_examples=25)
+@given(seed=seeds, base=st.integers(1, 6), alpha=st.sampled_from((0.0, 0.2, 0.7, 1.0)))
+def test_theorem_3_1_loss_is_below_its_bound(group, seed, base, alpha):
+    q, k, v, w_o, weights = _step(seed, group)
+    kept = library_choice(AdaptiveHeads(alpha=alpha), _kv_weights(weights, group), base, ())
+    assert o.eviction_loss(q, k, v, w_o, kept) <= o.eps_bound(q, k, v, w_o, kept) + 1e-9
+
+
+@settings(max_examples=25)
+@given(seed=seeds, base=st.integers(1, 6), alpha=st.sampled_from((0.0, 0.2, 0.7, 1.0)))
+def test_theorem_3_2_top_rows_are_the_best_of_their_number(seed, base, alpha):
+    q, k, v, w_o, weights = _step(seed)
+    kept = library_choice(AdaptiveHeads(alpha=alpha), weights, base, ())
+    bound = o.eps_bound(q, k, v, w_o, kept)
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        other = [sorted(rng.choice(weights.shape[1], len(head), replace=False).tolist()) for head in kept]
+        assert bound <= o.eps_bound(q, k, v, w_o, other) + 1e-6
+    assert o.retained_mass(weights, kept) == pytest.approx(
+        o.allocation_mass(weights, [len(head) for head in kept]), abs=1e-6
+    )
+
+
+@settings(max_examples=25)
+@given(seed=seeds, base=st.integers(1, 6))
+def test_theorem_3_3_no_allocation_beats_alpha_zero(seed, base):
+    *_, weights = _step(seed)
+    kept = library_choice(AdaptiveHeads(alpha=0.0), weights, base, ())
+    _, best = o.best_allocation(weights, base * len(weights))
+    assert sum(map(len, kept)) == base * len(weights)
+    assert o.retained_mass(weights, kept) == pytest.approx(best, abs=1e-6)
+
+
+@pytest.mark.parametrize("group", (1, 3))
+@settings(max_examples=40)
+@given(seed=seeds, base=st.integers(1, 11), alpha=st.sampled_from((0.1, 0.2, 0.5, 0.9)))
+def test_uniform_retains_least_and_adaptive_most(group, seed, base, alpha):
+    weights = _step(seed, group, n=12)[-1]
+    scores = _kv_weights(weights, group)
+    choices = [UniformHeads(), AdaptiveHeads(alpha=alpha), AdaptiveHeads(alpha=0.0)]
+    masses = [o.retained_mass(weights, library_choice(heads, scores, base, ())) for heads in choices]
+    assert masses[0] <= masses[1] + 1e-6 and masses[1] <= masses[2] + 1e-6
+    assert library_choice(AdaptiveHeads(alpha=1.0), scores, base, ()) == library_choice(choices[0], scores, base, ())

@@ -1,0 +1,209 @@
+"""What a plan promises, against what prefill then makes; and caches copied into larger ones."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import segments
+
+import jaxkv
+from jaxkv.attention.xla import Form
+from jaxkv.cache import repack
+from jaxkv.plan import bucket
+from jaxkv.policies import (
+    EntropyLayers,
+    ExponentialLayers,
+    GeometricLayers,
+    KVPressLayers,
+    LinearLayers,
+    OfficialLayers,
+)
+
+FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
+EQUAL = jaxkv.SnapKV(budget=16, window=4)
+RAGGED = jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4, sinks=2))
+SHARED = jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())
+POLICIES = {
+    "full": jaxkv.FullKV(),
+    "snapkv": EQUAL,
+    "ratio": dataclasses.replace(EQUAL, budget=0.3),
+    "clamped": dataclasses.replace(EQUAL, budget=0.05, min_budget="clamp"),
+    "protected": dataclasses.replace(EQUAL, budget=24, protect=((0, 6), (-10, -7))),
+    "pyramid": jaxkv.PyramidKV(budget=16, window=4),
+    "ada-pyramid": RAGGED,
+    "entropy": SHARED,
+    "streaming": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
+    "more than there is": jaxkv.SnapKV(budget=500),
+}
+WIDE = jaxkv.ModelConfig(vocab=8, layers=7, embed=8, hidden=8, heads=4, kv_heads=2, head_dim=4, max_positions=1 << 20)
+
+many = st.integers(1, 1 << 20)
+
+
+@functools.cache
+def model(dtype="float32"):
+    return jaxkv.load(FOLDER, dtype=dtype)
+
+
+def ids(*lengths):
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 96, n).tolist() for n in lengths]
+
+
+# --- buckets --------------------------------------------------------------------------------------------------------
+
+
+@given(many, many)
+def test_buckets(n, m):
+    one, other = bucket(n), bucket(m)
+    assert one >= n and bucket(one) == one
+    assert (one <= other) if n <= m else (one >= other)
+    assert one % 256 == 0 if n > 256 else one & (one - 1) == 0
+    # What padding costs: at most a quarter where prompts are long.
+    assert n <= 1024 or one <= n * 1.25 + 1
+
+
+def test_buckets_are_few():
+    assert [bucket(n) for n in (1, 16, 17, 256, 257, 700, 1024, 1025, 4000, 5000)] == [
+        *(16, 16, 32, 256, 512, 768, 1024, 1280, 4096, 5120)
+    ]
+    assert len({bucket(n) for n in range(1, 32_769)}) <= 5 + 3 + 4 * 5
+
+
+# --- promises -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("lengths", [(60,), (64, 38, 45)], ids=str)
+def test_bytes_are_those_promised(name, lengths):
+    policy, config = POLICIES[name], model().config
+    plan = jaxkv.plan(config, policy, list(lengths))
+    cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
+    assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
+    assert plan.slots == 64 and plan.form is cache.form
+    row = 2 * config.head_dim * 4 + 4
+    assert plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
+    rows = sum(pool.rows for pool in cache.pools) * len(lengths)
+    assert plan.slack_bytes == (rows - int(cache.kept.sum())) * row
+    np.testing.assert_array_equal(cache.seen, lengths)
+    # On average over layers and heads, every prompt keeps its budget exactly.
+    np.testing.assert_allclose(cache.kept.mean(axis=(0, 2)), plan.budget)
+    if plan.rows is not None:
+        np.testing.assert_array_equal(cache.kept.sum(axis=2), plan.rows * config.kv_heads)
+
+
+def test_dtype_and_room_are_counted():
+    plan = jaxkv.plan(model().config, EQUAL, [60], dtype="bfloat16")
+    assert jaxkv.prefill(model("bfloat16"), ids(60), policy=EQUAL).nbytes == plan.cache_bytes
+    roomy = jaxkv.plan(model().config, EQUAL, [60], room=10)
+    copy = repack(jaxkv.prefill(model(), ids(60), policy=EQUAL), room=10)
+    assert copy.nbytes == roomy.cache_bytes
+
+
+def test_adaptive_heads_weigh_what_uniform_ones_do():
+    plans = [jaxkv.plan(model().config, each, [60, 38]) for each in (EQUAL, jaxkv.AdaKV(base=EQUAL))]
+    assert plans[0].cache_bytes == plans[1].cache_bytes and plans[0].slack_bytes == plans[1].slack_bytes == 0
+
+
+def test_ratios_are_of_each_prompt():
+    policy = jaxkv.SnapKV(budget=0.1, window=8)
+    plan = jaxkv.plan(WIDE, policy, [600, 100, 1000])
+    assert plan.budget.tolist() == [60, 10, 100] and plan.forced.tolist() == [8, 8, 8]
+    # Room for the longest prompt of the bucket: shapes repeat, and what they leave empty is told.
+    assert plan.capacity == (102,) * 7 and plan.slots == 1024
+    assert plan.slack_bytes == (3 * 102 - 170) * 7 * 2 * (2 * 4 * 4 + 4)
+    assert jaxkv.plan(WIDE, policy, [1024]).slack_bytes == 0
+    assert jaxkv.plan(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [600]
+
+
+PYRAMIDS = [LinearLayers(), LinearLayers(beta=14.0), GeometricLayers(), ExponentialLayers(), KVPressLayers()]
+
+
+@pytest.mark.parametrize("budget", [64, 300, 0.1, 0.77], ids=str)
+@pytest.mark.parametrize("allocation", [*PYRAMIDS, OfficialLayers()], ids=lambda a: f"{type(a).__name__}{a.beta:g}")
+def test_capacity_holds_every_length_of_the_bucket(allocation, budget):
+    policy = jaxkv.PyramidKV(budget=budget, allocation=allocation)
+    protected = dataclasses.replace(policy, protect=((3, 9), (-20, -12)), min_budget="clamp")
+    rng = np.random.default_rng(0)
+    for each in (policy, protected) if budget != 0.1 else (protected,):
+        for low, top in ((97, 128), (129, 256), (257, 512), (1537, 1792), (7169, 8192)):
+            capacity = {jaxkv.plan(WIDE, each, [n]).capacity for n in (low, top)}
+            assert len(capacity) == 1  # one shape for the whole bucket
+            most = np.asarray(capacity.pop())
+            lengths = np.unique([low, top, *rng.integers(low, top, 60)])
+            # All at once: rows depend on each prompt alone.
+            forced = np.asarray([jaxkv.plan(WIDE, each, [int(n)]).forced[0] for n in lengths[:3]])
+            plan = jaxkv.plan(WIDE, each, lengths.tolist())
+            np.testing.assert_array_equal(plan.forced[:3], forced)
+            assert (plan.rows <= most[:, None]).all() and (plan.rows <= lengths).all()
+            assert (most <= top).all()
+
+
+def test_peak_grows_with_what_is_held():
+    short, long, batch = (jaxkv.plan(WIDE, EQUAL, lengths) for lengths in ([600], [5000], [5000, 5000]))
+    assert short.cache_bytes == long.cache_bytes < short.peak_bytes < long.peak_bytes < batch.peak_bytes
+    assert long.peak_bytes < jaxkv.plan(WIDE, jaxkv.FullKV(), [5000]).peak_bytes
+    # Budgets from scores wait for the last layer: all layers' rows are alive until then.
+    assert jaxkv.plan(WIDE, SHARED, [5000]).peak_bytes > jaxkv.plan(WIDE, SHARED, [5000]).full_bytes
+
+
+def test_no_prompt_no_plan():
+    for lengths in ([], [5, 0]):
+        with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
+            jaxkv.plan(WIDE, EQUAL, lengths)
+
+
+# --- repack ---------------------------------------------------------------------------------------------------------
+
+
+def assert_same(one, other):
+    for a, b in zip(segments(one), segments(other), strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("policy", [EQUAL, RAGGED, SHARED], ids=["equal", "ragged", "shared"])
+def test_repack(policy):
+    cache = jaxkv.prefill(model(), ids(60, 38), policy=policy)
+    layers, batch, heads = cache.start.shape
+    assert cache.form is {EQUAL: Form.EQUAL, RAGGED: Form.RAGGED, SHARED: Form.SHARED}[policy]
+    assert cache.free() == 0
+    before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
+    row = 2 * cache.config.head_dim * 4 + 4
+    copy = repack(cache, room=0)
+    assert_same(copy, cache)
+    for room in (5, 64):
+        grown = repack(cache, room=room)
+        assert_same(grown, cache)
+        assert grown.free() >= room and grown.form is cache.form and grown.policy == policy
+        assert grown.nbytes == cache.nbytes + room * layers * batch * heads * row
+        np.testing.assert_array_equal(grown.limit, cache.limit)
+        # No row where no segment is.
+        filled = sum(int((np.asarray(pool.pos) >= 0).sum()) for pool in grown.pools)
+        assert filled == int(cache.kept.sum())
+        again = repack(grown, room=3)
+        assert_same(again, cache)
+        assert again.free() >= room + 3
+    for old, new in zip(before, jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(old, new)
+    released = repack(copy, room=5, release=True)
+    assert_same(released, cache)
+    assert all(leaf.is_deleted() for pool in copy.pools for leaf in jax.tree.leaves(pool))
+
+
+@pytest.mark.parametrize("policy", [EQUAL, RAGGED, SHARED], ids=["equal", "ragged", "shared"])
+def test_one_sequence_becomes_many(policy):
+    one = jaxkv.prefill(model(), ids(60), policy=policy)
+    many = repack(one, room=5, batch=3)
+    assert many.batch == 3 and many.free() >= 5 and many.seen.tolist() == [60] * 3
+    want = {(layer, head): rest for layer, _, head, *rest in segments(one)}
+    for layer, _, head, *rest in segments(many):
+        for x, y in zip(rest, want[layer, head], strict=True):
+            np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match="cache='3 sequences': give 3 prompts, or a cache of one"):
+        repack(many, room=5, batch=2)

@@ -1,0 +1,139 @@
+"""How tokens are drawn: what is cut away, how often the rest comes, keys; and the bars shown meanwhile."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Greedy, MinP, Temperature, TopK, TopP
+
+FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
+PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()
+DRAWING = {"stop_at_eos": False, "max_new_tokens": 12}
+DRAWS = 20_000
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxkv.load(FOLDER)
+
+
+def softmax(logits):
+    weights = np.exp(np.asarray(logits, np.float64) - np.max(logits, axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def numpy_cut(sampling, logits):
+    """Which tokens may be drawn, one at a time from the likeliest down; logits without ties."""
+    allowed = np.zeros(logits.shape, bool)
+    for row, values in enumerate(logits):
+        share, gathered = softmax(values / sampling.temperature), 0.0
+        for rank, token in enumerate(np.argsort(-values)):
+            match sampling:
+                case TopK():
+                    allowed[row, token] = rank < sampling.k
+                case TopP():
+                    allowed[row, token] = gathered < sampling.p
+                case MinP():
+                    allowed[row, token] = share[token] >= sampling.p * share.max()
+                case _:
+                    allowed[row, token] = True
+            gathered += share[token]
+    return allowed
+
+
+SAMPLINGS = [
+    Temperature(temperature=0.7),
+    TopK(k=3),
+    TopK(k=99, temperature=2.0),
+    TopP(p=0.6),
+    TopP(p=1.0),
+    TopP(p=1e-6),
+    TopP(p=0.8, temperature=1.7),
+    MinP(p=0.2),
+    MinP(p=1.0),
+    MinP(p=0.1, temperature=2.0),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
+def test_what_is_drawn_and_how_often(sampling):
+    logits = np.random.default_rng(1).normal(scale=1.5, size=(4, 8)).astype(np.float32)
+    allowed = numpy_cut(sampling, logits)
+    # Temperature comes first: the nucleus is the flattened distribution's.
+    cut = np.asarray(sampling.cut(jnp.asarray(logits / np.float32(sampling.temperature))))
+    np.testing.assert_array_equal(np.isfinite(cut), allowed)
+    assert allowed.any(axis=1).all()
+    share = np.where(allowed, softmax(logits / sampling.temperature), 0)
+    share /= share.sum(axis=1, keepdims=True)
+    keys = jax.random.split(jax.random.key(2), DRAWS)
+    for row in range(len(logits)):
+        drawn = np.asarray(sampling(jnp.broadcast_to(jnp.asarray(logits[row]), (DRAWS, 8)), keys))
+        assert drawn.dtype == np.int32
+        counts = np.bincount(drawn, minlength=8)
+        assert not counts[~allowed[row]].any()
+        # Five standard deviations of a binomial.
+        sigma = np.sqrt(share[row] * (1 - share[row]) / DRAWS)
+        assert (np.abs(counts / DRAWS - share[row]) <= 5 * sigma + 1e-9).all()
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits = jnp.asarray([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-5.0, -9.0, -9.0, -1.0]])
+    assert Greedy()(logits, jax.random.split(jax.random.key(0), 3)).tolist() == [1, 0, 3]
+
+
+def test_ties_at_the_cut_stay_together():
+    logits = jnp.asarray([[2.0, 1.0, 2.0, 1.0, 1.0]])
+    for sampling in (TopK(k=1), TopP(p=0.1)):
+        assert np.isfinite(np.asarray(sampling.cut(logits)))[0].tolist() == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Temperature(temperature=0.0), r"temperature=0\.0: give a positive number; Greedy\(\)"),
+        (lambda: TopK(k=0), "k=0: draw from at least 1 token"),
+        (lambda: TopK(k=2, temperature=-1.0), r"temperature=-1\.0: give"),
+        (lambda: TopP(p=0.0), r"p=0\.0: give a probability in \(0, 1\]"),
+        (lambda: TopP(p=1.5), r"p=1\.5: give"),
+        (lambda: MinP(p=-0.1), r"p=-0\.1: give a share"),
+        (lambda: MinP(p=float("nan")), "p=nan: give"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_keys(model):
+    policy = jaxkv.Random(budget=16)
+    caches = [jaxkv.prefill(model, PROMPT, policy=policy, key=jax.random.key(seed)) for seed in (3, 3, 4)]
+    positions = [np.stack([pool.pos for pool in cache.pools]) for cache in caches]
+    np.testing.assert_array_equal(positions[0], positions[1])
+    assert (positions[0] != positions[2]).any()
+    hot = Temperature(temperature=5.0)
+    drawn = [
+        jaxkv.generate(model, PROMPT, sampling=hot, key=jax.random.key(seed), **DRAWING).tokens.tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    # The k = 1 likeliest is the greedy one, whatever the key.
+    greedy = jaxkv.generate(model, PROMPT, **DRAWING).tokens
+    only = jaxkv.generate(model, PROMPT, sampling=TopK(k=1), key=jax.random.key(7), **DRAWING).tokens
+    np.testing.assert_array_equal(greedy, only)
+    # Sequences of a batch draw on their own.
+    rows = jaxkv.generate(model, [PROMPT] * 3, sampling=hot, key=jax.random.key(0), **DRAWING).tokens
+    assert len({tuple(row.tolist()) for row in rows}) == 3
+
+
+def test_progress_bars(model, capsys):
+    jaxkv.generate(model, PROMPT, progress=True, **DRAWING)
+    shown = capsys.readouterr()
+    assert "prefill" in shown.err and "decode" in shown.err and shown.out == ""
+    # Neither stream is a terminal here.
+    jaxkv.generate(model, PROMPT, progress=None, **DRAWING)
+    jaxkv.prefill(model, PROMPT)
+    assert tuple(capsys.readouterr()) == ("", "")
