@@ -204,8 +204,8 @@ def check_bytes(needed: int, what: str, device: jax.Device | None = None, *, det
     available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryError(
-            f"{what} needs {needed:,} bytes{detail} and {device} has {available:,} free: lower the budget, the batch or "
-            "the prompt's length"
+            f"{what} needs {needed:,} bytes{detail} and {device} has {available:,} free: lower the budget, the batch "
+            "or the prompt's length"
         )
 
 

@@ -41,7 +41,7 @@ def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array
     count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
 
     def narrow(step, threshold):
-        candidate = threshold | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        candidate = threshold | (jnp.uint32(1 << 31) >> jnp.asarray(step, jnp.uint32))
         enough = (keys >= candidate).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, candidate, threshold)
 

@@ -1,0 +1,121 @@
+"""Times jaxkv alone: decoding's formulations by number of kv heads, then prefill and decoding of the real model.
+
+    python benchmarks/cpu.py                 both parts
+    python benchmarks/cpu.py --part forms    the decode step's attention for K = 3, 8, 32 at equal bytes
+
+Every figure is the median of several runs, with the range: compare figures of one run only.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.attention import xla
+from jaxkv.attention.xla import Form
+from jaxkv.cache import lay_out
+from jaxkv.compilation import enable_compilation_cache
+
+ROWS = 3 * 4096  # pool rows per sequence, whatever K: equal bytes
+HEADS = ((3, 3), (8, 4), (32, 1))  # (kv heads, query heads each): SmolLM2, Llama 3, Llama 2
+HEAD_DIM = 64
+LAYERS = 8
+
+
+def timed(call, repeats):
+    """Milliseconds per call: median, least and most of `repeats` runs after one that compiles."""
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - begin)
+    return [1e3 * value for value in (statistics.median(seconds), min(seconds), max(seconds))]
+
+
+def segments(heads, batch, ragged):
+    """Lengths and first rows of segments that fill ROWS rows, equal or uneven."""
+    each = ROWS // heads
+    length = np.full((batch, heads), each - 8, np.int32)
+    if ragged:
+        shift = np.random.default_rng(0).integers(0, each // 2, (batch, heads // 2))
+        length[:, : heads // 2] -= shift
+        length[:, heads // 2 : 2 * (heads // 2)] += shift
+    form = Form.RAGGED if ragged else Form.EQUAL
+    length = jnp.asarray(length)
+    return lay_out(length, ROWS, form=form), length
+
+
+def forms(repeats):
+    """Attention of one decode step over LAYERS layers, by formulation."""
+    formulations = {
+        "equal": (False, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, form=Form.EQUAL)),
+        "masked": (True, xla.masked_product),
+        "walk": (True, xla.walk),
+        "chosen": (True, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, form=Form.RAGGED)),
+    }
+    print(f"decode attention, {LAYERS} layers, {ROWS} pool rows a sequence, ms per step: median (least to most)")
+    print(f"{'dtype':9} {'batch':>5} {'K':>3} {'G':>2}" + "".join(f"{name:>26}" for name in formulations))
+    for dtype in ("float32", "bfloat16"):
+        for batch in (1, 8):
+            for heads, group in HEADS:
+                cells = []
+                for ragged, attend in formulations.values():
+                    start, length = segments(heads, batch, ragged)
+                    keys = jax.random.split(jax.random.key(0), 2 * LAYERS)
+                    rows = [jax.random.normal(key, (batch, ROWS, HEAD_DIM)).astype(dtype) for key in keys]
+                    q = jax.random.normal(jax.random.key(1), (batch, heads, group, HEAD_DIM)).astype(dtype)
+
+                    @jax.jit
+                    def step(q, rows, start, length, attend=attend):
+                        for layer in range(LAYERS):
+                            out, _ = attend(q, rows[2 * layer], rows[2 * layer + 1], start, length)
+                            q = (q.astype(jnp.float32) + 1e-3 * out.astype(jnp.float32)).astype(q.dtype)
+                        return q
+
+                    cells.append(timed(lambda step=step, a=(q, rows, start, length): step(*a), repeats))
+                figures = "".join(f"{m:12.2f} ({low:5.1f} to{high:5.1f})" for m, low, high in cells)
+                print(f"{dtype:9} {batch:5} {heads:3} {group:2}{figures}", flush=True)
+
+
+def model(repeats, lengths):
+    """Prefill and decoding of the real model, through the public functions."""
+    print("\nprefill s and decode ms per step: median of runs")
+    print(f"{'dtype':9} {'policy':12} {'tokens':>6} {'prefill s':>10} {'ms/step':>8} {'cache MiB':>10} {'full MiB':>9}")
+    policies = [jaxkv.FullKV(), jaxkv.SnapKV(budget=256), jaxkv.PyramidKV(budget=256), jaxkv.AdaKV(budget=256)]
+    for dtype in ("float32", "bfloat16"):
+        params = jaxkv.load("smollm2-135m-instruct", dtype)
+        for length in lengths:
+            ids = np.random.default_rng(0).integers(100, params.config.vocab, length).astype(np.int32)
+            for policy in policies:
+                runs = [
+                    jaxkv.generate(params, ids, policy=policy, max_new_tokens=32, stop_at_eos=False).stats
+                    for _ in range(repeats)
+                ]
+                prefill = statistics.median(run.prefill_seconds for run in runs)
+                step = statistics.median(run.decode_seconds / run.new_tokens for run in runs)
+                sizes = f"{runs[0].cache_bytes / 2**20:10.1f} {runs[0].full_bytes / 2**20:9.1f}"
+                name = type(policy).__name__
+                print(f"{dtype:9} {name:12} {length:6} {prefill:10.2f} {1e3 * step:8.1f} {sizes}", flush=True)
+
+
+def main():
+    """Runs the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("forms", "model", "all"), default="all")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
+    args = parser.parse_args()
+    enable_compilation_cache()
+    if args.part != "model":
+        forms(args.repeats)
+    if args.part != "forms":
+        model(max(1, args.repeats // 2), args.tokens)
+
+
+if __name__ == "__main__":
+    main()
