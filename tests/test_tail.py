@@ -1,0 +1,108 @@
+"""The decode loop that leaves the pool alone while it runs gives what the one that writes at every step gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+import jaxkv
+from jaxkv.load import LanguageModel
+from jaxkv.models import decode as decoding
+from jaxkv.models.decoder import Decoder
+from jaxkv.policies import GiniLayers
+
+LENGTHS = [37, 21]
+POLICIES = {
+    "equal": jaxkv.SnapKV(budget=16, window=8),
+    "ragged": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
+    "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
+    "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
+}
+
+
+def loop(model, cache, logits, steps, *, tail, eos=-2):
+    """Decodes in a compiled loop; gives tokens, final logits and the cache."""
+    program = dataclasses.replace(decoding.program_for(tiny.flat(model), cache), tail=tail)
+    draw = decoding.Draw(logits=jnp.asarray(logits), done=jnp.zeros(cache.batch, bool), key=jax.random.key(0))
+    live, draw, out, _ = decoding.decode(
+        tiny.flat(model),
+        jax.tree.map(jnp.copy, decoding.Live.of(cache)),
+        draw,
+        jnp.asarray([eos], jnp.int32),
+        steps,
+        program=program,
+        sampling=jaxkv.Greedy(),
+        size=16,
+    )
+    return np.asarray(out), np.asarray(draw.logits), live.into(cache)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_both_loops_agree(name):
+    """In float32, where either may run: same tokens, same logits, same rows; one sequence ends before the other."""
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    cache, logits, _ = tiny.run(model, tiny.prompts(0, LENGTHS), POLICIES[name], room=16)
+    free, *_ = loop(model, cache, logits, 12, tail=False)
+    # End the first sequence at a token that only it draws, so that the batch goes on without it.
+    only_first = [token for token in free[0, 1:8].tolist() if token not in free[1].tolist()]
+    eos = only_first[0] if only_first else -2
+    tokens, last, direct = loop(model, cache, logits, 12, tail=False, eos=eos)
+    tail_tokens, tail_last, gathered = loop(model, cache, logits, 12, tail=True, eos=eos)
+    np.testing.assert_array_equal(tail_tokens, tokens)
+    running = tokens[:, 11] >= 0
+    np.testing.assert_allclose(tail_last[running], last[running], atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(gathered.seen), np.asarray(direct.seen))
+    assert tiny.kept(gathered) == tiny.kept(direct)
+    for ours, theirs in zip(gathered.pools, direct.pools, strict=True):
+        np.testing.assert_allclose(np.asarray(ours.k), np.asarray(theirs.k), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(ours.v), np.asarray(theirs.v), atol=1e-5)
+
+
+def test_sixteen_bits_decode_close_to_thirty_two():
+    """bfloat16 takes the tail on a CPU: its logits stay within its own rounding of float32's."""
+    model = tiny.tiny(tiny.MODELS["mha"])
+    ids = tiny.prompts(1, LENGTHS)
+    short = [row[:-6] for row in ids]
+    last = np.asarray([row[-6:] for row in ids], np.int32)
+    half = _cast(model)
+    results = []
+    for each in (model, half):
+        cache, _, _ = tiny.run(each, short, jaxkv.FullKV(), room=16)
+        forced = _Forced(tuple(map(tuple, last.tolist())))
+        program = decoding.program_for(tiny.flat(each), cache)
+        assert program.tail == (each is half)
+        draw = decoding.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
+        live = decoding.Live.of(cache)
+        at = jnp.asarray([-2], jnp.int32)
+        for step in range(6):
+            live, draw, _, _ = decoding.decode(
+                tiny.flat(each), live, draw, at, 1, program=program, sampling=forced.at(step), size=4
+            )
+        results.append(np.asarray(draw.logits))
+    scale = np.abs(results[0]).max()
+    assert np.abs(results[0] - results[1]).max() < 0.06 * scale
+
+
+def _cast(model):
+    decoder = Decoder(model.config, dtype=jnp.bfloat16)
+    state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model.decoder, nnx.Param))
+    nnx.update(decoder, state)
+    return LanguageModel(decoder, text=None, name="half")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forced:
+    """Draws given tokens, whatever the logits: both precisions then see the same text."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    step: int = 0
+
+    def at(self, step):
+        return dataclasses.replace(self, step=step)
+
+    def __call__(self, logits, keys):
+        return jnp.asarray([row[self.step] for row in self.tokens], jnp.int32)
