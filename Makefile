@@ -31,7 +31,7 @@ demo: $(STAMP)
 
 test: lint
 	@echo "== pytest"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: $(STAMP)
 	@echo "== ruff"

@@ -326,7 +326,9 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
 def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[KVCache, Float[Array, "B V"], float]:
     """Forks a cache, with room, and runs the prompts on top of it; also returns the seconds spent compiling."""
     batch, longest = len(encoded.ids), int(encoded.lengths.max())
-    room = 0 if given.free() >= longest + block else -(-(longest + block) // 64) * 64
+    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not.
+    grown = bool((given.kept > np.asarray(given.limit)).any())
+    room = 0 if grown and given.free() >= longest + block else -(-(longest + block) // 64) * 64
     segments = given.config.layers * given.config.kv_heads
     copied = given.nbytes * batch // given.batch + batch * segments * room * _row_bytes(given)
     check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")

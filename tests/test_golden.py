@@ -66,8 +66,9 @@ def test_dtype_is_honoured(name, dtype, bits):
     assert logits.dtype == np.float32
     assert 2 * model.nbytes == running.golden_model(name).nbytes
     expected = np.stack([each[-1] for each in golden(name)])
-    # Rounding in a few dozen places along the way, each of half a unit in the last place of numbers as large as logits.
-    assert running.gap(logits, expected) < 16 * 2.0**-bits * np.abs(expected).max()
+    # Every product and norm on the way rounds once: some 3% and 0.5% were seen, by root mean square.
+    off = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
+    assert off < 12 * 2.0**-bits
     assert running.greedy(model, cache, logits, 4).shape == (2, 4)
 
 

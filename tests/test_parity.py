@@ -95,8 +95,9 @@ def test_scores(case):
         return
     before = len(IDS) - policy_of(case).kept_last
     for index, layer in enumerate(SCORED_LAYERS):
+        # Means of float32 probabilities: 1.4e-7 was seen, a few units in the last place.
         theirs = GOLDEN[f"{case}__scores"][index, :, :before]
-        assert running.gap(run(case).scores[layer][:, :before], theirs) < 2e-6
+        assert running.gap(run(case).scores[layer][:, :before], theirs) < 1e-6
 
 
 @pytest.mark.parametrize("case", CASES)

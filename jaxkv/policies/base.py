@@ -96,7 +96,8 @@ class Policy:
                 budget >= floor,
                 "budget",
                 budget,
-                f"below sinks + window = {self.kept_first} + {self.kept_last}: give {floor} or more rows",
+                f"below sinks + window = {self.kept_first} + {self.kept_last}: "
+                f"give at least {floor}, or a smaller window",
             )
         require(self.min_budget in ("raise", "clamp"), "min_budget", self.min_budget, "give 'raise' or 'clamp'")
         spans = tuple((int(start), int(stop)) for start, stop in self.protect)

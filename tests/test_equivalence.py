@@ -1,0 +1,175 @@
+"""One model, many ways through it: blocks, chunks, batches, forms of the cache. All give the same logits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import running
+import tiny
+
+import jaxkv
+from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM
+from jaxkv.attention.xla import Form
+from jaxkv.policies import EntropyLayers
+
+# One, two and eight kv heads: the cache's formulations of attention go by their number. Golden logits cover the rest.
+CONFIGS = {
+    name: dataclasses.replace(config, max_positions=2048)
+    for name, config in {
+        "mqa8": tiny.MODELS["mqa8"],
+        "gqa3": tiny.MODELS["gqa3"],
+        "many_heads": tiny.shape(layers=2, kv_heads=8, group=2, dim=8),
+    }.items()
+}
+
+
+def model(name):
+    return tiny.tiny(CONFIGS[name])
+
+
+def prompts(seed, *lengths):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, tiny.VOCAB, n).tolist() for n in lengths]
+
+
+def everything(rows):
+    """Policies that may keep `rows` rows, by the form their caches have."""
+    return {
+        Form.EQUAL: SnapKV(budget=rows),
+        Form.RAGGED: AdaKV(budget=rows),
+        Form.SHARED: PyramidKV(budget=rows, allocation=EntropyLayers()),
+    }
+
+
+# --- blocks, chunks, tokens ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_one_block_chunks_and_tokens_agree(name):
+    ids = prompts(0, 600, 70)
+    # 600 slots are no multiple of a query block: one block. 768 are three of 256, 1024 two of 512.
+    _, whole = running.prefill(model(name), ids, slots=600)
+    for slots in (768, 1024):
+        assert running.gap(running.prefill(model(name), ids, slots=slots)[1], whole) < 1e-4
+    first, _ = running.prefill(model(name), [each[:40] for each in ids])
+    for chunk in (1, 64):
+        after, cache = running.extend(model(name), first, [each[40:] for each in ids], chunk=chunk)
+        assert running.gap(np.stack([each[-1] for each in after]), whole) < 1e-4
+        assert np.asarray(cache.seen).tolist() == [600, 70]
+
+
+def test_blocks_one_block_chunks_and_tokens_agree_on_the_real_model():
+    ids = running.archive("parity/p600.npz")["input_ids"][:530].tolist()
+    real = running.smollm2()
+    _, whole = running.prefill(real, [ids], slots=530)
+    assert running.gap(running.prefill(real, [ids])[1], whole) < 2e-3
+    first, _ = running.prefill(real, [ids[:500]])
+    for chunk in (1, 30):
+        after, _ = running.extend(real, first, [ids[500:]], chunk=chunk)
+        assert running.gap(after[0][-1:], whole) < 2e-3
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gqa3", "many_heads"])
+@pytest.mark.parametrize("form", [None, *Form], ids=str)
+def test_a_batch_of_unequal_prompts_gives_each_row_what_it_gets_alone(name, form):
+    # Five sequences: from four on, few heads take another formulation. Alone they have three buckets.
+    ids = prompts(1, 300, 1, 45, 280, 46)
+    more = prompts(2, 6, 6, 6, 6, 6)
+    policy = FullKV() if form is None else everything(512)[form]
+    cache, logits = running.prefill(model(name), ids, policy)
+    after, _ = running.extend(model(name), cache, more)
+    for row, each in enumerate(ids):
+        alone, single = running.prefill(model(name), [each], policy)
+        assert running.gap(logits[row : row + 1], single) < 1e-4
+        assert running.gap(after[row], running.extend(model(name), alone, [more[row]])[0][0]) < 1e-4
+
+
+@pytest.mark.parametrize("form", Form, ids=str)
+def test_a_compressed_batch_gives_each_row_what_it_gets_alone(form):
+    ids, more = prompts(3, 300, 45, 128), prompts(4, 6, 6, 6)
+    policy = everything(40)[form]
+    cache, _ = running.prefill(model("gqa3"), ids, policy)
+    after, _ = running.extend(model("gqa3"), cache, more)
+    for row, each in enumerate(ids):
+        alone, _ = running.prefill(model("gqa3"), [each], policy)
+        assert np.array_equal(running.kept(cache, 300)[:, row], running.kept(alone, 300)[:, 0])
+        assert running.gap(after[row], running.extend(model("gqa3"), alone, [more[row]])[0][0]) < 1e-4
+
+
+# --- questions on top of a cache -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt(name):
+    document, questions = prompts(5, 200), prompts(6, 300, 7)
+    cache = jaxkv.prefill(model(name), document[0])
+    # Longer than one chunk, and shorter; the document's one cache serves both.
+    out = jaxkv.generate(model(name), questions, cache=cache, max_new_tokens=5, stop_at_eos=False)
+    whole = [document[0] + each for each in questions]
+    expected = jaxkv.generate(model(name), whole, max_new_tokens=5, stop_at_eos=False)
+    assert [each.tolist() for each in out.tokens] == [each.tolist() for each in expected.tokens]
+    after, _ = running.extend(model(name), cache, questions, chunk=256)
+    _, logits = running.prefill(model(name), whole)
+    assert running.gap(np.stack([each[-1] for each in after]), logits) < 1e-4
+
+
+def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt_on_the_real_model():
+    ids = running.archive("parity/p600.npz")["input_ids"].tolist()
+    cache, _ = running.prefill(running.smollm2(), [ids[:300]])
+    after, _ = running.extend(running.smollm2(), cache, [ids[300:]], chunk=256)
+    assert running.gap(after[0][-1], running.archive("parity/p600.npz")["full_logits"]) < 2e-3
+
+
+# --- budgets that drop nothing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", [(300,), (300, 280, 31, 90, 2)], ids=len)
+def test_a_budget_of_the_length_gives_the_full_cache(name, lengths):
+    ids, more = prompts(7, *lengths), prompts(8, *(9,) * len(lengths))
+    cache, logits = running.prefill(model(name), ids)
+    expected, _ = running.extend(model(name), cache, more)
+    rolling = StreamingLLM(budget=300, rolling_positions=True)
+    for form, policy in [*everything(300).items(), (Form.EQUAL, StreamingLLM(budget=400)), (Form.EQUAL, rolling)]:
+        mine, mine_logits = running.prefill(model(name), ids, policy)
+        assert mine.form is form
+        assert np.array_equal(running.kept(mine, 300), running.kept(cache, 300))
+        assert running.gap(mine_logits, logits) < 1e-4
+        for chunk in (1, 9):
+            after, _ = running.extend(model(name), mine, more, chunk=chunk)
+            assert all(running.gap(a[-1], e[-1]) < 1e-4 for a, e in zip(after, expected, strict=True)), policy
+
+
+def test_a_budget_of_the_length_gives_the_full_cache_on_the_real_model():
+    ids = running.archive("parity/p600.npz")["input_ids"][:200].tolist()
+    more = [[29, 216, 33, 39]]
+    cache, _ = running.prefill(running.smollm2(), [ids])
+    expected, _ = running.extend(running.smollm2(), cache, more)
+    for policy in everything(200).values():
+        mine, _ = running.prefill(running.smollm2(), [ids], policy)
+        after, _ = running.extend(running.smollm2(), mine, more)
+        assert running.gap(after[0], expected[0]) < 2e-3
+
+
+# --- a cache that grows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", Form, ids=str)
+def test_growing_block_by_block_equals_one_run(form):
+    ids, steps = prompts(9, 90, 60), 300
+    policy = everything(64)[form]
+    cache, logits = running.prefill(model("gqa3"), ids, policy)
+    expected = running.greedy(model("gqa3"), cache, logits, steps).tolist()
+    out = jaxkv.generate(model("gqa3"), ids, policy=policy, max_new_tokens=steps, stop_at_eos=False)
+    assert [each.tolist() for each in out.tokens] == expected
+    assert np.asarray(out.cache.seen).tolist() == [90 + steps, 60 + steps]
+    assert np.array_equal(out.cache.kept, cache.kept + steps)
+    streamed = jaxkv.generate(
+        model("gqa3"), ids, policy=policy, max_new_tokens=20, stop_at_eos=False, stream=True, progress=False
+    )
+    for _ in streamed:
+        pass
+    assert [each.tolist() for each in streamed.result.tokens] == [each[:20] for each in expected]

@@ -1,0 +1,351 @@
+"""The cache's invariants, for every policy of the table: hypothesis draws data and lengths, shapes repeat."""
+
+import contextlib
+import gc
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+import test_oracle_agreement as agreement
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_table import BY_NAME, DECODED, TABLE, Row
+
+import jaxkv
+from jaxkv.attention.xla import Form
+from jaxkv.models.compress import choose, pack, pack_shared
+from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
+from jaxkv.rope import rotate
+
+BUDGETS = (20, 0.5)
+every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+every_decoded = pytest.mark.parametrize("row", DECODED, ids=lambda row: row.name)
+every_model = pytest.mark.parametrize("config", tiny.MODELS.values(), ids=tiny.MODELS)
+seeds = st.integers(0, 2**32 - 1)
+# Buckets 64 and 32 together, the second sequence at times shorter than its window.
+two_lengths = st.tuples(st.integers(33, 64), st.one_of(st.integers(17, 32), st.integers(1, 12)))
+
+
+# One model for most rows, so that they share programs, and every model for one row of each kind of pool.
+GQA = tiny.MODELS["gqa3"]
+spread = pytest.mark.parametrize(
+    ("row", "config"),
+    [(row, GQA) for row in TABLE]
+    + [(BY_NAME[name], config) for name in ("snapkv", "adakv") for config in tiny.MODELS.values() if config != GQA],
+    ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Hundreds of tiny programs, run a few times each: here optimising them takes longer than it saves."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# --- checks: seeded faults call them too ---------------------------------------------------------------------------
+
+
+def check_layout(cache, lengths):
+    """Segments are disjoint and inside P; positions ascend and were seen; what is no segment's is marked so."""
+    taken = [np.zeros(pool.pos.shape, int) for pool in cache.pools]
+    start, length = np.asarray(cache.start), np.asarray(cache.length)
+    for layer, row, head, k, _, pos in tiny.segments(cache):
+        first, count = start[layer, row, head], length[layer, row, head]
+        at = 0 if cache.form is Form.SHARED else layer
+        assert first >= 0 and count >= 0 and first + count <= cache.pools[at].rows
+        taken[at][row, first : first + count] += 1
+        assert len(k) == len(pos) == count
+        assert (np.diff(pos) > 0).all()
+        assert not count or (pos[0] >= 0 and pos[-1] < lengths[row])
+    for pool, used in zip(cache.pools, taken, strict=True):
+        assert used.max() <= 1
+        assert (np.asarray(pool.pos)[used == 0] == -1).all()
+    np.testing.assert_array_equal(cache.seen, lengths)
+
+
+def check_rows(cache, full):
+    """Every row is the one that FullKV holds at that position."""
+    reference = {(layer, row, head): (k, v) for layer, row, head, k, v, _ in tiny.segments(full)}
+    for layer, row, head, k, v, pos in tiny.segments(cache):
+        if cache.policy.rolling:
+            k = np.asarray(rotate(jnp.asarray(k), jnp.asarray(pos), cache.config.rope))
+        all_k, all_v = reference[layer, row, head]
+        np.testing.assert_allclose(k, all_k[pos], atol=1e-5)
+        np.testing.assert_allclose(v, all_v[pos], atol=1e-5)
+
+
+def check_spans(row: Row, kept, lengths):
+    """Sinks, window and protected spans stay in every layer and head."""
+    for layer in kept:
+        for heads, n in zip(layer, lengths, strict=True):
+            must = set(o.forced_positions(n, row.sinks, row.window, row.protect))
+            assert all(must <= set(head) for head in heads)
+
+
+def check_totals(row: Row, cache, needed, lengths, budget):
+    """As many rows stay as the plan promised, and exact sums are the budget's by exact arithmetic."""
+    kept, heads = cache.kept, cache.config.kv_heads
+    if needed.rows is not None:
+        np.testing.assert_array_equal(kept.sum(axis=2), heads * needed.rows)
+    if row.uniform:
+        assert (kept == kept[:, :, :1]).all()
+    if row.level:
+        assert (kept.sum(axis=2) == kept.sum(axis=2)[:1]).all()
+    for index, n in enumerate(lengths):
+        forced = len(o.forced_positions(n, row.sinks, row.window, row.protect))
+        rows = n if row.keeps_all else max(o.resolve_budget(budget, n), forced)
+        assert needed.budget[index] == rows
+        if row.exact:
+            assert kept[:, index].sum() == len(kept) * heads * rows
+    np.testing.assert_array_equal(cache.limit, cache.length)
+    assert cache.nbytes == needed.cache_bytes
+
+
+def check_prefill(row: Row, model, seed, lengths, budget):
+    """All of the above, on one batch."""
+    ids = tiny.prompts(seed, lengths)
+    cache, _, needed = tiny.run(model, ids, row.policy(budget))
+    full, _, _ = tiny.run(model, ids, jaxkv.FullKV())
+    check_layout(cache, lengths)
+    check_spans(row, tiny.kept(cache), lengths)
+    check_totals(row, cache, needed, lengths, budget)
+    check_rows(cache, full)
+
+
+def check_alone(row: Row, model, seed, lengths, budget, steps=2):
+    """A sequence gets the same beside any other, and alone in a bucket of its own."""
+    a, b, other = tiny.prompts(seed, (*lengths, 40))
+    policy = row.policy(budget)
+
+    def result(ids, index):
+        cache, logits, _ = tiny.run(model, ids, policy)
+        later = ()
+        if not row.like:
+            later, _ = tiny.decode(model, cache, [[step + 3] * len(ids) for step in range(steps)])
+            later = later[:, index]
+        return [layer[index] for layer in tiny.kept(cache)], (logits[index], later)
+
+    for one, two in (
+        (([a, b], 0), ([a, other], 0)),
+        (([a, b], 1), ([other, b], 1)),
+        (([a, b], 1), ([b], 0)),
+    ):
+        (kept, logits), (same_kept, same_logits) = result(*one), result(*two)
+        assert kept == same_kept
+        chex.assert_trees_all_close(logits, same_logits, atol=1e-4, rtol=0)
+
+
+def check_decode(row: Row, model, seed, lengths, budget, steps=3):
+    """Decoding appends to every segment at the positions of the text, and touches no row that was there."""
+    cache, _, _ = tiny.run(model, tiny.prompts(seed, lengths), row.policy(budget))
+    before = {(a, b, c): (k, v, pos) for a, b, c, k, v, pos in tiny.segments(cache)}
+    _, after = tiny.decode(model, cache, [[5] * len(lengths)] * steps)
+    check_layout(after, np.asarray(lengths) + steps)
+    for layer, index, head, k, v, pos in tiny.segments(after):
+        old_k, old_v, old = before[layer, index, head]
+        n = lengths[index]
+        assert pos.tolist() == [*old, *range(n, n + steps)]
+        np.testing.assert_array_equal(k[:-steps], old_k)
+        np.testing.assert_array_equal(v[:-steps], old_v)
+
+
+# --- the properties --------------------------------------------------------------------------------------------------
+
+
+@every_model
+@every_row
+@settings(max_examples=3)
+@given(seed=seeds, lengths=two_lengths)
+def test_prefill_keeps_the_cache_in_order(row, config, seed, lengths):
+    # Rows of the budgets are shapes: two models have one kind of budget, two the other.
+    check_prefill(row, tiny.tiny(config), seed, lengths, BUDGETS[config.kv_heads % 2])
+
+
+@spread
+@settings(max_examples=3)
+@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
+def test_neither_batch_mates_nor_padding_matter(row, config, seed, lengths):
+    check_alone(row, tiny.tiny(config), seed, lengths, 20)
+
+
+@every_decoded
+@settings(max_examples=3)
+@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
+def test_decoding_appends(row, seed, lengths):
+    check_decode(row, tiny.tiny(GQA), seed, lengths, 20)
+
+
+@spread
+@settings(max_examples=2)
+@given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)), budget=st.sampled_from((64, 1.0)))
+def test_a_budget_of_the_length_changes_nothing(row, config, seed, lengths, budget):
+    model = tiny.tiny(config)
+    ids, tokens = tiny.prompts(seed, lengths), [[1, 2], [3, 4], [5, 6]]
+    results = []
+    for policy in (jaxkv.FullKV(), row.policy(budget)):
+        cache, logits, _ = tiny.run(model, ids, policy)
+        results.append((logits, tiny.decode(model, cache, tokens)[0], tiny.kept(cache)))
+    chex.assert_trees_all_close(results[0][:2], results[1][:2], atol=1e-4, rtol=0)
+    assert results[0][2] == results[1][2]
+
+
+@every_row
+@settings(max_examples=1)
+@given(seed=seeds)
+def test_jit_is_eager(row, seed):
+    q, k = agreement.draw_layers(seed, 3, (40, 21))
+    policy = row.policy(20)
+    compiled = agreement.library_kept(policy, q[:2], k[:2], (40, 21))
+    with jax.disable_jit():
+        assert agreement.library_kept(policy, q[:2], k[:2], (40, 21)) == compiled
+
+
+@pytest.mark.parametrize("name", ("snapkv", "adakv", "adakv-protected"))
+def test_packing_is_the_same_with_and_without_jit(name):
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(a, jnp.float32) for a in rng.standard_normal((2, 2, 3, 32, 8)))
+    scores, forced = jnp.asarray(rng.random((2, 3, 32)), jnp.float32), jnp.zeros((2, 32), bool)
+    length, rows = jnp.asarray([32, 20], jnp.int32), jnp.asarray([10, 10], jnp.int32)
+    policy = BY_NAME[name].policy(20)
+
+    def both():
+        mask = choose(scores, forced, length, rows, heads=policy.heads)
+        pool, start, count = pack(k, v, mask, rows=40, form=policy.form)
+        empty = jax.tree.map(jnp.copy, pool)
+        return mask, pool, count, pack_shared(empty, k, v, mask, start)
+
+    compiled = both()
+    with jax.disable_jit():
+        chex.assert_trees_all_equal(both(), compiled)
+
+
+@pytest.mark.parametrize("allocation", (KVPressLayers(beta=1.5), OfficialLayers(), EntropyLayers()))
+def test_what_must_stay_is_planned_for(allocation):
+    # The span is widest in the shortest prompts of the bucket, and wider than some layers' share of the budget.
+    span, lengths = ((-30, 30),), (36, 34)
+    policy = jaxkv.PyramidKV(budget=0.25, window=8, sinks=3, allocation=allocation, min_budget="clamp", protect=span)
+    row = Row(name="span", make=lambda *_, **kw: policy, oracle=None, sinks=3, window=8, protect=span, exact=False)
+    cache, _, needed = tiny.run(tiny.tiny(GQA), tiny.prompts(8, lengths), policy)
+    check_layout(cache, lengths)
+    check_spans(row, tiny.kept(cache), lengths)
+    rows = np.broadcast_to(needed.budget, cache.kept.shape[:2]) if needed.rows is None else needed.rows
+    np.testing.assert_array_equal(cache.kept.sum(axis=2), GQA.kv_heads * rows)
+    assert cache.nbytes == needed.cache_bytes
+
+
+# --- caches as values ------------------------------------------------------------------------------------------------
+
+
+def _bytes(cache):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
+
+
+@every_row
+def test_a_cache_is_a_pytree(row):
+    cache, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), row.policy(20))
+    leaves, structure = jax.tree.flatten(cache)
+    chex.assert_trees_all_equal(jax.tree.unflatten(structure, leaves), cache)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    for static in (structure, cache.policy, cache.config):
+        assert hash(static) == hash(static)
+    again, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(2, (39, 19)), row.policy(20))
+    assert jax.tree.structure(again) == structure
+    chex.assert_trees_all_equal_shapes_and_dtypes(again, cache)
+    passed = jax.jit(lambda c: c)(cache)
+    chex.assert_trees_all_equal(passed, cache)
+
+
+@every_decoded
+def test_asking_twice_changes_nothing(row):
+    model = tiny.tiny(GQA)
+    cache = jaxkv.prefill(model, tiny.prompts(3, (50,))[0], policy=row.policy(20))
+    before = _bytes(cache)
+    answers = [jaxkv.generate(model, [7, 8, 9], cache=cache, max_new_tokens=4).tokens.tolist() for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert _bytes(cache) == before
+
+
+@pytest.mark.parametrize("name", ("full", "snapkv", "adakv", "pyramidkv-entropy", "streaming-rolling"))
+def test_one_cache_serves_three_prompts(name):
+    model = tiny.tiny(GQA)
+    cache = jaxkv.prefill(model, tiny.prompts(4, (50,))[0], policy=BY_NAME[name].policy(20))
+    before = _bytes(cache)
+    questions = [[1, 2, 3], [9], [20, 21]]
+    forked = jaxkv.generate(model, questions, cache=cache, max_new_tokens=4)
+    alone = [jaxkv.generate(model, question, cache=cache, max_new_tokens=4) for question in questions]
+    assert [row.tolist() for row in forked.tokens] == [each.tokens.tolist() for each in alone]
+    assert _bytes(cache) == before
+
+
+@settings(max_examples=3)
+@given(seed=seeds, budget=st.sampled_from(BUDGETS))
+def test_adakv_weighs_what_snapkv_weighs(seed, budget):
+    model, ids = tiny.tiny(GQA), tiny.prompts(seed, (60, 33))
+    snap, ada = (tiny.run(model, ids, BY_NAME[name].policy(budget))[0] for name in ("snapkv", "adakv"))
+    assert ada.nbytes == snap.nbytes
+    assert ada.kept.sum() == snap.kept.sum()
+
+
+# --- memory and compilations -----------------------------------------------------------------------------------------
+
+
+def _live() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@every_row
+def test_nothing_but_weights_and_cache_lives_after_prefill(row):
+    config = tiny.shape(layers=4, kv_heads=2, group=3, dim=16)
+    model = tiny.tiny(config)
+    ids = tiny.prompts(5, (256, 200))
+    jaxkv.prefill(model, ids, policy=row.policy(64))  # constants of first calls are not the second's
+    before = _live()
+    cache = jaxkv.prefill(model, ids, policy=row.policy(64))
+    # Weights lived before: what came since is the cache, to 2% and a key or two.
+    assert cache.nbytes <= _live() - before <= 1.02 * cache.nbytes + 256
+    assert model.nbytes <= before
+
+
+@contextlib.contextmanager
+def compilations():
+    """Collects the compilations of the block, by duration."""
+    seen, open_ = [], [True]
+
+    def listen(event, duration, **_):
+        if open_[0] and event.endswith("backend_compile_duration"):
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        open_[0] = False  # jax has no public way to take a listener back
+
+
+@every_row
+def test_one_compilation_serves_a_bucket(row):
+    model = tiny.tiny(GQA)
+    policy = row.policy(20)
+
+    def use(seed, lengths, question):
+        cache = jaxkv.prefill(model, tiny.prompts(seed, lengths), policy=policy)
+        if not row.like:
+            jaxkv.generate(model, [question, question], cache=cache, max_new_tokens=3)
+
+    use(6, (60, 31), [1, 2, 3])
+    with compilations() as second:
+        use(7, (37, 18), [4, 5])
+    assert not second
+
+
+def test_compilations_are_counted():
+    with compilations() as seen:
+        jax.jit(lambda a: a + 17)(jnp.zeros(3, jnp.int32))
+    assert len(seen) >= 1

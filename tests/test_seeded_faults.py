@@ -1,0 +1,163 @@
+"""Faults seeded into the library: each must make a check fail that the real tests use."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+import test_invariants as invariants
+import test_oracle_agreement as agreement
+import tiny
+from policy_table import BY_NAME
+
+from jaxkv import attention
+from jaxkv.models import compress, prefill
+from jaxkv.models import decode as decoding
+from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, select, snapkv
+from jaxkv.policies.scorers import WindowAttention
+
+SEEDS = range(3)
+
+
+def agrees(name, budget=20):
+    """Sets against the oracle; at least one input must be fit to tell."""
+    assert any([agreement.check_agreement(BY_NAME[name], seed, 3, (46, 30), budget) for seed in SEEDS])
+
+
+def in_order(name, budget=20):
+    for seed in SEEDS:
+        invariants.check_prefill(BY_NAME[name], tiny.tiny(tiny.MODELS["gqa3"]), seed, (60, 31), budget)
+
+
+def as_alone(name):
+    invariants.check_alone(BY_NAME[name], tiny.tiny(tiny.MODELS["gqa3"]), 0, (60, 31), 20)
+
+
+def appends(name):
+    invariants.check_decode(BY_NAME[name], tiny.tiny(tiny.MODELS["gqa3"]), 0, (60, 31), 20)
+
+
+def ties():
+    agreement.check_ties(AdaptiveHeads(alpha=0.2), lambda *a: o.ada_select(*a, alpha=0.2), seed=1, levels=2, base=7)
+
+
+def highest_first(patch):
+    real = select.top
+    patch.setattr(select, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
+
+
+def window_not_forced(patch):
+    patch.setattr(snapkv.WindowPolicy, "kept_last", property(lambda self: 0))
+
+
+def window_sees_the_future(patch):
+    real = attention.window_mass
+
+    def mass(q, k, positions, reduce):
+        last = jnp.where(positions < 0, positions, positions.max(axis=1, keepdims=True))
+        return real(q, k, last, reduce)
+
+    patch.setattr(attention, "window_mass", mass)
+
+
+def group_maximum(patch):
+    real = WindowAttention.mass
+    patch.setattr(
+        WindowAttention, "mass", lambda self, seen: real(dataclasses.replace(self, group=GroupReduce.MAX), seen)
+    )
+
+
+def heads_rounded_down(patch):
+    def targets(self, won, base):
+        return (0.8 * won.astype(jnp.float32) + 0.2 * base[:, None].astype(jnp.float32)).astype(jnp.int32)
+
+    patch.setattr(AdaptiveHeads, "targets", targets)
+
+
+def layers_rounded_down(patch):
+    patch.setattr(
+        budgets, "round_to_sum", lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64)
+    )
+
+
+def padding_competes(patch):
+    real = compress.choose
+
+    def choose(scores, forced, length, rows, *, heads):
+        return real(scores, forced, jnp.full_like(length, scores.shape[-1]), rows, heads=heads)
+
+    patch.setattr(prefill, "choose", choose)
+
+
+def positions_from_length(patch):
+    def live(cls, cache):
+        seen = cache.length[0, :, 0]
+        return cls(pools=cache.pools, start=cache.start, length=cache.length, seen=seen)
+
+    patch.setattr(decoding.Live, "of", classmethod(live))
+
+
+def segments_one_row_early(patch):
+    real = compress.lay_out
+
+    def lay_out(length, rows, **options):
+        start = real(length, rows, **options)
+        return start - (start > 0).astype(jnp.int32)
+
+    patch.setattr(compress, "lay_out", lay_out)
+
+
+def window_of_the_bucket(patch):
+    """The observation window is cut from the end of the padded prompt, not of the sequence."""
+    real = prefill._run_layer
+
+    def run(flat, index, x, length, policy):
+        own = real(flat, index, jnp.copy(x), length, policy)
+        full = real(flat, index, x, jnp.full_like(length, x.shape[1]), policy)
+        return dataclasses.replace(own, q=full.q)
+
+    patch.setattr(prefill, "_run_layer", run)
+
+
+FAULTS = (
+    (highest_first, ties),
+    (window_not_forced, lambda: in_order("snapkv")),
+    (window_not_forced, lambda: agrees("snapkv-avg")),
+    (window_sees_the_future, lambda: agrees("snapkv-nopool")),
+    (group_maximum, lambda: agrees("snapkv-nopool")),
+    (heads_rounded_down, lambda: in_order("adakv")),
+    (heads_rounded_down, lambda: agrees("adakv")),
+    (layers_rounded_down, lambda: in_order("pyramidkv-linear")),
+    (padding_competes, lambda: in_order("local")),
+    (positions_from_length, lambda: appends("snapkv")),
+    (segments_one_row_early, lambda: in_order("adakv")),
+    (window_of_the_bucket, lambda: as_alone("snapkv")),
+)
+
+
+def _id(case):
+    return case[0].__name__
+
+
+def forget_programs():
+    """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
+    for compiled in (compress.observe, compress.choose, compress.pack, compress.pack_shared):
+        compiled.clear_cache()
+
+
+@pytest.fixture
+def compiled_anew():
+    forget_programs()
+    yield
+    forget_programs()
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=_id)
+def test_a_seeded_fault_is_found(case, monkeypatch, compiled_anew):
+    fault, check = case
+    check()
+    forget_programs()
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
