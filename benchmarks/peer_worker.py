@@ -16,6 +16,7 @@ The peer gets its best reasonable setting: SDPA attention, inference mode, a log
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
