@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
+from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
 from jaxkv.plan import Plan, bucket, check_bytes, check_memory, plan
@@ -252,27 +254,17 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
     program = decoding.program_for(flat, cache)
-    draw = decoding.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
+    draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
     eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
     ends = jnp.asarray(eos or [-2], jnp.int32)
     answers = Answers(params.text, batch, request.stops)
     begin = time.perf_counter()
 
-    def draw_steps(cache: KVCache, draw: decoding.Draw, steps: int) -> tuple[KVCache, decoding.Draw, np.ndarray, int]:
-        live, draw, out, ran = decoding.decode(
-            flat,
-            decoding.Live.of(cache),
-            draw,
-            ends,
-            steps,
-            program=program,
-            sampling=request.sampling,
-            size=block,
-        )
-        return live.into(cache), draw, np.asarray(out), int(ran)
-
+    draw_steps = partial(looping.decode, flat, program=program, sampling=request.sampling, size=block)
+    running = looping.begin(decoding.Live.of(cache), program=program, size=block)
     # A run of no steps compiles and changes nothing: the clock of decoding starts after it.
-    cache, draw, _, _ = draw_steps(cache, draw, 0)
+    running, draw, _, _ = draw_steps(running, draw, ends, 0)
+    free, held = cache.free(), 0  # Rows left behind the fullest segment; rows drawn since the last settling.
     compile_seconds += time.perf_counter() - begin
     begin = time.perf_counter()
     with _bar(request.progress, request.max_new_tokens, "decode") as bar:
@@ -280,20 +272,26 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         left = request.max_new_tokens
         while left and not bool(draw.done.all()):
             steps = min(left, block, _LOOK if look else block)
-            if cache.free() < steps:
-                cache = repack(cache, room=block, release=True)
-            cache, draw, out, ran = draw_steps(cache, draw, steps)
-            left -= ran
+            if free < steps or held + steps > block:
+                cache = looping.settle(running, program=program).into(cache)
+                if free < steps:
+                    cache = repack(cache, room=block, release=True)
+                running = looping.begin(decoding.Live.of(cache), program=program, size=block)
+                free, held = cache.free(), 0
+            running, draw, drawn, count = draw_steps(running, draw, ends, steps)
+            out, ran = np.asarray(drawn), int(count)
+            left, free, held = left - ran, free - ran, held + ran
             surplus, pieces = answers.take(out[:, :ran])
             # The token that ends a sequence is drawn but never becomes a row.
             surplus = surplus - ((surplus > 0) & np.asarray(draw.done))
             if surplus.any():
-                cache = _rewind(cache, surplus)
+                running = running.rewound(jnp.asarray(surplus, jnp.int32))
             draw = dataclasses.replace(draw, done=draw.done | jnp.asarray(answers.stopped))
             bar.update(ran)
             if request.look:
                 yield pieces
-    jax.block_until_ready(cache.seen)
+    cache = looping.settle(running, program=program).into(cache)
+    jax.block_until_ready(cache.pools)
     decode_seconds = time.perf_counter() - begin
     closing = answers.flush()
     if request.look and any(closing):
@@ -352,12 +350,6 @@ def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[K
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
     jax.block_until_ready(logits)
     return live.into(cache), logits, spent
-
-
-def _rewind(cache: KVCache, surplus: np.ndarray) -> KVCache:
-    """Forgets the last rows of each sequence: what was drawn behind a stop string."""
-    back = jnp.asarray(surplus, jnp.int32)
-    return dataclasses.replace(cache, length=cache.length - back[None, :, None], seen=cache.seen - back)
 
 
 def _row_bytes(cache: KVCache) -> int:

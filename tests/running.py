@@ -13,6 +13,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, repack
 from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
+from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
 from jaxkv.plan import bucket, plan
@@ -120,15 +121,16 @@ def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Policy | None = Non
 def greedy(model: LanguageModel, cache: KVCache, logits: np.ndarray, steps: int) -> np.ndarray:
     """Tokens `[B, steps]` drawn in one loop from a copy of the cache, the first one from the logits given."""
     copy = repack(cache, room=steps)
-    draw = decoding.Draw(logits=jnp.asarray(logits), done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
+    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
     never = jnp.asarray([-2], jnp.int32)
-    _, _, out, _ = decoding.decode(
+    static = program(model, copy)
+    _, _, out, _ = looping.decode(
         flat(model),
-        decoding.Live.of(copy),
+        looping.begin(decoding.Live.of(copy), program=static, size=steps),
         draw,
         never,
         steps,
-        program=program(model, copy),
+        program=static,
         sampling=Greedy(),
         size=steps,
     )

@@ -12,6 +12,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
+from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
 from jaxkv.policies import GiniLayers
 
@@ -24,21 +25,26 @@ POLICIES = {
 }
 
 
-def loop(model, cache, logits, steps, *, tail, eos=-2):
-    """Decodes in a compiled loop; gives tokens, final logits and the cache."""
+def loop(model, cache, logits, calls, *, tail, eos=-2):
+    """Decodes in compiled loops of so many steps each; gives tokens, final logits and the cache."""
     program = dataclasses.replace(decoding.program_for(tiny.flat(model), cache), tail=tail)
-    draw = decoding.Draw(logits=jnp.asarray(logits), done=jnp.zeros(cache.batch, bool), key=jax.random.key(0))
-    live, draw, out, _ = decoding.decode(
-        tiny.flat(model),
-        jax.tree.map(jnp.copy, decoding.Live.of(cache)),
-        draw,
-        jnp.asarray([eos], jnp.int32),
-        steps,
-        program=program,
-        sampling=jaxkv.Greedy(),
-        size=16,
-    )
-    return np.asarray(out), np.asarray(draw.logits), live.into(cache)
+    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(cache.batch, bool), key=jax.random.key(0))
+    running = looping.begin(jax.tree.map(jnp.copy, decoding.Live.of(cache)), program=program, size=16)
+    drawn = []
+    for steps in calls:
+        running, draw, out, _ = looping.decode(
+            tiny.flat(model),
+            running,
+            draw,
+            jnp.asarray([eos], jnp.int32),
+            steps,
+            program=program,
+            sampling=jaxkv.Greedy(),
+            size=16,
+        )
+        drawn.append(np.asarray(out)[:, :steps])
+    live = looping.settle(running, program=program)
+    return np.concatenate(drawn, axis=1), np.asarray(draw.logits), live.into(cache)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -46,12 +52,12 @@ def test_both_loops_agree(name):
     """In float32, where either may run: same tokens, same logits, same rows; one sequence ends before the other."""
     model = tiny.tiny(tiny.MODELS["gqa3"])
     cache, logits, _ = tiny.run(model, tiny.prompts(0, LENGTHS), POLICIES[name], room=16)
-    free, *_ = loop(model, cache, logits, 12, tail=False)
+    free, *_ = loop(model, cache, logits, [12], tail=False)
     # End the first sequence at a token that only it draws, so that the batch goes on without it.
     only_first = [token for token in free[0, 1:8].tolist() if token not in free[1].tolist()]
     eos = only_first[0] if only_first else -2
-    tokens, last, direct = loop(model, cache, logits, 12, tail=False, eos=eos)
-    tail_tokens, tail_last, gathered = loop(model, cache, logits, 12, tail=True, eos=eos)
+    tokens, last, direct = loop(model, cache, logits, [12], tail=False, eos=eos)
+    tail_tokens, tail_last, gathered = loop(model, cache, logits, [5, 1, 6], tail=True, eos=eos)
     np.testing.assert_array_equal(tail_tokens, tokens)
     running = tokens[:, 11] >= 0
     np.testing.assert_allclose(tail_last[running], last[running], atol=1e-4)
@@ -75,12 +81,12 @@ def test_sixteen_bits_decode_close_to_thirty_two():
         forced = _Forced(tuple(map(tuple, last.tolist())))
         program = decoding.program_for(tiny.flat(each), cache)
         assert program.tail == (each is half)
-        draw = decoding.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
-        live = decoding.Live.of(cache)
+        draw = looping.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
+        running = looping.begin(decoding.Live.of(cache), program=program, size=8)
         at = jnp.asarray([-2], jnp.int32)
         for step in range(6):
-            live, draw, _, _ = decoding.decode(
-                tiny.flat(each), live, draw, at, 1, program=program, sampling=forced.at(step), size=4
+            running, draw, _, _ = looping.decode(
+                tiny.flat(each), running, draw, at, 1, program=program, sampling=forced.at(step), size=4
             )
         results.append(np.asarray(draw.logits))
     scale = np.abs(results[0]).max()

@@ -1,4 +1,4 @@
-"""Tokens on top of a cache: a few at once (a question), or one after the other in a jitted loop."""
+"""A few new tokens at once on top of a cache: a question, or the one token of a decode step."""
 
 import dataclasses
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import Form
@@ -14,7 +14,6 @@ from jaxkv.cache import KVCache, Pool, append
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.rope import rotate
-from jaxkv.sampling import Sampling
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pools", "start", "length", "seen"], meta_fields=[])
@@ -53,8 +52,8 @@ class Program:
         config: its shape.
         form: how segments lie in their pools.
         rolling: positions are those within the cache.
-        tail: new rows gather beside the pool while a loop runs, and join it at its end. A CPU cannot write into a
-            16-bit pool in place, so there one write per loop beats one per token.
+        tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
+            16-bit pool in place, so there one write for many tokens beats one per token.
     """
 
     graphs: Graphs
@@ -83,22 +82,8 @@ def program_for(flat: Flat, cache: KVCache) -> Program:
     )
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tail:
-    """Rows drawn since the loop began, for programs that leave the pool alone while they loop.
-
-    Attributes:
-        k: `f32[B, K, T, D]` keys as the pool stores them.
-        v: `f32[B, K, T, D]` values.
-    """
-
-    k: Float[Array, "B K T D"]
-    v: Float[Array, "B K T D"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Token:
+class Token:
     """N new tokens of every sequence, as one block of the decoder sees them."""
 
     q: Float[Array, "B K G N D"]
@@ -107,15 +92,17 @@ class _Token:
     stored: Float[Array, "B K N D"]
 
 
-def _project(block: Block, program: Program, x: Float[Array, "B N E"], place: Int[Array, "B N"]) -> _Token:
+def project(block: Block, program: Program, x: Float[Array, "B N E"], place: Int[Array, "B N"]) -> Token:
+    """Queries, keys and values of new tokens at their places."""
     raw, v = block.keys_values(x)
     k = block.rotated(raw, place)
-    return _Token(q=block.queries(x, place), k=k, v=v, stored=raw if program.rolling else k)
+    return Token(q=block.queries(x, place), k=k, v=v, stored=raw if program.rolling else k)
 
 
-def _pool_attention(
+def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, form: Form
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
+    """New queries against one layer's segments."""
     batch, heads, group, tokens, dim = q.shape
     folded = q.reshape(batch, heads, group * tokens, dim)
     out, lse = attention.over_pool(folded, keys, values, start, length, form=form)
@@ -137,51 +124,20 @@ def _over_cache(
     text = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     # Rolling positions exist only where all heads of a sequence hold the same rows: any head's length is its count.
     place = length[:, :1] + jnp.arange(tokens, dtype=jnp.int32) if program.rolling else text
-    new = _project(block, program, x, place)
+    new = project(block, program, x, place)
     after = append(pool, new.stored, new.v, text, start + length, count)
     # A single token simply joins the rows before it is its turn to look at them.
     source, rows = (after, length + count[:, None]) if tokens == 1 else (pool, length)
-    keys = _rolled(source.k, start, program) if program.rolling else source.k
-    out, lse = _pool_attention(new.q, keys, source.v, start, rows, program.form)
+    keys = rolled(source.k, start, program) if program.rolling else source.k
+    out, lse = pool_attention(new.q, keys, source.v, start, rows, program.form)
     if tokens > 1:
         new_out, new_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (new.q, new.k, new.v))
         out = attention.merge(out, lse, new_out, new_lse)
     return block.finish(x, out), after
 
 
-def _over_tail(
-    block: Block,
-    program: Program,
-    x: Float[Array, "B 1 E"],
-    pool: Pool,
-    tail: Tail,
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    seen: Int[Array, " B"],
-    index: Int[Array, ""],
-) -> tuple[Float[Array, "B 1 E"], Tail]:
-    """One block over one new token: its row joins the tail, and it attends to the pool and to the tail."""
-    place = (length[:, :1] if program.rolling else seen[:, None]) + index
-    new = _project(block, program, x, place)
-    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
-    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
-    tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
-    keys, tail_keys = pool.k, tail.k
-    batch, heads, size, dim = tail.k.shape
-    if program.rolling:
-        keys = _rolled(pool.k, start, program)
-        tail_places = length[:, :1] + jnp.arange(size, dtype=jnp.int32)
-        tail_keys = rotate(tail.k, tail_places[:, None], program.config.rope)
-    out, lse = _pool_attention(new.q, keys, pool.v, start, length, program.form)
-    flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
-    begin = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
-    rows = jnp.broadcast_to(index + 1, (batch, heads))
-    wide = new.q.astype(tail.k.dtype)
-    own, own_lse = _pool_attention(wide, flat(tail_keys), flat(tail.v), begin, rows, Form.EQUAL)
-    return block.finish(x, attention.merge(out, lse, own, own_lse)), tail
-
-
-def _rolled(keys: Float[Array, "B P D"], start: Int[Array, "B K"], program: Program) -> Float[Array, "B P D"]:
+def rolled(keys: Float[Array, "B P D"], start: Int[Array, "B K"], program: Program) -> Float[Array, "B P D"]:
+    """Un-rotated keys, rotated by their place within the cache."""
     place = jnp.arange(keys.shape[1], dtype=jnp.int32) % (keys.shape[1] // start.shape[1])
     return rotate(keys, place, program.config.rope)
 
@@ -223,34 +179,6 @@ def step(
     return logits, Live(pools=tuple(pools), start=live.start, length=length, seen=live.seen + count)
 
 
-def _tail_step(ends, blocks, live, tails, index, token, *, program):
-    """`step` for one token, which writes to the tails and only reads the pools."""
-    outer = program.graphs.ends(ends)
-    x = outer.embed(token[:, None])
-    after = []
-    for layer, leaves in enumerate(blocks):
-        pool = live.pools[0 if program.form is Form.SHARED else layer]
-        block = program.graphs.block(leaves)
-        x, tail = _over_tail(
-            block, program, x, pool, tails[layer], live.start[layer], live.length[layer], live.seen, index
-        )
-        after.append(tail)
-    return outer.logits(x[:, 0]), tuple(after)
-
-
-def _flush(live: Live, tails: tuple[Tail, ...], written: Int[Array, " B"], *, program: Program) -> Live:
-    """Moves the tails' rows behind their segments."""
-    pools = list(live.pools)
-    text = live.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
-    for layer, tail in enumerate(tails):
-        at = 0 if program.form is Form.SHARED else layer
-        dtype = pools[at].k.dtype
-        end = live.start[layer] + live.length[layer]
-        pools[at] = append(pools[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
-    length = live.length + written[:, None]
-    return Live(pools=tuple(pools), start=live.start, length=length, seen=live.seen + written)
-
-
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
 def _extend(ends, blocks, pools, start, length, seen, tokens, count, *, program):
     live = Live(pools=pools, start=start, length=length, seen=seen)
@@ -274,104 +202,4 @@ def extend(
     """
     return _extend(
         flat.ends, flat.blocks, live.pools, live.start, live.length, live.seen, tokens, count, program=program
-    )
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["logits", "done", "key"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Where sampling stands.
-
-    Attributes:
-        logits: `f32[B, V]` of the next token.
-        done: `bool[B]` sequences that have ended.
-        key: the random key; each step and sequence folds in its own number.
-    """
-
-    logits: Float[Array, "B V"]
-    done: Bool[Array, " B"]
-    key: PRNGKeyArray
-
-
-@partial(jax.jit, static_argnames=("program", "sampling", "size"), donate_argnames=("pools",))
-def _loop(ends, blocks, pools, start, length, seen, draw, eos, steps, *, program, sampling, size):
-    batch = seen.shape[0]
-    live = Live(pools=pools, start=start, length=length, seen=seen)
-    rows = jnp.arange(batch, dtype=jnp.int32)
-
-    def going(carry):
-        index, _, draw, _, _ = carry
-        # Stops at the requested number of steps, or as soon as every sequence has ended.
-        return (index < steps) & ~draw.done.all()
-
-    def body(carry):
-        index, store, draw, fed, out = carry
-        keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen + fed)
-        token = sampling(draw.logits, keys)
-        out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
-        done = draw.done | (token[:, None] == eos).any(axis=1)
-        count = (~done).astype(jnp.int32)
-        if program.tail:
-            logits, store = _tail_step(ends, blocks, live, store, index, token, program=program)
-        else:
-            logits, store = step(ends, blocks, store, token[:, None], count, program=program)
-        return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
-
-    out = jnp.full((batch, size), -1, jnp.int32)
-    fed = jnp.zeros((batch,), jnp.int32)
-    store = _empty_tails(live, program, size) if program.tail else live
-    index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
-    # Sequences end for good, so the rows a sequence has in its tail are the first ones.
-    live = _flush(live, store, fed, program=program) if program.tail else store
-    return live, draw, out, index
-
-
-def _empty_tails(live: Live, program: Program, size: int) -> tuple[Tail, ...]:
-    config = program.config
-    zeros = jnp.zeros((live.seen.shape[0], config.kv_heads, size, config.head_dim), jnp.float32)
-    return (Tail(k=zeros, v=zeros),) * config.layers
-
-
-def decode(
-    flat: Flat,
-    live: Live,
-    draw: Draw,
-    eos: Int[Array, " n"],
-    steps: int,
-    *,
-    program: Program,
-    sampling: Sampling,
-    size: int,
-) -> tuple[Live, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Draws up to `steps` tokens per sequence in one compiled loop; the pools given are consumed.
-
-    A drawn token runs through the model before the next one is drawn, so that the cache holds all that was said; a
-    token that ends a sequence does not.
-
-    Args:
-        flat: the decoder's parameters.
-        live: the cache's moving part, with room for `steps` rows; donated.
-        draw: where sampling stands.
-        eos: ids that end a sequence.
-        steps: tokens wanted now, at most `size`; a number, not a shape.
-        program: what is static.
-        sampling: how to draw.
-        size: columns of the output.
-
-    Returns:
-        The moving part, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
-    """
-    return _loop(
-        flat.ends,
-        flat.blocks,
-        live.pools,
-        live.start,
-        live.length,
-        live.seen,
-        draw,
-        eos,
-        jnp.int32(steps),
-        program=program,
-        sampling=sampling,
-        size=size,
     )
