@@ -1,0 +1,256 @@
+"""Token after token, drawn in a jitted loop."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxkv import attention
+from jaxkv.attention.xla import Form
+from jaxkv.cache import Pool, append
+from jaxkv.models.decode import Live, Program, pool_attention, project, rolled, step
+from jaxkv.models.decoder import Block, Flat
+from jaxkv.rope import rotate
+from jaxkv.sampling import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tail:
+    """One layer's rows drawn since the pool was last written, for programs that only read it while drawing.
+
+    Attributes:
+        k: `f32[B, K, T, D]` keys as the pool stores them.
+        v: `f32[B, K, T, D]` values.
+    """
+
+    k: Float[Array, "B K T D"]
+    v: Float[Array, "B K T D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """A cache while tokens are drawn on top of it.
+
+    Attributes:
+        live: the cache's moving part.
+        tails: one per layer where the program keeps new rows beside the pools, else none.
+        index: `i32[]` rows of the tails in use.
+        written: `i32[B]` how many of those each sequence really has; the rest were drawn after its end.
+    """
+
+    live: Live
+    tails: tuple[Tail, ...]
+    index: Int[Array, ""]
+    written: Int[Array, " B"]
+
+    def rewound(self, rows: Int[Array, " B"]) -> "Running":
+        """Forgets the last rows of each sequence, none of them older than the last `decode`.
+
+        A sequence that goes on drawing must lose none: its tail would have a gap.
+        """
+        if self.tails:
+            return dataclasses.replace(self, written=self.written - rows)
+        length = self.live.length - rows[None, :, None]
+        return dataclasses.replace(self, live=dataclasses.replace(self.live, length=length, seen=self.live.seen - rows))
+
+
+def begin(live: Live, *, program: Program, size: int) -> Running:
+    """Makes ready to draw.
+
+    Args:
+        live: a cache's moving part, with room for `size` rows behind every segment.
+        program: what is static.
+        size: tokens that can be drawn before `settle`, where the program keeps tails.
+
+    Returns:
+        What `decode` takes.
+    """
+    config, batch = program.config, live.seen.shape[0]
+    zeros = lambda: jnp.zeros((batch, config.kv_heads, size, config.head_dim), jnp.float32)  # noqa: E731
+    tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
+    return Running(live=live, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
+
+
+def settle(running: Running, *, program: Program) -> Live:
+    """Moves the tails' rows behind their segments.
+
+    Args:
+        running: from `begin` or `decode`; consumed.
+        program: what is static.
+
+    Returns:
+        The cache's moving part, with every row in its pool.
+    """
+    if not running.tails:
+        return running.live
+    live = running.live
+    pools, start, length, seen = live.pools, live.start, live.length, live.seen
+    return _settle(pools, start, length, seen, running.tails, running.written, program=program)
+
+
+@partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
+def _settle(pools, start, length, seen, tails, written, *, program):
+    pools = list(pools)
+    text = seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
+    for layer, tail in enumerate(tails):
+        at = 0 if program.form is Form.SHARED else layer
+        dtype = pools[at].k.dtype
+        end = start[layer] + length[layer]
+        pools[at] = append(pools[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
+    return Live(pools=tuple(pools), start=start, length=length + written[:, None], seen=seen + written)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["logits", "done", "key"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Where sampling stands.
+
+    Attributes:
+        logits: `f32[B, V]` of the next token.
+        done: `bool[B]` sequences that have ended.
+        key: the random key; each step and sequence folds in its own number.
+    """
+
+    logits: Float[Array, "B V"]
+    done: Bool[Array, " B"]
+    key: PRNGKeyArray
+
+
+def decode(
+    flat: Flat,
+    running: Running,
+    draw: Draw,
+    eos: Int[Array, " n"],
+    steps: int,
+    *,
+    program: Program,
+    sampling: Sampling,
+    size: int,
+) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
+    """Draws up to `steps` tokens per sequence in one compiled loop.
+
+    A drawn token runs through the model before the next one is drawn, so that the cache holds all that was said; a
+    token that ends a sequence does not.
+
+    Args:
+        flat: the decoder's parameters.
+        running: the cache, with room for `steps` rows; consumed.
+        draw: where sampling stands.
+        eos: ids that end a sequence.
+        steps: tokens wanted now, at most `size`; a number, not a shape.
+        program: what is static.
+        sampling: how to draw.
+        size: columns of the output.
+
+    Returns:
+        The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
+    """
+    live = running.live
+    moving = (live.length, live.seen, running.index, running.written, draw)
+    pools, moving, out, ran = _loop(
+        flat.ends,
+        flat.blocks,
+        running.tails or live.pools,
+        live.pools if running.tails else (),
+        live.start,
+        moving,
+        eos,
+        jnp.int32(steps),
+        program=program,
+        sampling=sampling,
+        size=size,
+    )
+    length, seen, index, written, draw = moving
+    if running.tails:
+        return dataclasses.replace(running, tails=pools, index=index, written=written), draw, out, ran
+    live = Live(pools=pools, start=live.start, length=length, seen=seen)
+    return dataclasses.replace(running, live=live), draw, out, ran
+
+
+@partial(jax.jit, static_argnames=("program", "sampling", "size"), donate_argnames=("written_pools",))
+def _loop(ends, blocks, written_pools, read_pools, start, moving, eos, steps, *, program, sampling, size):
+    """The loop over what it writes (pools, or tails beside pools that are only read)."""
+    length, seen, first, fed, draw = moving
+    batch = seen.shape[0]
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    if program.tail:
+        live = Live(pools=read_pools, start=start, length=length, seen=seen)
+        store = written_pools
+    else:
+        store = Live(pools=written_pools, start=start, length=length, seen=seen)
+
+    def going(carry):
+        index, _, draw, _, _ = carry
+        # Stops at the requested number of steps, or as soon as every sequence has ended.
+        return (index < steps) & ~draw.done.all()
+
+    def body(carry):
+        index, store, draw, fed, out = carry
+        keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen + fed)
+        token = sampling(draw.logits, keys)
+        out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
+        done = draw.done | (token[:, None] == eos).any(axis=1)
+        count = (~done).astype(jnp.int32)
+        if program.tail:
+            logits, store = _tail_step(ends, blocks, live, store, first + index, token, program=program)
+        else:
+            logits, store = step(ends, blocks, store, token[:, None], count, program=program)
+        return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
+
+    out = jnp.full((batch, size), -1, jnp.int32)
+    index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
+    if program.tail:
+        return store, (length, seen, first + index, fed, draw), out, index
+    return store.pools, (store.length, store.seen, first, jnp.zeros_like(fed), draw), out, index
+
+
+def _tail_step(ends, blocks, live, tails, index, token, *, program):
+    """`step` for one token, which writes to the tails and only reads the pools."""
+    outer = program.graphs.ends(ends)
+    x = outer.embed(token[:, None])
+    after = []
+    for layer, leaves in enumerate(blocks):
+        pool = live.pools[0 if program.form is Form.SHARED else layer]
+        block = program.graphs.block(leaves)
+        x, tail = _over_tail(
+            block, program, x, pool, tails[layer], live.start[layer], live.length[layer], live.seen, index
+        )
+        after.append(tail)
+    return outer.logits(x[:, 0]), tuple(after)
+
+
+def _over_tail(
+    block: Block,
+    program: Program,
+    x: Float[Array, "B 1 E"],
+    pool: Pool,
+    tail: Tail,
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    seen: Int[Array, " B"],
+    index: Int[Array, ""],
+) -> tuple[Float[Array, "B 1 E"], Tail]:
+    """One block over one new token: its row joins the tail, and it attends to the pool and to the tail."""
+    place = (length[:, :1] if program.rolling else seen[:, None]) + index
+    new = project(block, program, x, place)
+    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
+    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
+    tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
+    keys, tail_keys = pool.k, tail.k
+    batch, heads, size, dim = tail.k.shape
+    if program.rolling:
+        keys = rolled(pool.k, start, program)
+        tail_places = length[:, :1] + jnp.arange(size, dtype=jnp.int32)
+        tail_keys = rotate(tail.k, tail_places[:, None], program.config.rope)
+    out, lse = pool_attention(new.q, keys, pool.v, start, length, program.form)
+    flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
+    first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
+    rows = jnp.broadcast_to(index + 1, (batch, heads))
+    wide = new.q.astype(tail.k.dtype)
+    own, own_lse = pool_attention(wide, flat(tail_keys), flat(tail.v), first, rows, Form.EQUAL)
+    return block.finish(x, attention.merge(out, lse, own, own_lse)), tail
