@@ -15,6 +15,7 @@ import numpy as np
 from memory import reset_peak, status_bytes
 
 import jaxkv
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
@@ -161,6 +162,8 @@ def main():
     # The protocol keeps standard output for itself; what libraries print there goes to standard error.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    # As the CLI and the demo do: programs compiled in an earlier run are read, which also spares the compiler's memory.
+    enable_compilation_cache()
     begin = time.perf_counter()
     model = jaxkv.load(args.gguf, args.dtype, progress=False)
     ready = {

@@ -264,6 +264,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     running = looping.begin(decoding.Live.of(cache), program=program, size=block)
     # A run of no steps compiles and changes nothing: the clock of decoding starts after it.
     running, draw, _, _ = draw_steps(running, draw, ends, 0)
+    running = looping.begin(looping.settle(running, program=program), program=program, size=block)
     free, held = cache.free(), 0  # Rows left behind the fullest segment; rows drawn since the last settling.
     compile_seconds += time.perf_counter() - begin
     begin = time.perf_counter()
