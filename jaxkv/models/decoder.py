@@ -100,8 +100,8 @@ class Ends(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """Embeds token ids; out-of-range ids are the caller's to refuse."""
-        # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out of
-        # a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
+        # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out
+        # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
         return jnp.take(table, tokens, axis=0, mode="clip")
 
