@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made from requirements.lock when it is missing or when the lock has changed.
 #   make demo         a real document, a real model, full and compressed caches side by side
 #   make test         ruff, mypy, pytest
+#   make aot          compile the GPU kernels for GPUs that are not there
 #   make help         all targets
 
 .DEFAULT_GOAL := help
@@ -8,13 +9,20 @@ SHELL := /bin/sh
 PYTHON ?=
 BIN := .venv/bin
 PEER := .venv-peer/bin
+AOT := .venv-aot/bin
+LATEST := .venv-latest/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 # The stamp's name holds a checksum, not a time: a fresh checkout gives files new times but the same content.
 STAMP := .venv/.made-$(shell cat requirements.lock pyproject.toml | cksum | cut -d ' ' -f 1)
 PEER_PACKAGES := kvpress==0.5.5 transformers==5.2.0 gguf safetensors
 PEER_STAMP := .venv-peer/.made-torch-2.13.0-kvpress-0.5.5
+# The CUDA plugin must not sit in .venv; it needs neither a GPU nor a driver to compile.
+AOT_PACKAGES := jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 nvidia-cuda-nvcc==13.0.*
+AOT_STAMP := .venv-aot/.made-0.10.2
+LATEST_STAMP := .venv-latest/.made-0.12
+LATEST_TESTS := tests/test_kernels.py tests/test_implementations.py tests/test_layout.py
 
-.PHONY: help demo test lint format bench bench-peer needle clean
+.PHONY: help demo test test-latest lint format bench bench-peer bench-gpu tune aot aot-quick needle clean
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -23,6 +31,10 @@ help:
 	@echo "make format       let ruff rewrite the files"
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
+	@echo "make bench-gpu    check and time the kernels on this machine's GPU, with the Python on the path"
+	@echo "make tune         search for the fastest tiles on this machine's GPU"
+	@echo "make aot          compile every kernel for H100, H200 and A100, and read what ptxas says; aot-quick: H100, one each"
+	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make needle       find a needle in long prompts, policy by policy"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
 
@@ -51,11 +63,23 @@ bench-peer: $(STAMP) $(PEER_STAMP)
 	@$(BIN)/python benchmarks/bench_peer.py --peer-python $(PEER)/python \
 	  --gguf "$$($(BIN)/python -c "from checkpoints import fetch; print(fetch('smollm2-135m-instruct'))")"
 
+bench-gpu:
+	@python3 -m benchmarks.gpu --out benchmarks/results
+
+tune:
+	@python3 -m benchmarks.tune --out pallas_kernels/tuned
+
+aot: $(AOT_STAMP)
+	@$(AOT)/python benchmarks/aot.py --out benchmarks/results/aot.md
+
+aot-quick: $(AOT_STAMP)
+	@$(AOT)/python benchmarks/aot.py --quick
+
 needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py
 
 clean:
-	rm -rf .venv .venv-peer build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot .venv-latest build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(PYTHON) if given, else the first Python on the path that is new enough.
@@ -92,4 +116,28 @@ $(PEER_STAMP):
 	$(PEER)/python -m pip install $(PIP_FLAGS) $(TORCH_FLAGS) torch==2.13.0; \
 	echo "== .venv-peer: installing $(PEER_PACKAGES)" >&2; \
 	$(PEER)/python -m pip install $(PIP_FLAGS) $(PEER_PACKAGES); \
+	touch $@
+
+$(AOT_STAMP): requirements.lock
+	@$(find_python); \
+	set -e; \
+	echo "== .venv-aot: creating; a second JAX, and its CUDA plugin" >&2; \
+	"$$python" -m venv .venv-aot; \
+	$(AOT)/python -m pip install $(PIP_FLAGS) -r requirements.lock; \
+	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps $(AOT_PACKAGES); \
+	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	touch $@
+
+# JAX 0.12 needs Python 3.12.
+test-latest:
+	@if python="$$(command -v python3.12 || ls $$HOME/.pyenv/versions/3.12.*/bin/python3.12 2>/dev/null | head -n 1)"; \
+	  [ -n "$$python" ]; then $(MAKE) --no-print-directory $(LATEST_STAMP) PYTHON="$$python" && \
+	  $(LATEST)/python -m pytest -q -n auto $(LATEST_TESTS); \
+	else echo "skipped: test-latest needs Python 3.12 (JAX 0.12 does), and there is none on the path or in pyenv"; fi
+
+$(LATEST_STAMP): pyproject.toml
+	@set -e; \
+	echo "== .venv-latest: creating with $$("$(PYTHON)" --version)" >&2; \
+	"$(PYTHON)" -m venv .venv-latest; \
+	$(LATEST)/python -m pip install $(PIP_FLAGS) 'jax>=0.12,<0.13' -e '.[test]'; \
 	touch $@

@@ -1,5 +1,6 @@
 """jaxkv: KV-cache compression for long-context inference in JAX."""
 
+from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.generate import generate, prefill
@@ -24,6 +25,7 @@ __all__ = [
     "FullKV",
     "Generation",
     "Greedy",
+    "Implementation",
     "KNorm",
     "KVCache",
     "LanguageModel",

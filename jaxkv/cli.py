@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxkv._errors import require
+from jaxkv.attention import Implementation
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generate import generate
 from jaxkv.listing import print_models, print_policies
@@ -126,6 +127,11 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         help="a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)",
     )
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    group.add_argument(
+        "--implementation",
+        default=Implementation.AUTO.value,
+        help="what computes attention: auto, xla, pallas or cudnn (default: %(default)s)",
+    )
     group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     group.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt; - for stdin")
     group.add_argument("--question", metavar="TEXT", help="what to ask about it; follows after a blank line")
@@ -285,6 +291,7 @@ def _generate(options: argparse.Namespace) -> int:
         key=jax.random.key(options.seed),
         raw=options.raw,
         stream=streams,
+        implementation=options.implementation,
         # A bar on stderr and text on stdout would write over each other on one terminal.
         progress=False if streams else None,
     )

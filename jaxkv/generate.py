@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from tqdm import tqdm
 
-from jaxkv import attention
 from jaxkv._errors import require
+from jaxkv.attention import Chosen, Implementation, choose
 from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
@@ -41,6 +41,7 @@ def prefill(
     policy: Policy | None = None,
     raw: bool = False,
     key: PRNGKeyArray | None = None,
+    implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
     """Runs prompts through the model and keeps what the policy keeps, to be asked about later, many times over.
@@ -53,6 +54,7 @@ def prefill(
         policy: the compression; FullKV() keeps everything.
         raw: the text is plain text, not a user's message.
         key: random key, for policies that draw.
+        implementation: what computes attention; by default the fastest one here.
         progress: a bar on stderr; by default where stderr is a terminal.
 
     Returns:
@@ -65,7 +67,8 @@ def prefill(
     policy = FullKV() if policy is None else policy
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
     _require_fits(params, encoded.lengths, 0)
-    cache, _, _, _ = _prefill(params, Flat(params.decoder), encoded, policy, key=key, room=0, progress=progress)
+    chosen = _choose(params, policy, implementation)
+    cache, _, _, _ = _prefill(params, Flat(params.decoder), encoded, policy, chosen, key=key, room=0, progress=progress)
     return dataclasses.replace(cache, turn=encoded.turn)
 
 
@@ -82,6 +85,7 @@ def generate(
     key: PRNGKeyArray | None = None,
     raw: bool = False,
     stream: bool = False,
+    implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Any:
     """Answers prompts, over a cache compressed by a policy.
@@ -98,6 +102,7 @@ def generate(
         key: random key for sampling and for policies that draw; needed if sampling is not greedy.
         raw: the text is plain text, not a user's message.
         stream: return a `Stream` that yields text as it comes.
+        implementation: what computes attention; by default the fastest one here. `stats.attention` says what ran.
         progress: bars on stderr; by default where stderr is a terminal.
 
     Returns:
@@ -124,10 +129,12 @@ def generate(
         _require_ours(params, cache, policy)
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
     _require_fits(params, encoded.lengths, max_new_tokens, cache)
+    policy = cache.policy if cache is not None else FullKV() if policy is None else policy
     request = _Request(
         params=params,
         encoded=encoded,
-        policy=FullKV() if policy is None else policy,
+        policy=policy,
+        chosen=_choose(params, policy, implementation),
         cache=cache,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -154,6 +161,7 @@ class _Request:
     params: LanguageModel
     encoded: Encoded
     policy: Policy
+    chosen: Chosen
     cache: KVCache | None
     max_new_tokens: int
     sampling: Sampling
@@ -162,6 +170,16 @@ class _Request:
     key: PRNGKeyArray
     look: bool
     progress: bool | None
+
+
+def _choose(params: LanguageModel, policy: Policy, implementation: Implementation | str) -> Chosen:
+    return choose(
+        implementation,
+        platform=jax.default_backend(),
+        dtype=params.dtype,
+        head_dim=params.config.head_dim,
+        scores=policy.scorer is not None and policy.scorer.queries > 0,
+    )
 
 
 def _require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
@@ -206,6 +224,7 @@ def _prefill(
     flat: Flat,
     encoded: Encoded,
     policy: Policy,
+    chosen: Chosen,
     *,
     key: PRNGKeyArray | None,
     room: int,
@@ -216,7 +235,7 @@ def _prefill(
     needed = plan(config, policy, encoded.lengths.tolist(), dtype=params.dtype, room=room)
     check_memory(needed)
     begin = time.perf_counter()
-    prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, room=room)
+    prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, room=room, implementation=chosen.prefill)
     compiled = time.perf_counter()
     with _bar(progress, config.layers, "prefill") as bar:
         cache, logits = prefilling.prefill(
@@ -229,6 +248,7 @@ def _prefill(
             key=jax.random.key(0) if key is None else key,
             room=room,
             model=params.fingerprint,
+            implementation=chosen.prefill,
             tick=bar.update,
         )
     jax.block_until_ready(logits)
@@ -238,11 +258,11 @@ def _prefill(
 def _run(request: _Request) -> Generator[list[str], None, Generation]:
     """Prefills or extends, then draws tokens block by block; yields the new text of every sequence at each look."""
     params, encoded = request.params, request.encoded
-    flat, batch = Flat(params.decoder), len(request.encoded.ids)
+    flat, batch, chosen = Flat(params.decoder), len(request.encoded.ids), request.chosen
     block = min(_BLOCK, bucket(request.max_new_tokens))
     if request.cache is None:
         cache, logits, needed, (prefill_seconds, compile_seconds) = _prefill(
-            params, flat, encoded, request.policy, key=request.key, room=block, progress=request.progress
+            params, flat, encoded, request.policy, chosen, key=request.key, room=block, progress=request.progress
         )
         spare = batch * params.config.layers * params.config.kv_heads * block * _row_bytes(cache)
         sizes = (needed.full_bytes, cache.nbytes - spare, needed.slack_bytes)
@@ -250,10 +270,10 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         given = request.cache
         sizes = (_full_bytes(given), given.nbytes, _slack_bytes(given))
         begin = time.perf_counter()
-        cache, logits, compile_seconds = _extend(flat, given, encoded, block)
+        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen)
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
-    program = decoding.program_for(flat, cache)
+    program = decoding.program_for(flat, cache, chosen.decode)
     draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
     eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
     ends = jnp.asarray(eos or [-2], jnp.int32)
@@ -308,7 +328,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         allocated_bytes=cache.nbytes,
         slack_bytes=sizes[2],
         kept=kept,
-        attention=attention.IMPLEMENTATION,
+        attention=str(chosen),
         decode_form=cache.form.value,
     )
     tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
@@ -322,7 +342,9 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     )
 
 
-def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[KVCache, Float[Array, "B V"], float]:
+def _extend(
+    flat: Flat, given: KVCache, encoded: Encoded, block: int, chosen: Chosen
+) -> tuple[KVCache, Float[Array, "B V"], float]:
     """Forks a cache, with room, and runs the prompts on top of it; also returns the seconds spent compiling."""
     batch, longest = len(encoded.ids), int(encoded.lengths.max())
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not.
@@ -334,7 +356,7 @@ def _extend(flat: Flat, given: KVCache, encoded: Encoded, block: int) -> tuple[K
     cache = repack(given, room=room, batch=batch)
     size = min(_BLOCK, bucket(longest))
     tokens = encoded.padded(-(-longest // size) * size)
-    program = decoding.program_for(flat, cache)
+    program = decoding.program_for(flat, cache, chosen.decode)
     begin = time.perf_counter()
     # A run over no tokens compiles and changes nothing.
     nothing = jnp.zeros((batch,), jnp.int32)

@@ -83,6 +83,22 @@ def test_over_pool(form, heads, batch, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [1040, 1031])
+def test_over_pool_of_many_rows(size, dtype):
+    """From 1024 rows on the sum over values is cut into equal chunks, if the number of rows has a divisor for it."""
+    batch, heads, rows, dim = 2, 2, 3, 8
+    length = np.asarray([[size, 7], [size - 3, 0]], np.int32)
+    start = np.broadcast_to(np.arange(heads, dtype=np.int32) * size, length.shape)
+    q = 2 * draw(9, batch, heads, rows, dim, dtype=dtype)
+    k, v = (draw(seed, batch, heads * size, dim, dtype=dtype) for seed in (10, 11))
+    out, _ = attention.over_pool(q, k, v, jnp.asarray(start), jnp.asarray(length), form=Form.EQUAL)
+    for row, head, query in np.ndindex(batch, heads, rows):
+        span = slice(start[row, head], start[row, head] + length[row, head])
+        expected, _ = reference(wide(q)[row, head, query], wide(k)[row, span], wide(v)[row, span])
+        np.testing.assert_allclose(wide(out)[row, head, query], expected, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("first", [0, 1, 7])
 def test_merge_joins_two_sets_of_keys(first, dtype):
     q, k, v = wide(draw(6, 8)), wide(draw(7, 20, 8)), wide(draw(8, 20, 8))

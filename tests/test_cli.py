@@ -181,6 +181,9 @@ def test_no_command_and_unknown_models(capsys):
     message = refused(capsys, "generate", "--model", "gpt-17", "--prompt", "x")
     assert "gpt-17" in message and "smollm2-135m-instruct" in message
     assert "dtype='int8'" in refused(capsys, "generate", "--model", TINY, "--dtype", "int8", "--prompt", "x")
+    assert "implementation='triton'" in refused(
+        capsys, "generate", "--model", TINY, "--implementation", "triton", "--prompt", "x"
+    )
 
 
 @pytest.mark.parametrize("error", [TypeError("what"), MemoryError("the plan needs 9 bytes"), MemoryError()])

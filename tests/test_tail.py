@@ -93,6 +93,27 @@ def test_sixteen_bits_decode_close_to_thirty_two():
     assert np.abs(results[0] - results[1]).max() < 0.06 * scale
 
 
+def test_sixteen_bits_leave_the_embedding_as_it_is():
+    """No loop carries a float32 copy of the table, which XLA would make at every call."""
+    model = _cast(tiny.tiny(tiny.MODELS["mha"]))
+    cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), jaxkv.FullKV(), room=16)
+    flat, program = tiny.flat(model), decoding.program_for(tiny.flat(model), cache)
+    running = looping.begin(decoding.Live.of(cache), program=program, size=16)
+    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
+    eos, steps = jnp.asarray([-2], jnp.int32), jnp.int32(4)
+    moving = (running.live.length, running.live.seen, running.index, running.written, draw)
+    live = running.live
+    leaves, structure = jax.tree.flatten(
+        (flat.ends, flat.blocks, running.tails, live.pools, live.start, moving, eos, steps)
+    )
+    statics = {"program": program, "sampling": jaxkv.Greedy(), "size": 16}
+    lowered = jax.jit(lambda *each: looping._loop(*jax.tree.unflatten(structure, each), **statics)).lower(*leaves)
+    loops = [line for line in lowered.compile().as_text().splitlines() if " while(" in line]
+    table = f"[{model.config.vocab},{model.config.embed}]"
+    assert any(f"bf16{table}" in line for line in loops)
+    assert not any(f"f32{table}" in line for line in loops)
+
+
 def _cast(model):
     decoder = Decoder(model.config, dtype=jnp.bfloat16)
     state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model.decoder, nnx.Param))

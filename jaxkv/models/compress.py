@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv import attention
+from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, segment_of_row
 from jaxkv.policies.base import Observed, Scorer
@@ -65,9 +67,15 @@ def choose(
     return forced | heads.choose(scores, inside[:, None] & ~forced, base, anyway)
 
 
-@partial(jax.jit, static_argnames=("rows", "form"))
+@partial(jax.jit, static_argnames=("rows", "form", "implementation"))
 def pack(
-    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B K S"], *, rows: int, form: Form
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    mask: Bool[Array, "B K S"],
+    *,
+    rows: int,
+    form: Form,
+    implementation: Implementation = Implementation.XLA,
 ) -> tuple[Pool, Int[Array, "B K"], Int[Array, "B K"]]:
     """Gathers one layer's chosen rows into its pool, in order of position.
 
@@ -77,11 +85,12 @@ def pack(
         mask: rows that stay.
         rows: P.
         form: how the segments lie; room is spread evenly behind them.
+        implementation: kernels gather in one pass.
 
     Returns:
         The pool, and each segment's first row and length.
     """
-    batch, heads, slots, dim = k.shape
+    batch, heads, slots, _ = k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
     start = lay_out(length, rows, form=form)
     segment = segment_of_row(start, rows)
@@ -98,11 +107,9 @@ def pack(
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
-    source = jnp.where(real, segment * slots + position, 0)[..., None]
-    take = lambda a: jnp.where(  # noqa: E731
-        real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), source, axis=1), 0
-    )
-    return Pool(k=take(k), v=take(v), pos=jnp.where(real, position, -1)), start, length
+    source = jnp.where(real, segment * slots + position, -1)
+    packed_k, packed_v, pos = attention.packed(k, v, source, implementation=implementation)
+    return Pool(k=packed_k, v=packed_v, pos=pos), start, length
 
 
 @partial(jax.jit, donate_argnums=(0,))

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
+from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, Pool, append
 from jaxkv.config import ModelConfig
@@ -54,6 +55,7 @@ class Program:
         rolling: positions are those within the cache.
         tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
             16-bit pool in place, so there one write for many tokens beats one per token.
+        implementation: what computes attention over the pool.
     """
 
     graphs: Graphs
@@ -61,14 +63,16 @@ class Program:
     form: Form
     rolling: bool
     tail: bool = False
+    implementation: Implementation = Implementation.XLA
 
 
-def program_for(flat: Flat, cache: KVCache) -> Program:
+def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
     """The program that decodes on top of a cache, on the default device.
 
     Args:
         flat: the decoder's parameters.
         cache: any cache of this decoder.
+        implementation: what computes attention over its segments.
 
     Returns:
         What is static about it.
@@ -79,6 +83,7 @@ def program_for(flat: Flat, cache: KVCache) -> Program:
         form=cache.form,
         rolling=cache.policy.rolling,
         tail=jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
+        implementation=implementation,
     )
 
 
@@ -100,12 +105,14 @@ def project(block: Block, program: Program, x: Float[Array, "B N E"], place: Int
 
 
 def pool_attention(
-    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, form: Form
+    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, program: Program
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """New queries against one layer's segments."""
     batch, heads, group, tokens, dim = q.shape
     folded = q.reshape(batch, heads, group * tokens, dim)
-    out, lse = attention.over_pool(folded, keys, values, start, length, form=form)
+    out, lse = attention.over_pool(
+        folded, keys, values, start, length, form=program.form, implementation=program.implementation
+    )
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -129,7 +136,7 @@ def _over_cache(
     # A single token simply joins the rows before it is its turn to look at them.
     source, rows = (after, length + count[:, None]) if tokens == 1 else (pool, length)
     keys = rolled(source.k, start, program) if program.rolling else source.k
-    out, lse = pool_attention(new.q, keys, source.v, start, rows, program.form)
+    out, lse = pool_attention(new.q, keys, source.v, start, rows, program)
     if tokens > 1:
         new_out, new_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (new.q, new.k, new.v))
         out = attention.merge(out, lse, new_out, new_lse)

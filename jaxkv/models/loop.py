@@ -247,10 +247,12 @@ def _over_tail(
         keys = rolled(pool.k, start, program)
         tail_places = length[:, :1] + jnp.arange(size, dtype=jnp.int32)
         tail_keys = rotate(tail.k, tail_places[:, None], program.config.rope)
-    out, lse = pool_attention(new.q, keys, pool.v, start, length, program.form)
+    out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     rows = jnp.broadcast_to(index + 1, (batch, heads))
     wide = new.q.astype(tail.k.dtype)
-    own, own_lse = pool_attention(wide, flat(tail_keys), flat(tail.v), first, rows, Form.EQUAL)
+    own, own_lse = pool_attention(
+        wide, flat(tail_keys), flat(tail.v), first, rows, dataclasses.replace(program, form=Form.EQUAL)
+    )
     return block.finish(x, attention.merge(out, lse, own, own_lse)), tail

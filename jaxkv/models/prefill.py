@@ -4,50 +4,23 @@ Outside walk the layers, one jitted call each; inside walk blocks of queries, as
 so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, what is kept of the others.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv import attention
+from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, Pool, Turn, lay_out
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, observe, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.plan import QUERY_BLOCK, Plan
+from jaxkv.models.layer import LayerOut, layer
+from jaxkv.plan import Plan
 from jaxkv.policies.base import Observed, Policy
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "k", "v", "unrotated", "q", "q_positions"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerOut:
-    """One layer's yield.
-
-    Attributes:
-        x: `[B, S, E]` hidden states for the next layer; after the last layer `[B, E]`, the last token's.
-        k: `[B, K, S, D]` rotated keys.
-        v: `[B, K, S, D]` values.
-        unrotated: keys before RoPE where the policy stores those, else None.
-        q: `[B, K, G, w, D]` rotated queries of the last w tokens.
-        q_positions: `i32[B, w]` their positions; negative ones do not exist.
-    """
-
-    x: Array
-    k: Float[Array, "B K S D"]
-    v: Float[Array, "B K S D"]
-    unrotated: Float[Array, "B K S D"] | None
-    q: Float[Array, "B K G w D"]
-    q_positions: Int[Array, "B w"]
 
 
 @partial(jax.jit, static_argnames=("graphs",))
@@ -55,101 +28,15 @@ def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[
     return graphs.ends(ends).embed(tokens)
 
 
-def layer(
-    leaves: Leaves,
-    x: Float[Array, "B S E"],
-    length: Int[Array, " B"],
-    *,
-    graphs: Graphs,
-    queries: int,
-    keep_unrotated: bool,
-    last: bool,
-) -> LayerOut:
-    """Runs one block over whole prompts.
-
-    Args:
-        leaves: the block's parameters.
-        x: hidden states, donated.
-        length: tokens of each sequence; slots behind are never computed, but for the rest of the last query block.
-        graphs: the decoder's static half.
-        queries: w, how many last queries to return.
-        keep_unrotated: also return keys before RoPE.
-        last: this is the top block: only the last token's hidden state is wanted.
-
-    Returns:
-        The layer's yield.
-    """
-    block = graphs.block(leaves)
-    batch, slots, _ = x.shape
-    size = _query_block(slots)
-    blocks = (length + size - 1) // size
-    q_positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-    at = jnp.maximum(q_positions, 0)
-    q = block.queries(jnp.take_along_axis(x, at[..., None], axis=1), at)
-
-    def positions(index):
-        return (index * size + jnp.arange(size, dtype=jnp.int32))[None]
-
-    def cut(row, index):
-        return lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
-
-    def keys_values(row, buffers):
-        def step(index, buffers):
-            raw, v = block.keys_values(cut(row, index))
-            k = block.rotated(raw, positions(index))
-            new = (k, v, raw) if keep_unrotated else (k, v)
-            put = lambda to, what: lax.dynamic_update_slice(to, what, (row, 0, index * size, 0))  # noqa: E731
-            return tuple(put(to, what) for to, what in zip(buffers, new, strict=True))
-
-        return lax.fori_loop(0, blocks[row], step, buffers)
-
-    config = block.config
-    buffer = jnp.zeros((batch, config.kv_heads, slots, config.head_dim), x.dtype)
-    buffers = lax.fori_loop(0, batch, keys_values, (buffer,) * (3 if keep_unrotated else 2))
-    k, v = buffers[:2]
-
-    if last:
-        final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
-        heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
-        out, _ = attention.over_pool(
-            block.queries(final, (length - 1)[:, None])[..., 0, :],
-            k.reshape(batch, -1, config.head_dim),
-            v.reshape(batch, -1, config.head_dim),
-            jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
-            jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
-            form=Form.EQUAL,
-        )
-        x = block.finish(final, out[..., None, :])[:, 0]
-    else:
-
-        def rows(row, x):
-            k_row, v_row = k[row], v[row]
-
-            def step(index, x):
-                # K and V are complete, so hidden states can be overwritten block by block.
-                part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
-                out, _ = attention.causal(block.queries(part, positions(index))[0], k_row, v_row, index * size)
-                return lax.dynamic_update_slice(x, block.finish(part, out[None]), (row, index * size, 0))
-
-            return lax.fori_loop(0, blocks[row], step, x)
-
-        x = lax.fori_loop(0, batch, rows, x)
-    unrotated = buffers[2] if keep_unrotated else None
-    return LayerOut(x=x, k=k, v=v, unrotated=unrotated, q=q, q_positions=q_positions)
-
-
-def _query_block(slots: int) -> int:
-    # 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
-    return next(size for size in (512, QUERY_BLOCK, slots) if slots % size == 0)
-
-
-_LAYER_STATICS = ("graphs", "queries", "keep_unrotated", "last")
+_LAYER_STATICS = ("graphs", "queries", "keep_unrotated", "last", "implementation")
 _layer = jax.jit(layer, static_argnames=_LAYER_STATICS, donate_argnames=("x",))
 # The top block gives back one token's hidden state: there is nothing to write in place.
 _top_layer = jax.jit(layer, static_argnames=_LAYER_STATICS)
 
 
-def _run_layer(flat: Flat, index: int, x: Array, length: Array, policy: Policy) -> LayerOut:
+def _run_layer(
+    flat: Flat, index: int, x: Array, length: Array, policy: Policy, implementation: Implementation
+) -> LayerOut:
     last = index == len(flat.blocks) - 1
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -159,6 +46,7 @@ def _run_layer(flat: Flat, index: int, x: Array, length: Array, policy: Policy) 
         queries=0 if policy.scorer is None else policy.scorer.queries,
         keep_unrotated=policy.rolling,
         last=last,
+        implementation=implementation,
     )
 
 
@@ -170,7 +58,16 @@ def _logits(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Ar
 _compiled: set[tuple] = set()
 
 
-def compile_ahead(flat: Flat, config: ModelConfig, batch: int, policy: Policy, needed: Plan, *, room: int) -> None:
+def compile_ahead(
+    flat: Flat,
+    config: ModelConfig,
+    batch: int,
+    policy: Policy,
+    needed: Plan,
+    *,
+    room: int,
+    implementation: Implementation = Implementation.XLA,
+) -> None:
     """Compiles what `prefill` will call, by running it over sequences of no tokens; once per process and shape.
 
     Args:
@@ -180,33 +77,46 @@ def compile_ahead(flat: Flat, config: ModelConfig, batch: int, policy: Policy, n
         policy: the compression.
         needed: the plan.
         room: rows to leave behind every segment.
+        implementation: what computes attention.
     """
     pool_rows = needed.pool_rows(config.kv_heads, config.layers, room)
     parts = (policy.scorer, policy.layers, policy.heads, policy.rolling)
-    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts)
+    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
     if signature in _compiled:
         return
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
     x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
     for index in sorted({0, config.layers - 1}):
-        out = _run_layer(flat, index, x, length, policy)
+        out = _run_layer(flat, index, x, length, policy, implementation)
         x = out.x
     mask = jnp.zeros(out.k.shape[:3], bool)
     if policy.scorer is not None:
-        seen = _observed(out, length, 0, jax.random.key(0))
+        seen = _observed(out, length, 0, jax.random.key(0), implementation)
         scores, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
         mask = choose(scores, forced, length, length, heads=policy.heads)
     if needed.form is not Form.SHARED:
         for rows in set(pool_rows):
-            pack(out.k, out.v, mask, rows=rows, form=needed.form)
+            pack(out.k, out.v, mask, rows=rows, form=needed.form, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
     _compiled.add(signature)
 
 
-def _observed(out: LayerOut, length: Array, index: int, key: PRNGKeyArray) -> Observed:
+def forget_compiled() -> None:
+    """Makes `compile_ahead` compile again; call it after `jax.clear_caches`."""
+    _compiled.clear()
+
+
+def _observed(out: LayerOut, length: Array, index: int, key: PRNGKeyArray, implementation: Implementation) -> Observed:
     return Observed(
-        q=out.q, q_positions=out.q_positions, k=out.k, v=out.v, length=length, layer=jnp.int32(index), key=key
+        q=out.q,
+        q_positions=out.q_positions,
+        k=out.k,
+        v=out.v,
+        length=length,
+        layer=jnp.int32(index),
+        key=key,
+        implementation=implementation,
     )
 
 
@@ -221,6 +131,7 @@ def prefill(
     key: PRNGKeyArray,
     room: int = 0,
     model: str = "",
+    implementation: Implementation = Implementation.XLA,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Runs prompts through the model and compresses their keys and values.
@@ -235,6 +146,7 @@ def prefill(
         key: for policies that draw.
         room: rows to leave behind every segment.
         model: the weights' fingerprint.
+        implementation: what computes attention.
         tick: called after each layer.
 
     Returns:
@@ -253,13 +165,13 @@ def prefill(
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
     pools, starts, counts, held = [], [], [], []
     for index in range(layers):
-        out = _run_layer(flat, index, x, length, policy)
+        out = _run_layer(flat, index, x, length, policy, implementation)
         x = out.x
         stored = out.k if out.unrotated is None else out.unrotated
         if scorer is None:
             mask = inside
         else:
-            seen = _observed(out, length, index, key)
+            seen = _observed(out, length, index, key, implementation)
             scores, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
             if shared:
                 held.append((stored, out.v, scores, weight))
@@ -268,7 +180,9 @@ def prefill(
             assert needed.rows is not None
             rows = jnp.asarray(needed.rows[index], jnp.int32)
             mask = choose(scores, forced, length, rows, heads=policy.heads)
-        pool, start, count = pack(stored, out.v, mask, rows=pool_rows[index], form=needed.form)
+        pool, start, count = pack(
+            stored, out.v, mask, rows=pool_rows[index], form=needed.form, implementation=implementation
+        )
         pools.append(pool)
         starts.append(start)
         counts.append(count)

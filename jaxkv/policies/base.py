@@ -2,6 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
+from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
+from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.select import HeadBudgets, UniformHeads
@@ -16,7 +18,11 @@ from jaxkv.policies.select import HeadBudgets, UniformHeads
 Span = tuple[int, int]
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key"],
+    meta_fields=["implementation"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
     """What a scorer may look at: one layer of a prompt, padding on the right.
@@ -29,6 +35,7 @@ class Observed:
         length: `i32[B]` tokens of each sequence.
         layer: `i32[]` index of the layer.
         key: random key of this call.
+        implementation: what computes attention.
     """
 
     q: Float[Array, "B K G w D"]
@@ -38,6 +45,7 @@ class Observed:
     length: Int[Array, " B"]
     layer: Int[Array, ""]
     key: PRNGKeyArray
+    implementation: Implementation = Implementation.XLA
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv._errors import require
+from jaxkv.attention import KERNELS
 from jaxkv.policies.base import Observed
 
 
@@ -123,6 +124,12 @@ class WindowAttention:
             heads = (p * weights[:, None]).sum(axis=1)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
+        if seen.implementation in KERNELS and (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
+            # A plain mean needs no probabilities in memory.
+            sums = attention.window_sums(
+                seen.q, seen.k, seen.q_positions[:, 0], seen.length, implementation=seen.implementation
+            )
+            return sums / jnp.minimum(seen.length, self.window).astype(jnp.float32)[:, None, None]
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:

@@ -1,0 +1,308 @@
+"""Compiles the kernels, and whole programs around them, for GPUs that are not there; reads what ptxas says.
+
+    make aot          every kernel, dtype and model for H100, H200 and A100; the decode step and prefill of Llama 3 8B
+    make aot-quick    one dtype and head dim per kernel for H100: what CI runs
+
+It fails where a kernel spills registers and no exception below gives the reason, where a decode step copies a pool, and
+where its temporary memory passes 2% of the pools' bytes. Needs its own environment (.venv-aot): see the Makefile.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import glob
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SPEC = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {shared}
+  cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 }}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
+_HOPPER = {"shared_core": 233472, "cores": 132, "fpus": 128, "l2": 52428800, "clock": 1.98, "shared": 232448}
+_HOPPER |= {"major": 9, "minor": 0}
+DEVICES = {
+    "h100": _HOPPER | {"bandwidth": 3352320000000, "memory": 84978434048, "name": "NVIDIA H100 80GB HBM3"},
+    "h200": _HOPPER | {"bandwidth": 4800000000000, "memory": 150754820096, "name": "NVIDIA H200"},
+    "a100": {"shared_core": 167936, "cores": 108, "fpus": 64, "l2": 41943040, "clock": 1.41, "shared": 166912}
+    | {"major": 8, "minor": 0, "bandwidth": 2039000000000, "memory": 85899345920, "name": "NVIDIA A100-SXM4-80GB"},
+}
+ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "a100": "sm_80"}
+KERNELS = ("attend", "attend_question", "compact", "gather_rows", "flash", "column_sums")
+DTYPES = ("bfloat16", "float16", "float32")
+# (kernel, dtype, head dim): why these spills are accepted.
+EXCEPTIONS: dict[tuple[str, str, int], str] = {}
+TEMP_SHARE = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel, at one model's shape, for one device."""
+
+    kernel: str
+    model: str
+    dtype: str
+    device: str
+
+
+def _start(folder):
+    """Prepares a worker process: its own dump folder, named before JAX starts."""
+    dump = tempfile.mkdtemp(dir=folder)
+    os.environ["JAXKV_DUMP"] = dump
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text=false"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    # XLA and JAX say at length that there is no GPU, which is the point here.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def sharding_for(device):
+    """A sharding on one abstract device."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    spec = SPEC.format(**DEVICES[device])
+    topology = topologies.get_topology_desc(platform="cuda", topology_name=device, target_config=spec, topology="1x1x1")
+    mesh = jax.sharding.Mesh(np.asarray(topology.devices[:1]), ("x",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def compile_for(device, function, *shapes, donate=()):
+    """Compiles a function of abstract arrays for a device."""
+    import jax
+
+    sharding = sharding_for(device)
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    return jax.jit(function, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+
+
+def ptxas_report(device, dump):
+    """Registers, shared memory and spills of every kernel in the PTX that was dumped, worst last."""
+    rows = []
+    for path in sorted(glob.glob(f"{dump}/**/*.ptx", recursive=True)):
+        if ".version" not in Path(path).read_text():
+            continue  # XLA also leaves the empty rests of modules that it split.
+        command = [_ptxas(), "-v", f"-arch={ARCHITECTURES[device]}", path, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas refuses {path}: {done.stderr[-2000:]}")
+        entry = None
+        for line in done.stderr.splitlines():
+            if found := re.search(r"Compiling entry function '([^']+)'", line):
+                entry = {"name": found[1], "spills": 0, "registers": 0, "shared": 0}
+                rows.append(entry)
+            if entry and (found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)):
+                entry["spills"] = int(found[1]) + int(found[2])
+            if entry and (found := re.search(r"Used (\d+) registers", line)):
+                entry["registers"] = int(found[1])
+                entry["shared"] = int(found[1]) if (found := re.search(r"(\d+) bytes smem", line)) else 0
+    return rows
+
+
+def _ptxas():
+    wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/ptxas")
+    found = next(iter(wheels), None) or shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
+    if not found:
+        raise SystemExit("ptxas is missing: pip install nvidia-cuda-nvcc, or put a CUDA toolkit on the path")
+    return found
+
+
+def arguments(case):
+    """The kernel as a function, and the shapes it is compiled for."""
+    import jax
+    import jax.numpy as jnp
+    import shapes
+
+    import pallas_kernels
+
+    heads = next(each for each in shapes.MODELS if each.name == case.model)
+    k_heads, group, dim, dtype = heads.kv_heads, heads.group, heads.dim, jnp.dtype(case.dtype)
+    of, i32 = jax.ShapeDtypeStruct, jnp.int32
+    batch, slots, pool = 2, 8192, heads.kv_heads * 2304
+    rows, table = of((batch, pool, dim), dtype), of((batch, k_heads), i32)
+    whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
+    queries = of((batch, k_heads, group, slots, dim), dtype)
+    match case.kernel:
+        case "attend":
+            attend = lambda *a: pallas_kernels.attend(*a, mass=True)  # noqa: E731
+            return attend, (of((batch, k_heads, group, dim), dtype), rows, rows, table, table)
+        case "attend_question":
+            return pallas_kernels.attend, (of((batch, k_heads, group * 32, dim), dtype), rows, rows, table, table)
+        case "compact":
+            return pallas_kernels.compact, (whole, whole, of((batch, pool), i32))
+        case "gather_rows":
+            pools = tuple((rows, rows) for _ in range(4))
+            return pallas_kernels.gather_rows, (pools, of((4, batch, k_heads), i32), of((batch, 1024), i32))
+        case "flash":
+            return pallas_kernels.flash, (queries, whole, whole, one, one)
+        case "column_sums":
+            lse = of((batch, k_heads, group, slots), jnp.float32)
+            return pallas_kernels.column_sums, (queries, whole, lse, one, one)
+    raise ValueError(case.kernel)
+
+
+def run_case(case):
+    """Compiles one case; returns its rows of ptxas' report, or an error."""
+    dump = os.environ["JAXKV_DUMP"]
+    for leftover in Path(dump).iterdir():
+        leftover.unlink()
+    try:
+        function, shapes = arguments(case)
+        compile_for(case.device, function, *shapes)
+        kernels = ("ragged_decode", "compact", "gather_rows", "flash_prefill", "column_sums")
+        rows = [row for row in ptxas_report(case.device, dump) if row["name"].startswith(kernels)]
+        return case, rows, None if rows else "no kernel in the program"
+    except Exception as error:  # One case's failure is a line of the table.
+        return case, [], f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def whole_programs(device):
+    """Compiles Llama 3 8B's decode step and one prefill layer; returns lines and faults."""
+    import jax
+    import jax.numpy as jnp
+    import shapes
+
+    from jaxkv.attention import Implementation
+    from jaxkv.models.decode import Live, step
+    from jaxkv.models.layer import layer
+
+    config = shapes.llama_3_8b()
+    flat = shapes.abstract(config)
+    faults, lines = [], []
+    for tokens, batch in ((8192, 8), (131072, 1)):
+        rows = config.kv_heads * (tokens + 256)
+        live = shapes.abstract_live(config, batch=batch, rows=rows)
+        program = shapes.program(config, flat)
+
+        def decode(pools, ends, blocks, start, length, seen, token, count, program=program):
+            moving = Live(pools=pools, start=start, length=length, seen=seen)
+            return step(ends, blocks, moving, token, count, program=program)
+
+        one = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+        inputs = (live.pools, flat.ends, flat.blocks, live.start, live.length, live.seen, token, one)
+        compiled = compile_for(device, decode, *inputs, donate=(0,))
+        memory = compiled.memory_analysis()
+        pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(live.pools))
+        shape = f"bf16[{batch},{rows},{config.head_dim}]"
+        copies = len(re.findall(rf"= {re.escape(shape)}\S* copy\(", compiled.as_text()))
+        share = memory.temp_size_in_bytes / pools
+        lines.append(
+            f"| decode step, {batch} x {tokens} | {pools / 2**30:.2f} GiB | {memory.alias_size_in_bytes / pools:.1%} | "
+            f"{copies} | {memory.temp_size_in_bytes / 2**20:.0f} MiB ({share:.2%}) |"
+        )
+        if copies:
+            faults.append(f"{device}: the decode step of {batch} x {tokens} copies a pool {copies} times")
+        if tokens == 131072 and share >= TEMP_SHARE:
+            faults.append(f"{device}: temporaries of the decode step at {tokens} tokens are {share:.1%} of the pools")
+        if memory.alias_size_in_bytes < pools:
+            faults.append(f"{device}: the decode step of {batch} x {tokens} does not write every pool in place")
+    tokens = 32768
+    inputs = (
+        jax.ShapeDtypeStruct((1, tokens, config.embed), jnp.bfloat16),
+        flat.blocks[0],
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+
+    def prefill_layer(x, leaves, length):
+        return layer(
+            leaves,
+            x,
+            length,
+            graphs=flat.graphs,
+            queries=32,
+            keep_unrotated=False,
+            last=False,
+            implementation=Implementation.PALLAS,
+        )
+
+    compiled = compile_for(device, prefill_layer, *inputs, donate=(0,))
+    memory = compiled.memory_analysis()
+    hidden = tokens * config.embed * 2
+    lines.append(
+        f"| prefill layer, 1 x {tokens} | hidden states {hidden / 2**30:.2f} GiB | "
+        f"{memory.alias_size_in_bytes / hidden:.1%} | - | {memory.temp_size_in_bytes / 2**20:.0f} MiB |"
+    )
+    return lines, faults
+
+
+def cases(quick):
+    """What is compiled."""
+    import shapes
+
+    if quick:
+        return [Case(kernel, "Llama-3-8B", "bfloat16", "h100") for kernel in KERNELS]
+    models = [heads.name for heads in shapes.MODELS]
+    return [Case(*each) for each in ((k, m, t, d) for d in DEVICES for m in models for k in KERNELS for t in DTYPES)]
+
+
+def dim_of(model):
+    """A model's head dim."""
+    import shapes
+
+    return next(heads.dim for heads in shapes.MODELS if heads.name == model)
+
+
+def main():
+    """Compiles everything, prints the tables, exits with 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one dtype and head dim per kernel, H100 alone")
+    parser.add_argument("--out", type=Path, help="write the tables here as well")
+    args = parser.parse_args()
+    faults, lines = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        _start(folder)
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(
+            max_workers=os.cpu_count(), mp_context=context, initializer=_start, initargs=(folder,)
+        ) as pool:
+            table = {}
+            for case, rows, error in pool.map(run_case, cases(args.quick), chunksize=4):
+                if error:
+                    faults.append(f"{case}: {error}")
+                for row in rows:
+                    key = (row["name"], case.kernel, case.dtype, case.model)
+                    table.setdefault(key, {})[case.device] = row
+                    excused = (case.kernel, case.dtype, dim_of(case.model)) in EXCEPTIONS
+                    if row["spills"] and not excused:
+                        faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
+            devices = ("h100",) if args.quick else tuple(DEVICES)
+            wholes = (
+                [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
+            )
+    lines.append("| kernel | asked for by | dtype | model (head dim) | " + " | ".join(devices) + " |")
+    lines.append("|---|---|---|---|" + "---|" * len(devices))
+    for (name, kernel, dtype, model), by_device in table.items():
+        show = lambda row: f"{row['registers']} reg, {row['spills']} B spilled" if row else "-"  # noqa: E731
+        values = " | ".join(show(by_device.get(device)) for device in devices)
+        lines.append(f"| {name} | {kernel} | {dtype} | {model} ({dim_of(model)}) | {values} |")
+    for device, rows, wrong in wholes:
+        lines += [
+            "",
+            f"Llama 3 8B, bfloat16, {device}:",
+            "",
+            "| program | pools | written in place | pool copies | temporaries |",
+        ]
+        lines += ["|---|---|---|---|---|", *rows]
+        faults += wrong
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+    for fault in faults:
+        print(f"FAULT {fault}", file=sys.stderr)
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()

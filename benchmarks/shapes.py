@@ -1,0 +1,79 @@
+"""Attention shapes of real models, and a whole model of Llama 3 8B's shape without weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.attention import Implementation
+from jaxkv.attention.xla import Form
+from jaxkv.cache import Pool
+from jaxkv.config import ModelConfig
+from jaxkv.models.decode import Live, Program
+from jaxkv.models.decoder import Decoder, Flat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """One device's share of a model's heads."""
+
+    name: str
+    kv_heads: int
+    group: int
+    dim: int
+
+
+MODELS = (
+    Heads(name="SmolLM2-135M", kv_heads=3, group=3, dim=64),
+    Heads(name="Qwen2.5-0.5B", kv_heads=2, group=7, dim=64),
+    Heads(name="Phi-2", kv_heads=32, group=1, dim=80),
+    Heads(name="Phi-3-mini", kv_heads=32, group=1, dim=96),
+    Heads(name="Llama-3-8B", kv_heads=8, group=4, dim=128),
+    Heads(name="Llama-3-70B/8", kv_heads=1, group=8, dim=128),
+    Heads(name="Llama-2-7B", kv_heads=32, group=1, dim=128),
+    Heads(name="Qwen2.5-7B", kv_heads=4, group=7, dim=128),
+    Heads(name="Gemma-2-9B", kv_heads=8, group=2, dim=256),
+)
+# One model per head dim, for runs that need no more.
+PER_DIM = ("SmolLM2-135M", "Phi-2", "Phi-3-mini", "Llama-3-8B", "Gemma-2-9B")
+
+
+def llama_3_8b(layers=32):
+    """The config of Llama 3 8B, cut to some layers if need be."""
+    return ModelConfig.from_hf(
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": layers,
+            "vocab_size": 128256,
+            "max_position_embeddings": 1 << 20,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "eos_token_id": 128001,
+        }
+    )
+
+
+def abstract(config, dtype=jnp.bfloat16):
+    """The decoder taken apart, its leaves shapes alone."""
+    return Flat(Decoder(config, dtype=dtype))
+
+
+def abstract_live(config, *, batch, rows, dtype=jnp.bfloat16):
+    """The moving part of a cache of one pool of `rows` rows per layer, shapes alone."""
+    of = jax.ShapeDtypeStruct
+    rows_of = of((batch, rows, config.head_dim), dtype)
+    table = of((config.layers, batch, config.kv_heads), jnp.int32)
+    pool = Pool(k=rows_of, v=rows_of, pos=of((batch, rows), jnp.int32))
+    return Live(pools=(pool,) * config.layers, start=table, length=table, seen=of((batch,), jnp.int32))
+
+
+def program(config, flat, *, form=Form.RAGGED, implementation=Implementation.PALLAS):
+    """What a decode step is compiled for."""
+    return Program(graphs=flat.graphs, config=config, form=form, rolling=False, implementation=implementation)

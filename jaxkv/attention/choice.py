@@ -1,0 +1,94 @@
+"""Which implementation computes attention, and where."""
+
+import dataclasses
+import enum
+
+import jax.numpy as jnp
+
+from jaxkv._errors import require
+
+
+class Implementation(enum.Enum):
+    """What stands behind the door to attention.
+
+    AUTO: the fastest that the device and the policy allow.
+    XLA: plain XLA, everywhere.
+    PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
+    INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
+    CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; decoding is PALLAS, cuDNN has no ragged segments.
+    """
+
+    AUTO = "auto"
+    XLA = "xla"
+    PALLAS = "pallas"
+    INTERPRETED = "pallas (interpreted)"
+    CUDNN = "cudnn"
+
+
+KERNELS = (Implementation.PALLAS, Implementation.INTERPRETED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What runs.
+
+    Attributes:
+        prefill: over whole prompts.
+        decode: over a cache's segments.
+    """
+
+    prefill: Implementation = Implementation.XLA
+    decode: Implementation = Implementation.XLA
+
+    def __str__(self) -> str:
+        """One name, or both where they differ."""
+        same = self.prefill is self.decode
+        return self.decode.value if same else f"{self.prefill.value} (prefill), {self.decode.value} (decode)"
+
+
+def choose(asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head_dim: int, scores: bool) -> Chosen:
+    """Chooses for a model, a policy and a device.
+
+    Args:
+        asked: what the caller wants, an `Implementation` or its value.
+        platform: `cpu`, `gpu` (or `cuda`), `tpu`.
+        dtype: of the model.
+        head_dim: D.
+        scores: the policy looks at attention while it prefills.
+
+    Returns:
+        What runs.
+
+    Raises:
+        ValueError: if what is asked for does not exist, or not here.
+    """
+    values = [each.value for each in Implementation]
+    known = isinstance(asked, Implementation) or asked in values
+    require(known, "implementation", asked, f"use one of {', '.join(values)}")
+    asked = Implementation(asked)
+    gpu, cpu = platform in ("gpu", "cuda"), platform == "cpu"
+    pallas, cudnn = Implementation.PALLAS, Implementation.CUDNN
+    # What cuDNN's flash attention takes (jax.nn.dot_product_attention).
+    serves = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
+    if asked is Implementation.AUTO:
+        if not gpu:
+            return Chosen()
+        return Chosen(prefill=cudnn if serves and not scores else pallas, decode=pallas)
+    if asked is pallas and cpu:
+        asked = Implementation.INTERPRETED
+    require(
+        asked is not pallas or gpu,
+        "implementation",
+        asked.value,
+        f"these kernels need a GPU, this is {platform}: use xla",
+    )
+    if asked is cudnn:
+        require(gpu, "implementation", "cudnn", f"cuDNN needs a GPU, this is {platform}: use auto")
+        require(
+            serves,
+            "implementation",
+            "cudnn",
+            f"it takes 16 bits and a head dim of at most 128, not {dtype}, {head_dim}",
+        )
+        return Chosen(prefill=cudnn, decode=pallas)
+    return Chosen(prefill=asked, decode=asked)

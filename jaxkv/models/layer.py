@@ -1,0 +1,185 @@
+"""One block of the decoder over whole prompts, in blocks of tokens."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv.attention import Implementation
+from jaxkv.attention.xla import Form
+from jaxkv.models.decoder import Block, Graphs, Leaves
+from jaxkv.plan import QUERY_BLOCK
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "k", "v", "unrotated", "q", "q_positions"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerOut:
+    """One layer's yield.
+
+    Attributes:
+        x: `[B, S, E]` hidden states for the next layer; after the last layer `[B, E]`, the last token's.
+        k: `[B, K, S, D]` rotated keys.
+        v: `[B, K, S, D]` values.
+        unrotated: keys before RoPE where the policy stores those, else None.
+        q: `[B, K, G, w, D]` rotated queries of the last w tokens.
+        q_positions: `i32[B, w]` their positions; negative ones do not exist.
+    """
+
+    x: Array
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    unrotated: Float[Array, "B K S D"] | None
+    q: Float[Array, "B K G w D"]
+    q_positions: Int[Array, "B w"]
+
+
+def layer(
+    leaves: Leaves,
+    x: Float[Array, "B S E"],
+    length: Int[Array, " B"],
+    *,
+    graphs: Graphs,
+    queries: int,
+    keep_unrotated: bool,
+    last: bool,
+    implementation: Implementation,
+) -> LayerOut:
+    """Runs one block over whole prompts.
+
+    Args:
+        leaves: the block's parameters.
+        x: hidden states, donated.
+        length: tokens of each sequence.
+        graphs: the decoder's static half.
+        queries: w, how many last queries to return.
+        keep_unrotated: also return keys before RoPE.
+        last: this is the top block: only the last token's hidden state is wanted.
+        implementation: what computes attention.
+
+    Returns:
+        The layer's yield.
+    """
+    block = graphs.block(leaves)
+    batch, slots, _ = x.shape
+    q_positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    at = jnp.maximum(q_positions, 0)
+    window = block.queries(jnp.take_along_axis(x, at[..., None], axis=1), at)
+    if implementation is Implementation.XLA:
+        x, k, v, unrotated = _by_sequence(block, x, length, keep_unrotated, last)
+    else:
+        x, k, v, unrotated = _at_once(block, x, length, keep_unrotated, last, implementation)
+    if last:
+        config = block.config
+        final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
+        heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
+        out, _ = attention.over_pool(
+            block.queries(final, (length - 1)[:, None])[..., 0, :],
+            k.reshape(batch, -1, config.head_dim),
+            v.reshape(batch, -1, config.head_dim),
+            jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
+            jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
+            form=Form.EQUAL,
+            implementation=Implementation.PALLAS if implementation is Implementation.CUDNN else implementation,
+        )
+        x = block.finish(final, out[..., None, :])[:, 0]
+    return LayerOut(x=x, k=k, v=v, unrotated=unrotated, q=window, q_positions=q_positions)
+
+
+def _by_sequence(block: Block, x: Array, length: Array, keep_unrotated: bool, last: bool):
+    """One sequence after the other, as many blocks as it has: padding costs memory but no time. For a CPU.
+
+    Returns x after the block (as it came, if last), K, V, and un-rotated keys or None.
+    """
+    batch, slots, _ = x.shape
+    size = _block(slots, (512, QUERY_BLOCK))
+    blocks = (length + size - 1) // size
+
+    def positions(index):
+        return (index * size + jnp.arange(size, dtype=jnp.int32))[None]
+
+    def keys_values(row, buffers):
+        def step(index, buffers):
+            part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
+            new = _keys_values(block, part, positions(index), keep_unrotated)
+            return tuple(_put(to, what, (row, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
+
+        return lax.fori_loop(0, blocks[row], step, buffers)
+
+    k, v, *unrotated = lax.fori_loop(0, batch, keys_values, _buffers(block, x, keep_unrotated))
+
+    def rows(row, x):
+        k_row, v_row = k[row], v[row]
+
+        def step(index, x):
+            # K and V are complete, so hidden states can be overwritten block by block.
+            part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
+            out, _ = attention.causal(block.queries(part, positions(index))[0], k_row, v_row, index * size)
+            return _put(x, block.finish(part, out[None]), (row, index * size, 0))
+
+        return lax.fori_loop(0, blocks[row], step, x)
+
+    after = x if last else lax.fori_loop(0, batch, rows, x)
+    return after, k, v, unrotated[0] if unrotated else None
+
+
+def _at_once(block: Block, x: Array, length: Array, keep_unrotated: bool, last: bool, implementation: Implementation):
+    """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
+    batch, slots, width = x.shape
+    size = _block(slots, (4096, 2048, 1024, 512, QUERY_BLOCK))
+    config = block.config
+
+    def positions(index):
+        return index * size + jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+
+    def project(index, buffers):
+        part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
+        new = _keys_values(block, part, positions(index), keep_unrotated)
+        return tuple(_put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
+
+    k, v, *unrotated = lax.fori_loop(0, slots // size, project, _buffers(block, x, keep_unrotated))
+
+    def queries(index, q):
+        part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
+        return _put(q, block.queries(part, positions(index)), (0, 0, 0, index * size, 0))
+
+    def finish(index, x):
+        part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
+        return _put(
+            x, block.finish(part, lax.dynamic_slice_in_dim(out, index * size, size, axis=3)), (0, index * size, 0)
+        )
+
+    if not last:
+        shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
+        q = lax.fori_loop(0, slots // size, queries, jnp.zeros(shape, x.dtype))
+        out = attention.prompts(q, k, v, length, implementation=implementation)
+        x = lax.fori_loop(0, slots // size, finish, x)
+    return x, k, v, unrotated[0] if unrotated else None
+
+
+def _keys_values(block: Block, part: Array, positions: Array, keep_unrotated: bool) -> tuple[Array, ...]:
+    raw, v = block.keys_values(part)
+    k = block.rotated(raw, positions)
+    return (k, v, raw) if keep_unrotated else (k, v)
+
+
+def _buffers(block: Block, x: Array, keep_unrotated: bool) -> tuple[Array, ...]:
+    config = block.config
+    buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
+    return (buffer,) * (3 if keep_unrotated else 2)
+
+
+def _put(to: Array, what: Array, at: tuple) -> Array:
+    return lax.dynamic_update_slice(to, what, at)
+
+
+def _block(slots: int, sizes: tuple[int, ...]) -> int:
+    # On a CPU, 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
+    return next((size for size in sizes if slots % size == 0), slots)

@@ -1,0 +1,124 @@
+"""The only door to Pallas: what differs between JAX versions, and the backend's name, is settled here.
+
+All kernels are written for the Triton backend and say so: which backend is the default depends on the version. JAX has
+deprecated it since 0.11 and still ships it in 0.12; the functions of this package are therefore reached by name
+(`jaxkv.attention.Implementation`), so that kernels for another backend can stand beside them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as _triton
+
+BlockSpec = pl.BlockSpec
+program_id = pl.program_id
+when = pl.when
+load = _triton.load
+store = _triton.store
+
+# Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
+MASKED = -1e30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a kernel runs on the device.
+
+    Attributes:
+        warps: warps of 32 threads per program.
+        stages: blocks in flight in a pipelined loop.
+    """
+
+    warps: int = 4
+    stages: int = 3
+
+
+def call(
+    kernel: Callable[..., None],
+    *arrays: jax.Array,
+    name: str,
+    grid: tuple[int, ...],
+    inputs: Sequence[BlockSpec],
+    outputs: Sequence[BlockSpec],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    launch: Launch,
+    interpret: bool,
+) -> Any:
+    """Runs a kernel once per point of its grid.
+
+    Args:
+        kernel: takes a ref per input, then a ref per output.
+        arrays: the inputs.
+        name: what profiles and compiled programs call it.
+        grid: number of programs along x, y, z.
+        inputs: which block of each input a program sees.
+        outputs: likewise; a block that no program writes is undefined.
+        shapes: of the outputs.
+        launch: how it runs.
+        interpret: run it as plain JAX operations, on any device, to check it.
+
+    Returns:
+        The outputs.
+    """
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=list(inputs),
+        out_specs=list(outputs),
+        out_shape=list(shapes),
+        compiler_params=_triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+
+
+def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    """A product with float32 accumulation; float32 operands keep all their bits (no tf32)."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
+
+
+def pad_dim(dim: int) -> int:
+    """The power of two that arrays inside a kernel need for a head dim, at least a tensor core's 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int) -> jax.Array:
+    """Loads rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; rows outside, and padded columns, are 0.
+
+    Args:
+        ref: the block.
+        rows: `i32[n]`.
+        inside: `bool[n]`, or None where all rows are real.
+        dim: columns of the ref.
+    """
+    padded = pad_dim(dim)
+    columns = jnp.arange(padded, dtype=jnp.int32)
+    at = ref.at[rows[:, None], columns[None, :]]
+    mask = None if inside is None else jnp.broadcast_to(inside[:, None], (rows.shape[0], padded))
+    if padded != dim:
+        real = jnp.broadcast_to((columns < dim)[None, :], (rows.shape[0], padded))
+        mask = real if mask is None else mask & real
+    return load(at) if mask is None else load(at, mask=mask, other=0.0)
+
+
+def put_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array) -> None:
+    """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref, leaving out what is not inside."""
+    padded = pad_dim(dim)
+    columns = jnp.arange(padded, dtype=jnp.int32)
+    shape = (rows.shape[0], padded)
+    mask = None if inside is None else jnp.broadcast_to(inside[:, None], shape)
+    if padded != dim:
+        real = jnp.broadcast_to((columns < dim)[None, :], shape)
+        mask = real if mask is None else mask & real
+    at = ref.at[rows[:, None], columns[None, :]]
+    values = values.astype(ref.dtype)
+    if mask is None:
+        store(at, values)
+    else:
+        store(at, values, mask=mask)

@@ -1,0 +1,190 @@
+"""Causal attention of whole prompts, and exact column sums of it, without the S x S matrix."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tuning
+from pallas_kernels._compat import MASKED, BlockSpec, call, dot, load, pad_dim, program_id, put_rows, store, take_rows
+from pallas_kernels.tuning import PrefillTiles
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def flash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    length: jax.Array,
+    *,
+    tiles: PrefillTiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of T consecutive queries per sequence.
+
+    Args:
+        q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T.
+        k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
+        v: `[B, K, S, D]` likewise.
+        first: `i32[B]` position of each sequence's first query.
+        length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
+        tiles: how the work is cut; by default after the shape and the device.
+        interpret: run on any device, to check it.
+
+    Returns:
+        `[B, K, G, T, D]` in q's dtype and `f32[B, K, G, T]` natural log-sum-exp of the scaled logits; queries of
+        padding give output 0 and lse -inf.
+    """
+    batch, heads, group, queries, dim = q.shape
+    slots = k.shape[2]
+    tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    block_q, block_k = tiles.queries, tiles.keys
+    scale = 1.0 / dim**0.5
+
+    # Blocks of a program (i, h, b), h over H query heads: q [T, D] of head h; k, v [S, D] of its kv head; first and
+    # length of sequence b, scalars; out [T, D], lse [T] of head h, of which it writes rows i * block_q on.
+    def kernel(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref):
+        # The longest rows of the triangle start first, so that the last programs to finish are short ones.
+        index = -(-queries // block_q) - 1 - program_id(0)
+        begin, tokens = first_ref[...], length_ref[...]
+        row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
+        mine = row < queries
+        position = begin + row
+        rows = take_rows(q_ref, row, mine, dim)
+
+        def step(block, carry, *, masked):
+            top, total, acc = carry
+            key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
+            keys = take_rows(k_ref, key, key < slots if masked else None, dim)
+            s = dot(rows, keys, transpose_b=True) * scale
+            if masked:
+                s = jnp.where((key[None, :] <= position[:, None]) & (key < tokens)[None, :], s, MASKED)
+            new_top = jnp.maximum(top, s.max(axis=1))
+            weights = jnp.exp(s - new_top[:, None])
+            shrink = jnp.exp(top - new_top)
+            values = take_rows(v_ref, key, key < slots if masked else None, dim)
+            acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
+            return new_top, total * shrink + weights.sum(axis=1), acc
+
+        carry = (
+            jnp.full((block_q,), MASKED, jnp.float32),
+            jnp.zeros((block_q,), jnp.float32),
+            jnp.zeros((block_q, pad_dim(dim)), jnp.float32),
+        )
+        first_query = begin + index * block_q
+        end = jnp.minimum(jnp.minimum(first_query + block_q, tokens), slots)
+        end = jnp.where(first_query < tokens, end, 0)
+        # Blocks of keys wholly before the first query, and wholly real, need no mask.
+        whole = jnp.minimum(jnp.maximum(first_query + 1, 0), end) // block_k
+        carry = lax.fori_loop(0, whole, partial(step, masked=False), carry)
+        top, total, acc = lax.fori_loop(whole, (end + block_k - 1) // block_k, partial(step, masked=True), carry)
+        empty = (position < 0) | (position >= tokens)
+        total = jnp.where(empty, 1.0, total)
+        put_rows(out_ref, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
+        store(lse_ref.at[row], jnp.where(empty, -jnp.inf, top + jnp.log(total)), mask=mine)
+
+    query = lambda *shape: BlockSpec(  # noqa: E731
+        (None, None, None, *shape), lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape)
+    )
+    keys = BlockSpec((None, None, slots, dim), lambda i, h, b: (b, h // group, 0, 0))
+    scalar = BlockSpec((None,), lambda i, h, b: (b,))
+    return tuple(
+        call(
+            kernel,
+            q,
+            k,
+            v,
+            first,
+            length,
+            name="flash_prefill",
+            grid=(-(-queries // block_q), heads * group, batch),
+            inputs=[query(queries, dim), keys, keys, scalar, scalar],
+            outputs=[query(queries, dim), query(queries)],
+            shapes=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)],
+            launch=tiles.launch,
+            interpret=interpret,
+        )
+    )
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def column_sums(
+    q: jax.Array,
+    k: jax.Array,
+    lse: jax.Array,
+    first: jax.Array,
+    length: jax.Array,
+    *,
+    tiles: PrefillTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """How much attention each key receives from all the queries given, by a second pass that re-uses their lse.
+
+    With the last w queries of a prompt this is SnapKV's score before pooling, with all of them H2O's.
+
+    Args:
+        q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; negative positions do not exist.
+        k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
+        lse: `f32[B, K, G, T]` from `flash`; -inf for queries that do not count.
+        first: `i32[B]` position of each sequence's first query.
+        length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
+        tiles: how the work is cut; by default after the shape and the device.
+        interpret: run on any device, to check it.
+
+    Returns:
+        `f32[B, K, S]`: sums over queries, mean over the group; 0 for keys of padding.
+    """
+    batch, heads, group, queries, dim = q.shape
+    slots = k.shape[2]
+    tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    block_k = tiles.keys
+    block_q = min(tiles.queries, max(16, 1 << (queries - 1).bit_length()))
+    scale = 1.0 / dim**0.5
+
+    # Blocks of a program (j, h, b), h over K kv heads: q [G*T, D] and lse [G*T] of its group; k [S, D]; first and
+    # length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
+    def kernel(q_ref, k_ref, lse_ref, first_ref, length_ref, out_ref):
+        begin, tokens = first_ref[...], length_ref[...]
+        key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
+        mine = key < slots
+        keys = take_rows(k_ref, key, mine, dim)
+        earliest = jnp.maximum(program_id(0) * block_k - begin, 0) // block_q
+        latest = (jnp.minimum(tokens - begin, queries) + block_q - 1) // block_q
+        # Keys of padding have no queries behind them that count.
+        latest = jnp.where(program_id(0) * block_k < tokens, latest, earliest)
+        blocks = jnp.maximum(latest - earliest, 0)
+
+        def step(index, acc):
+            member = index // jnp.maximum(blocks, 1)
+            row = (earliest + index % jnp.maximum(blocks, 1)) * block_q + jnp.arange(block_q, dtype=jnp.int32)
+            position = begin + row
+            counts = (row < queries) & (position >= 0) & (position < tokens)
+            rows = take_rows(q_ref, member * queries + row, counts, dim)
+            total = load(lse_ref.at[member * queries + row], mask=counts, other=0.0)
+            s = dot(rows, keys, transpose_b=True) * scale - total[:, None]
+            seen = (key[None, :] <= position[:, None]) & counts[:, None]
+            return acc + jnp.where(seen, jnp.exp(jnp.where(seen, s, MASKED)), 0.0).sum(axis=0)
+
+        acc = lax.fori_loop(0, group * blocks, step, jnp.zeros((block_k,), jnp.float32))
+        store(out_ref.at[key], jnp.where(key < tokens, acc / group, 0.0), mask=mine)
+
+    per_head = lambda *shape: BlockSpec((None, None, *shape), lambda j, h, b: (b, h) + (0,) * len(shape))  # noqa: E731
+    scalar = BlockSpec((None,), lambda j, h, b: (b,))
+    (out,) = call(
+        kernel,
+        q.reshape(batch, heads, group * queries, dim),
+        k,
+        lse.reshape(batch, heads, group * queries),
+        first,
+        length,
+        name="column_sums",
+        grid=(-(-slots // block_k), heads, batch),
+        inputs=[per_head(group * queries, dim), per_head(slots, dim), per_head(group * queries), scalar, scalar],
+        outputs=[per_head(slots)],
+        shapes=[jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)],
+        launch=tiles.scores_launch,
+        interpret=interpret,
+    )
+    return out

@@ -1,0 +1,165 @@
+"""How the kernels' work is cut: rules of thumb by shape, and measured tables that override them, one per device kind.
+
+A table is a JSON file: ``{"decode": [{"dim": 128, "itemsize": 2, "chunk": 512, ...}], "gather": [...], "prefill":
+[...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with the package lie in
+``tuned/``, named after the device; the file that JAXKV_TUNING names goes before them. `benchmarks/tune.py` searches for
+the fastest and writes one.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels._compat import Launch, pad_dim
+
+# Programs wanted at once: 8 for each of an H100's 132 multiprocessors. More than it can hold, so that they even out.
+_PROGRAMS = 8 * 132
+_TUNED = Path(__file__).parent / "tuned"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    """Attention over segments.
+
+    Attributes:
+        chunk: rows that one program reads.
+        block: of those, rows at a time; a power of two, at least 16.
+        queries: most queries of one program; a power of two, at least 16.
+        launch: of the pass over rows.
+        merge_launch: of the pass that merges chunks.
+    """
+
+    chunk: int
+    block: int
+    queries: int = 64
+    launch: Launch = Launch(warps=4, stages=3)
+    merge_launch: Launch = Launch(warps=4, stages=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherTiles:
+    """Moving rows.
+
+    Attributes:
+        block: rows of one program; a power of two.
+        launch: of the only pass.
+    """
+
+    block: int
+    launch: Launch = Launch(warps=4, stages=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    """Causal attention.
+
+    Attributes:
+        queries: of one program; a power of two, at least 16.
+        keys: at a time; a power of two, at least 16.
+        launch: of the attention itself.
+        scores_launch: of the column sums.
+    """
+
+    queries: int
+    keys: int
+    launch: Launch = Launch(warps=8, stages=3)
+    scores_launch: Launch = Launch(warps=8, stages=3)
+
+
+def decode_tiles(*, batch: int, heads: int, rows: int, pool_rows: int, dim: int, itemsize: int) -> DecodeTiles:
+    """The tiles for attention of `rows` queries per head over pools of `batch` x `pool_rows` rows."""
+    width = pad_dim(dim) * itemsize
+    block = 64 if width <= 256 else 32
+    even = max(1, batch * pool_rows // _PROGRAMS)
+    chunk = min(2048, max(128, 1 << (even - 1).bit_length()))
+    tiles = DecodeTiles(
+        chunk=chunk,
+        block=block,
+        queries=64 if width <= 512 else 32,
+        launch=Launch(warps=4, stages=3 if width <= 512 else 2),
+    )
+    return _tuned("decode", tiles, dim, itemsize)
+
+
+def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:
+    """The tiles for moving rows of `dim` elements."""
+    block = max(8, min(64, 16384 // (pad_dim(dim) * itemsize)))
+    return _tuned("gather", GatherTiles(block=block), dim, itemsize)
+
+
+def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
+    """The tiles for causal attention and its column sums."""
+    width = pad_dim(dim) * itemsize
+    if itemsize == 4:
+        tiles = PrefillTiles(
+            queries=64 if width <= 512 else 32,
+            keys=32,
+            launch=Launch(warps=8, stages=2),
+            scores_launch=Launch(warps=8, stages=2),
+        )
+    else:
+        tiles = PrefillTiles(
+            queries=128 if width <= 256 else 64, keys=64 if width <= 256 else 32, launch=Launch(warps=8, stages=2)
+        )
+    return _tuned("prefill", tiles, dim, itemsize)
+
+
+def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Reads a table of measured tiles.
+
+    Args:
+        path: the JSON file.
+
+    Returns:
+        Entries by kernel.
+
+    Raises:
+        ValueError: if it is no such table.
+    """
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = [entry for kernel in ("decode", "gather", "prefill") for entry in table.get(kernel, [])]
+        good = all({"dim", "itemsize"} <= entry.keys() for entry in entries)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"tuning table {path}: {error}: write one with benchmarks/tune.py") from error
+    if not good:
+        raise ValueError(f"tuning table {path}: an entry lacks dim or itemsize: write one with benchmarks/tune.py")
+    return table
+
+
+@functools.cache
+def _table(path: str | None, kind: str) -> Mapping[str, Any]:
+    if path:
+        return read_table(path)
+    shipped = _TUNED / f"{kind.lower().replace(' ', '-')}.json"
+    return read_table(shipped) if shipped.exists() else {}
+
+
+def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
+    table = _table(os.environ.get("JAXKV_TUNING"), jax.devices()[0].device_kind)
+    for entry in table.get(kernel, ()):
+        if (entry["dim"], entry["itemsize"]) == (dim, itemsize):
+            fields = {name: value for name, value in entry.items() if name not in ("dim", "itemsize")}
+            return from_fields(tiles, fields)
+    return tiles
+
+
+def from_fields(tiles: Any, fields: Mapping[str, Any]) -> Any:
+    """Tiles with some fields set, as a table's entry gives them (launches as objects of warps and stages).
+
+    Raises:
+        ValueError: if a field is unknown.
+    """
+    known = {field.name for field in dataclasses.fields(tiles)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"{unknown[0]}: no field of {type(tiles).__name__}: use {', '.join(sorted(known))}")
+    return dataclasses.replace(
+        tiles, **{name: Launch(**value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+    )

@@ -1,0 +1,108 @@
+"""Which implementation runs where, and that the kernels give what XLA gives through the whole of prefill and decode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxkv
+from jaxkv.attention import Chosen, Implementation, choose
+from jaxkv.policies import GiniLayers
+
+XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
+INTERPRETED = Implementation.INTERPRETED
+
+
+def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, scores=False):
+    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, scores=scores)
+
+
+def test_auto():
+    assert chosen(platform="cpu") == Chosen(prefill=XLA, decode=XLA)
+    assert chosen(platform="tpu", scores=True) == Chosen(prefill=XLA, decode=XLA)
+    assert chosen() == Chosen(prefill=CUDNN, decode=PALLAS)
+    assert chosen(scores=True) == Chosen(prefill=PALLAS, decode=PALLAS)
+    assert chosen(dtype=jnp.float32) == Chosen(prefill=PALLAS, decode=PALLAS)
+    assert chosen(head_dim=256) == Chosen(prefill=PALLAS, decode=PALLAS)
+
+
+def test_asked_for():
+    assert chosen("xla") == Chosen(prefill=XLA, decode=XLA)
+    assert chosen(PALLAS) == Chosen(prefill=PALLAS, decode=PALLAS)
+    assert chosen("pallas", platform="cpu") == Chosen(prefill=INTERPRETED, decode=INTERPRETED)
+    assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
+    assert chosen("cudnn", scores=True) == Chosen(prefill=CUDNN, decode=PALLAS)
+    assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "setting", "message"),
+    [
+        ("triton", {}, "triton"),
+        ("pallas", {"platform": "tpu"}, "GPU"),
+        ("cudnn", {"platform": "cpu"}, "cuDNN needs a GPU"),
+        ("cudnn", {"dtype": jnp.float32}, "16 bits"),
+        ("cudnn", {"head_dim": 256}, "head dim"),
+    ],
+)
+def test_refused(asked, setting, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(asked, **setting)
+
+
+POLICIES = {
+    "full": jaxkv.FullKV(),
+    "snapkv": jaxkv.SnapKV(budget=16, window=8),
+    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
+    "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
+    "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_kernels_generate_what_xla_does(name):
+    """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    ids = tiny.prompts(0, [37, 21])
+    kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
+    plain = jaxkv.generate(model, ids, **kwargs)
+    kernels = jaxkv.generate(model, ids, implementation="pallas", **kwargs)
+    assert (plain.stats.attention, kernels.stats.attention) == ("xla", "pallas (interpreted)")
+    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
+    for ours, theirs in zip(kernels.cache.pools, plain.cache.pools, strict=True):
+        np.testing.assert_allclose(np.asarray(ours.k), np.asarray(theirs.k), atol=1e-4)
+        np.testing.assert_allclose(np.asarray(ours.v), np.asarray(theirs.v), atol=1e-4)
+
+
+def test_kernels_answer_a_question_on_a_cache():
+    """Several queries over a pool, merged with the causal part."""
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    document, question = tiny.prompts(1, [40, 25]), tiny.prompts(2, [7, 3])
+    cache = jaxkv.prefill(model, document, policy=jaxkv.SnapKV(budget=16, window=8), implementation="pallas")
+    answers = [
+        jaxkv.generate(model, question, cache=cache, max_new_tokens=4, implementation=each, stop_at_eos=False)
+        for each in ("xla", "pallas")
+    ]
+    for ours, theirs in zip(answers[1].tokens, answers[0].tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_window_longer_than_the_prompt():
+    """The kernels too take prompts shorter than the observation window."""
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    ids = tiny.prompts(3, [30, 5])
+    kwargs = {"policy": jaxkv.SnapKV(budget=12, window=8), "max_new_tokens": 3, "stop_at_eos": False}
+    plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "pallas"))
+    for ours, theirs in zip(kernels.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_implementation_is_no_part_of_the_cache():
+    """A cache made by one implementation serves another."""
+    model = tiny.tiny(tiny.MODELS["mha"])
+    ids = tiny.prompts(4, [20, 11])
+    caches = [jaxkv.prefill(model, ids, implementation=each) for each in ("xla", "pallas")]
+    assert jax.tree.structure(caches[0]) == jax.tree.structure(caches[1])

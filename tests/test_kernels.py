@@ -1,0 +1,224 @@
+"""The kernels, interpreted, against plain numpy in float64: ragged and empty segments, every dtype and head dim."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_kernels
+from pallas_kernels import tuning
+from pallas_kernels._compat import Launch
+from pallas_kernels.tuning import DecodeTiles, GatherTiles, PrefillTiles
+
+DTYPES = {"float32": (jnp.float32, 2e-5), "bfloat16": (jnp.bfloat16, 2e-2), "float16": (jnp.float16, 3e-3)}
+DIMS = [64, 80, 96, 128, 256]
+# Every head dim in two dtypes; float16, which takes bfloat16's path, at one padded and one whole dim.
+KINDS = [(dim, dtype) for dim in DIMS for dtype in ("float32", "bfloat16")] + [(64, "float16"), (80, "float16")]
+SMALL = DecodeTiles(chunk=32, block=16, queries=16)
+TILES = PrefillTiles(queries=16, keys=16)
+
+
+def draw(seed, *shapes, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
+
+
+def wide(array):
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+def attend_oracle(q, k, v, start, length):
+    """Loops over sequences, heads and queries; out, lse, and each row's mean weight."""
+    q, k, v = wide(q), wide(k), wide(v)
+    batch, heads, rows, dim = q.shape
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    mass = np.zeros(k.shape[:2])
+    for b, h in np.ndindex(batch, heads):
+        span = slice(start[b, h], start[b, h] + length[b, h])
+        for r in range(rows):
+            if length[b, h] == 0:
+                continue
+            logits = k[b, span] @ q[b, h, r] / np.sqrt(dim)
+            weights = np.exp(logits - logits.max())
+            lse[b, h, r] = logits.max() + np.log(weights.sum())
+            weights /= weights.sum()
+            out[b, h, r] = weights @ v[b, span]
+            mass[b, span] += weights / rows
+    return out, lse, mass
+
+
+def check_attend(seed, lengths, rows, dim, dtype, tiles, *, gap=0, mass=True):
+    """Segments one after the other, `gap` unused rows behind each."""
+    length = np.asarray(lengths, np.int32)
+    batch, heads = length.shape
+    start = np.cumsum(length + gap, axis=1, dtype=np.int32) - length - gap
+    pool = int((start + length).max()) + gap
+    kind, tolerance = DTYPES[dtype]
+    q, k, v = draw(seed, (batch, heads, rows, dim), (batch, pool, dim), (batch, pool, dim), dtype=kind)
+    results = pallas_kernels.attend(
+        q, k, v, jnp.asarray(start), jnp.asarray(length), mass=mass, tiles=tiles, interpret=True
+    )
+    assert results[0].dtype == kind
+    for ours, theirs in zip(results, attend_oracle(q, k, v, start, length)[: len(results)], strict=True):
+        np.testing.assert_allclose(wide(ours), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), KINDS)
+def test_attend_every_dtype_and_dim(dim, dtype):
+    """Ragged, with an empty segment in front, in the middle and at the end, in a batch of two."""
+    check_attend(0, [[0, 70, 1, 33], [40, 0, 17, 0]], 3, dim, dtype, SMALL)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**16), data=st.data())
+def test_attend_any_lengths(seed, data):
+    """Any lengths, chunks of one or several blocks, segments with room behind them."""
+    heads = data.draw(st.sampled_from([1, 3, 8]))
+    lengths = [data.draw(st.lists(st.integers(0, 90), min_size=heads, max_size=heads)) for _ in range(2)]
+    lengths[0][0] = max(1, lengths[0][0])
+    chunk = data.draw(st.sampled_from([16, 32, 64]))
+    check_attend(
+        seed, lengths, 4, 64, "float32", dataclasses.replace(SMALL, chunk=chunk), gap=data.draw(st.integers(0, 9))
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_attend_several_queries(rows):
+    """A question on a cache: more queries than one tile holds."""
+    check_attend(1, [[50, 3, 20], [1, 0, 64]], rows, 64, "float32", SMALL, mass=rows <= 16)
+
+
+def test_attend_refuses_mass_of_many_queries():
+    q, k = draw(0, (1, 1, 17, 64), (1, 32, 64))
+    at, length = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 32, jnp.int32)
+    with pytest.raises(ValueError, match="17 queries"):
+        pallas_kernels.attend(q, k, k, at, length, mass=True, tiles=SMALL, interpret=True)
+
+
+def test_attend_ignores_what_lies_outside():
+    """Rows of no segment may hold anything, even NaN."""
+    q, k, v = draw(2, (2, 2, 3, 64), (2, 80, 64), (2, 80, 64))
+    start, length = np.asarray([[5, 50], [0, 40]], np.int32), np.asarray([[20, 11], [37, 5]], np.int32)
+    row = np.arange(80)
+    outside = ~((row >= start[..., None]) & (row < (start + length)[..., None])).any(axis=1)
+    dirty = [jnp.where(jnp.asarray(outside)[..., None], jnp.nan, a) for a in (k, v)]
+    clean = pallas_kernels.attend(
+        q, k, v, jnp.asarray(start), jnp.asarray(length), mass=True, tiles=SMALL, interpret=True
+    )
+    other = pallas_kernels.attend(
+        q, *dirty, jnp.asarray(start), jnp.asarray(length), mass=True, tiles=SMALL, interpret=True
+    )
+    for ours, theirs in zip(other, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def causal_oracle(q, k, v, first, length):
+    """Loops over queries; out, lse, and column sums (mean over the group)."""
+    q, k, v = wide(q), wide(k), wide(v)
+    batch, heads, group, queries, dim = q.shape
+    out, lse = np.zeros(q.shape), np.full(q.shape[:4], -np.inf)
+    sums = np.zeros(k.shape[:3])
+    for b, h, g, t in np.ndindex(batch, heads, group, queries):
+        position = first[b] + t
+        if not 0 <= position < length[b]:
+            continue
+        logits = k[b, h, : position + 1] @ q[b, h, g, t] / np.sqrt(dim)
+        weights = np.exp(logits - logits.max())
+        lse[b, h, g, t] = logits.max() + np.log(weights.sum())
+        weights /= weights.sum()
+        out[b, h, g, t] = weights @ v[b, h, : position + 1]
+        sums[b, h, : position + 1] += weights / group
+    return out, lse, sums
+
+
+def check_causal(seed, shape, first, length, dim, dtype, tiles=TILES):
+    batch, heads, group, queries, slots = shape
+    kind, tolerance = DTYPES[dtype]
+    q, k, v = draw(
+        seed, (batch, heads, group, queries, dim), (batch, heads, slots, dim), (batch, heads, slots, dim), dtype=kind
+    )
+    first, length = np.asarray(first, np.int32), np.asarray(length, np.int32)
+    out, lse = pallas_kernels.flash(q, k, v, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True)
+    sums = pallas_kernels.column_sums(q, k, lse, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True)
+    assert out.dtype == kind
+    for ours, theirs in zip((out, lse, sums), causal_oracle(q, k, v, first, length), strict=True):
+        np.testing.assert_allclose(wide(ours), theirs, rtol=tolerance * 4, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), KINDS)
+def test_flash_and_column_sums_every_dtype_and_dim(dim, dtype):
+    """Unequal lengths, GQA, lengths that are no multiple of a block."""
+    check_causal(0, (2, 2, 2, 37, 37), [0, 0], [37, 20], dim, dtype)
+
+
+@pytest.mark.parametrize(("first", "length"), [([24, 8], [40, 24]), ([-3, 30], [13, 46]), ([0, 16], [0, 9])])
+def test_flash_with_an_offset(first, length):
+    """The last 16 queries alone; some before the prompt's beginning, some past its end, a sequence of no tokens."""
+    check_causal(1, (2, 2, 3, 16, 48), first, length, 64, "float32")
+
+
+def test_flash_matches_the_other_implementation():
+    """What XLA computes, and the kernel, on the shapes that prefill uses."""
+    from jaxkv.attention import xla
+
+    q, k, v = draw(3, (1, 3, 3, 64, 64), (1, 3, 64, 64), (1, 3, 64, 64))
+    at, length = jnp.zeros((1,), jnp.int32), jnp.full((1,), 64, jnp.int32)
+    ours = pallas_kernels.flash(q, k, v, at, length, tiles=TILES, interpret=True)
+    theirs = xla.causal(q[0], k[0], v[0], jnp.int32(0))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(np.asarray(a[0]), np.asarray(b), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_compact(dtype, dim):
+    """Every row where it belongs, bit for bit; rows without a source are empty."""
+    kind, _ = DTYPES[dtype]
+    k, v = draw(0, (2, 3, 20, dim), (2, 3, 20, dim), dtype=kind)
+    source = np.random.default_rng(0).integers(-1, 60, (2, 37)).astype(np.int32)
+    out_k, out_v, pos = pallas_kernels.compact(k, v, jnp.asarray(source), tiles=GatherTiles(block=16), interpret=True)
+    for b, p in np.ndindex(*source.shape):
+        head, at = divmod(int(source[b, p]), 20)
+        for ours, theirs in ((out_k, k), (out_v, v)):
+            want = np.zeros(dim) if source[b, p] < 0 else wide(theirs)[b, head, at]
+            np.testing.assert_array_equal(wide(ours)[b, p], want)
+        assert pos[b, p] == (-1 if source[b, p] < 0 else at)
+
+
+def test_gather_rows():
+    """One choice of positions, read from two layers' pools whose segments lie elsewhere."""
+    leaves = draw(0, *[(2, 50, 80)] * 4)
+    start = np.asarray([[[0, 20], [3, 30]], [[10, 30], [0, 25]]], np.int32)
+    positions = np.asarray([[0, 3, 19, -1, 7], [5, -1, -1, 1, 2]], np.int32)
+    pools = [(leaves[0], leaves[1]), (leaves[2], leaves[3])]
+    out = pallas_kernels.gather_rows(
+        pools, jnp.asarray(start), jnp.asarray(positions), tiles=GatherTiles(block=8), interpret=True
+    )
+    for n, b, h, t in np.ndindex(2, 2, 2, 5):
+        for which in range(2):
+            at = positions[b, t]
+            want = np.zeros(80) if at < 0 else np.asarray(pools[n][which])[b, start[n, b, h] + at]
+            np.testing.assert_array_equal(np.asarray(out[which])[n, b, h, t], want)
+
+
+def test_tables_override(tmp_path, monkeypatch):
+    """An entry sets what it names for its dim and itemsize alone; nonsense is refused."""
+    path = tmp_path / "table.json"
+    path.write_text('{"decode": [{"dim": 64, "itemsize": 2, "chunk": 768, "launch": {"warps": 2, "stages": 4}}]}')
+    monkeypatch.setenv("JAXKV_TUNING", str(path))
+    shape = {"batch": 1, "heads": 8, "rows": 4, "pool_rows": 1 << 20, "itemsize": 2}
+    tuned = tuning.decode_tiles(dim=64, **shape)
+    assert (tuned.chunk, tuned.launch) == (768, Launch(warps=2, stages=4))
+    assert tuning.decode_tiles(dim=128, **shape).chunk != 768
+    path = tmp_path / "bad.json"
+    monkeypatch.setenv("JAXKV_TUNING", str(path))
+    with pytest.raises(ValueError, match="bad.json"):
+        tuning.decode_tiles(dim=64, **shape)
+    path.write_text('{"decode": [{"dim": 64, "itemsize": 2, "wraps": 3}]}')
+    monkeypatch.setenv("JAXKV_TUNING", str(tmp_path / "bad2.json"))
+    path.rename(tmp_path / "bad2.json")
+    with pytest.raises(ValueError, match="wraps"):
+        tuning.decode_tiles(dim=64, **shape)
