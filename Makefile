@@ -130,10 +130,15 @@ $(AOT_STAMP): requirements.lock
 
 # JAX 0.12 needs Python 3.12.
 test-latest:
-	@if python="$$(command -v python3.12 || ls $$HOME/.pyenv/versions/3.12.*/bin/python3.12 2>/dev/null | head -n 1)"; \
-	  [ -n "$$python" ]; then $(MAKE) --no-print-directory $(LATEST_STAMP) PYTHON="$$python" && \
+	@for python in python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python3.12; do \
+	  if "$$python" -c '' 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -n "$$python" ]; then \
+	  $(MAKE) --no-print-directory $(LATEST_STAMP) PYTHON="$$python" && \
 	  $(LATEST)/python -m pytest -q -n auto $(LATEST_TESTS); \
-	else echo "skipped: test-latest needs Python 3.12 (JAX 0.12 does), and there is none on the path or in pyenv"; fi
+	else \
+	  echo "skipped: test-latest needs Python 3.12, as JAX 0.12 does; there is none on the path or in pyenv"; \
+	fi
 
 $(LATEST_STAMP): pyproject.toml
 	@set -e; \

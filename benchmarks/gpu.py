@@ -25,6 +25,7 @@ from jax import lax
 import jaxkv
 import pallas_kernels
 from benchmarks import shapes
+from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out
@@ -327,9 +328,10 @@ def prefill_layers(config, flat, quick):
 
             def run(x, leaves, length, statics=statics):
                 out = layer(leaves, x, length, **statics, implementation=implementation)
-                return out.x, jaxkv.attention.window_mass(
-                    out.q, out.k, out.q_positions, lambda p, position: p.mean(axis=(0, 1))
-                ) if statics["queries"] else out.k
+                if not statics["queries"]:
+                    return out.x, out.k
+                first = out.q_positions[:, 0]
+                return out.x, attention.window_sums(out.q, out.k, first, length, implementation=implementation)
 
             jitted = jax.jit(run)
             x, length = (
