@@ -237,14 +237,14 @@ def whole_programs(device):
     return lines, faults
 
 
-def cases(quick):
+def cases(quick, dtypes):
     """What is compiled."""
     import shapes
 
     if quick:
         return [Case(kernel, "Llama-3-8B", "bfloat16", "h100") for kernel in KERNELS]
     models = [heads.name for heads in shapes.MODELS]
-    return [Case(*each) for each in ((k, m, t, d) for d in DEVICES for m in models for k in KERNELS for t in DTYPES)]
+    return [Case(*each) for each in ((k, m, t, d) for d in DEVICES for m in models for k in KERNELS for t in dtypes)]
 
 
 def dim_of(model):
@@ -258,6 +258,7 @@ def main():
     """Compiles everything, prints the tables, exits with 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one dtype and head dim per kernel, H100 alone")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--out", type=Path, help="write the tables here as well")
     args = parser.parse_args()
     faults, lines = [], []
@@ -268,7 +269,7 @@ def main():
             max_workers=os.cpu_count(), mp_context=context, initializer=_start, initargs=(folder,)
         ) as pool:
             table = {}
-            for case, rows, error in pool.map(run_case, cases(args.quick), chunksize=4):
+            for case, rows, error in pool.map(run_case, cases(args.quick, args.dtypes), chunksize=4):
                 if error:
                     faults.append(f"{case}: {error}")
                 for row in rows:

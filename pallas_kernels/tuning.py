@@ -75,13 +75,14 @@ class PrefillTiles:
 def decode_tiles(*, batch: int, heads: int, rows: int, pool_rows: int, dim: int, itemsize: int) -> DecodeTiles:
     """The tiles for attention of `rows` queries per head over pools of `batch` x `pool_rows` rows."""
     width = pad_dim(dim) * itemsize
-    block = 64 if width <= 256 else 32
+    wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
+    block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
     even = max(1, batch * pool_rows // _PROGRAMS)
     chunk = min(2048, max(128, 1 << (even - 1).bit_length()))
     tiles = DecodeTiles(
         chunk=chunk,
         block=block,
-        queries=64 if width <= 512 else 32,
+        queries=16 if wide else 64,
         launch=Launch(warps=4, stages=3 if width <= 512 else 2),
     )
     return _tuned("decode", tiles, dim, itemsize)
@@ -98,8 +99,8 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
     width = pad_dim(dim) * itemsize
     if itemsize == 4:
         tiles = PrefillTiles(
-            queries=64 if width <= 512 else 32,
-            keys=32,
+            queries=64 if width <= 256 else 32,
+            keys=32 if width <= 256 else 16,
             launch=Launch(warps=8, stages=2),
             scores_launch=Launch(warps=8, stages=2),
         )

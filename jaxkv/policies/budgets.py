@@ -111,7 +111,7 @@ class UniformLayers(_HostLayers):
 class _Decreasing(_HostLayers):
     """Schedules between the linear one's ends: k_0 = 2 * base - k_last at the bottom, k_last = base / beta on top."""
 
-    beta: float = 20.0
+    beta: int | float = 20.0
 
     def __post_init__(self) -> None:
         require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
@@ -236,7 +236,7 @@ class GiniLayers(_FromScores):
 class _Published(_HostLayers):
     """Arithmetic as a published code has it: the sum over layers is not always the budget."""
 
-    beta: float = 20.0
+    beta: int | float = 20.0
 
     def __post_init__(self) -> None:
         require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
