@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxkv._errors import require
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, named
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generate import generate
 from jaxkv.listing import print_models, print_policies
@@ -275,6 +275,7 @@ def _read(name: str) -> str:
 def _generate(options: argparse.Namespace) -> int:
     # Everything cheap is checked before the model is fetched and loaded.
     policy, sampling, prompt = _policy(options), _sampling(options), _prompt(options)
+    implementation = named(options.implementation)
     if options.output is not None:
         folder = Path(options.output).expanduser().resolve().parent
         require(folder.is_dir(), "--output", options.output, f"there is no folder {folder}; make it first")
@@ -291,7 +292,7 @@ def _generate(options: argparse.Namespace) -> int:
         key=jax.random.key(options.seed),
         raw=options.raw,
         stream=streams,
-        implementation=options.implementation,
+        implementation=implementation,
         # A bar on stderr and text on stdout would write over each other on one terminal.
         progress=False if streams else None,
     )

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import xla
-from jaxkv.attention.choice import KERNELS, Chosen, Implementation, choose
+from jaxkv.attention.choice import KERNELS, Chosen, Implementation, choose, named
 
 
 def causal(
@@ -215,6 +215,7 @@ __all__ = [
     "causal",
     "choose",
     "merge",
+    "named",
     "over_pool",
     "packed",
     "prompts",

@@ -46,6 +46,24 @@ class Chosen:
         return self.decode.value if same else f"{self.prefill.value} (prefill), {self.decode.value} (decode)"
 
 
+def named(asked: Implementation | str) -> Implementation:
+    """The implementation of this name.
+
+    Args:
+        asked: an `Implementation` or its value.
+
+    Returns:
+        The `Implementation`.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    values = [each.value for each in Implementation]
+    known = isinstance(asked, Implementation) or asked in values
+    require(known, "implementation", asked, f"use one of {', '.join(values)}")
+    return Implementation(asked)
+
+
 def choose(asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head_dim: int, scores: bool) -> Chosen:
     """Chooses for a model, a policy and a device.
 
@@ -62,10 +80,7 @@ def choose(asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head
     Raises:
         ValueError: if what is asked for does not exist, or not here.
     """
-    values = [each.value for each in Implementation]
-    known = isinstance(asked, Implementation) or asked in values
-    require(known, "implementation", asked, f"use one of {', '.join(values)}")
-    asked = Implementation(asked)
+    asked = named(asked)
     gpu, cpu = platform in ("gpu", "cuda"), platform == "cpu"
     pallas, cudnn = Implementation.PALLAS, Implementation.CUDNN
     # What cuDNN's flash attention takes (jax.nn.dot_product_attention).

@@ -14,6 +14,8 @@ from jaxkv.attention.xla import Form
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.plan import QUERY_BLOCK
 
+_GPU_TOKENS = 8192
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -133,7 +135,9 @@ def _by_sequence(block: Block, x: Array, length: Array, keep_unrotated: bool, la
 def _at_once(block: Block, x: Array, length: Array, keep_unrotated: bool, last: bool, implementation: Implementation):
     """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
     batch, slots, width = x.shape
-    size = _block(slots, (4096, 2048, 1024, 512, QUERY_BLOCK))
+    # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
+    sizes = (size for size in (4096, 2048, 1024, 512) if size * batch <= _GPU_TOKENS)
+    size = _block(slots, (*sizes, QUERY_BLOCK))
     config = block.config
 
     def positions(index):
