@@ -3,8 +3,9 @@
     make aot          every kernel, dtype and model for H100, H200 and A100; the decode step and prefill of Llama 3 8B
     make aot-quick    one dtype and head dim per kernel for H100: what CI runs
 
-It fails where a kernel spills registers and no exception below gives the reason, where a decode step copies a pool, and
-where its temporary memory passes 2% of the pools' bytes. Needs its own environment (.venv-aot): see the Makefile.
+It fails where a kernel asks for more shared memory than the device has (XLA refuses to compile it), where it spills
+registers and no exception below gives the reason, where a decode step copies a pool, and where its temporary memory
+passes 2% of the pools' bytes. Needs its own environment (.venv-aot): see the Makefile.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def compile_for(device, function, *shapes, donate=()):
 
 
 def ptxas_report(device, dump):
-    """Registers, shared memory and spills of every kernel in the PTX that was dumped, worst last."""
+    """Registers, static shared memory and spills of every kernel in the PTX that was dumped."""
     rows = []
     for path in sorted(glob.glob(f"{dump}/**/*.ptx", recursive=True)):
         if ".version" not in Path(path).read_text():
@@ -106,7 +107,8 @@ def ptxas_report(device, dump):
                 entry["spills"] = int(found[1]) + int(found[2])
             if entry and (found := re.search(r"Used (\d+) registers", line)):
                 entry["registers"] = int(found[1])
-                entry["shared"] = int(found[1]) if (found := re.search(r"(\d+) bytes smem", line)) else 0
+                found = re.search(r"(\d+) bytes smem", line)
+                entry["shared"] = int(found[1]) if found else 0
     return rows
 
 
