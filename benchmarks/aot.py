@@ -287,7 +287,9 @@ def main():
     lines.append("| kernel | asked for by | dtype | model (head dim) | " + " | ".join(devices) + " |")
     lines.append("|---|---|---|---|" + "---|" * len(devices))
     for (name, kernel, dtype, model), by_device in table.items():
-        show = lambda row: f"{row['registers']} reg, {row['spills']} B spilled" if row else "-"  # noqa: E731
+        show = lambda row: (  # noqa: E731
+            f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled" if row else "-"
+        )
         values = " | ".join(show(by_device.get(device)) for device in devices)
         lines.append(f"| {name} | {kernel} | {dtype} | {model} ({dim_of(model)}) | {values} |")
     for device, rows, wrong in wholes:
