@@ -188,7 +188,7 @@ def whole_programs(device):
         program = shapes.program(config, flat)
 
         def decode(pools, ends, blocks, start, length, seen, token, count, program=program):
-            moving = Live(pools=pools, start=start, length=length, seen=seen)
+            moving = Live(pools=pools, start=start, length=length, seen=seen, limit=length, state=None)
             return step(ends, blocks, moving, token, count, program=program)
 
         one = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -223,8 +223,7 @@ def whole_programs(device):
             x,
             length,
             graphs=flat.graphs,
-            queries=32,
-            keep_unrotated=False,
+            needs=Needs(queries=32),
             last=False,
             implementation=Implementation.PALLAS,
         )

@@ -288,7 +288,7 @@ def decode_steps(config, flat, rng, quick):
                 program = shapes.program(config, flat, implementation=implementation)
 
                 def run(pools, start, length, seen, ends, blocks, token, program=program):
-                    live = Live(pools=pools, start=start, length=length, seen=seen)
+                    live = Live(pools=pools, start=start, length=length, seen=seen, limit=length, state=None)
                     logits, live = step(ends, blocks, live, token, jnp.ones_like(seen), program=program)
                     return live.pools, jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None]
 
@@ -324,11 +324,11 @@ def prefill_layers(config, flat, quick):
     for tokens in (64,) if quick else (8192, 32768):
         row = {"tokens": tokens}
         for label, queries in (("without_scores", 0), ("with_scores", 32)):
-            statics = {"graphs": flat.graphs, "queries": queries, "keep_unrotated": False, "last": False}
+            statics = {"graphs": flat.graphs, "needs": Needs(queries=queries), "last": False}
 
             def run(x, leaves, length, statics=statics):
                 out = layer(leaves, x, length, **statics, implementation=implementation)
-                if not statics["queries"]:
+                if not statics["needs"].queries:
                     return out.x, out.k
                 first = out.q_positions[:, 0]
                 return out.x, attention.window_sums(out.q, out.k, first, length, implementation=implementation)

@@ -63,7 +63,7 @@ class Cell:
         """Compiles the prefill; the decode loop is compiled by a run of no steps before its clock starts."""
         model = self.model
         flat = Flat(model.decoder)
-        prefilling.compile_ahead(flat, model.config, len(self.ids), self.policy, self.plan, room=self.room)
+        prefilling.compile_ahead(flat, model.config, len(self.ids), self.policy, self.plan)
 
     def run(self):
         """One run: seconds of prefill and per step, rows kept, bytes, the tokens, seconds to write the tails back."""
@@ -78,7 +78,6 @@ class Cell:
             self.policy,
             self.plan,
             key=jax.random.key(0),
-            room=room,
         )
         first = np.asarray(jnp.argmax(logits, axis=-1))
         prefill_seconds = time.perf_counter() - begin

@@ -71,7 +71,9 @@ def abstract_live(config, *, batch, rows, dtype=jnp.bfloat16):
     rows_of = of((batch, rows, config.head_dim), dtype)
     table = of((config.layers, batch, config.kv_heads), jnp.int32)
     pool = Pool(k=rows_of, v=rows_of, pos=of((batch, rows), jnp.int32))
-    return Live(pools=(pool,) * config.layers, start=table, length=table, seen=of((batch,), jnp.int32))
+    return Live(
+        pools=(pool,) * config.layers, start=table, length=table, seen=of((batch,), jnp.int32), limit=table, state=None
+    )
 
 
 def program(config, flat, *, form=Form.RAGGED, implementation=Implementation.PALLAS):

@@ -34,25 +34,48 @@ class Turn(enum.Enum):
     RAW = "raw"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "pos"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "pos", "score"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Rows of segments.
+    """Rows of segments. Within a segment they lie in order of position until one is dropped by itself.
 
     Attributes:
         k: `[B, P, D]` keys after RoPE at their original position (before it, where the policy rolls positions).
         v: `[B, P, D]` values.
         pos: `i32[B, P]` original position of each row; -1 where no row is.
+        score: `f32[B, P]` what the policy has observed of each row, if it goes on observing; 0 where no row is.
     """
 
     k: Float[Array, "B P D"]
     v: Float[Array, "B P D"]
     pos: Int[Array, "B P"]
+    score: Float[Array, "B P"] | None = None
 
     @property
     def rows(self) -> int:
         """P."""
         return self.k.shape[1]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["prompt", "budget", "recent", "tau", "rings"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """What policies remember that go on after the prompt.
+
+    Attributes:
+        prompt: `i32[B]` tokens of the prompt, which protected spans refer to.
+        budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt.
+        recent: `i32[L, B]` most recent rows that are never dropped.
+        tau: `f32[L, B, K, n]` merging's running thresholds, -inf before the first dropped row; None without merging.
+        rings: one per layer `f32[B, K, G, R, D]`: the query at position p stands in slot p % R; none where scores are
+            not computed anew.
+    """
+
+    prompt: Int[Array, " B"]
+    budget: Int[Array, " B"]
+    recent: Int[Array, "L B"]
+    tau: Float[Array, "L B K n"] | None = None
+    rings: tuple[Float[Array, "B K G R D"], ...] = ()
 
 
 @partial(
@@ -68,9 +91,10 @@ class KVCache:
         pools: one per layer, or a single one shared by all layers (`form` is SHARED).
         start: `i32[L, B, K]` first row of each segment.
         length: `i32[L, B, K]` rows in each segment.
-        limit: `i32[L, B, K]` the policy's target size of each segment; appended rows go beyond it.
+        limit: `i32[L, B, K]` the policy's target size of each segment; appended rows go beyond it where the policy
+            does not drop rows.
         seen: `i32[B]` tokens the sequence has had, and so the next position. Never derived from length.
-        state: the policy's own arrays; empty for policies that only act on the prompt.
+        state: what the policy remembers; None for policies that only act on the prompt.
         form: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
@@ -83,7 +107,7 @@ class KVCache:
     length: Int[Array, "L B K"]
     limit: Int[Array, "L B K"]
     seen: Int[Array, " B"]
-    state: tuple[Array, ...] = ()
+    state: State | None = None
     form: Form
     policy: Any
     config: ModelConfig
@@ -105,8 +129,8 @@ class KVCache:
         """Rows held, `i32[L, B, K]`, on the host."""
         return np.asarray(self.length)
 
-    def free(self) -> int:
-        """Rows that every segment can still take where it lies (the smallest over all segments)."""
+    def free(self) -> Int[np.ndarray, " L"]:
+        """Rows that every segment of a layer can still take where it lies (the smallest over the layer's segments)."""
         start, length = np.asarray(self.start), np.asarray(self.length)
         layers, batch, heads = start.shape
         end = start + length
@@ -115,7 +139,10 @@ class KVCache:
         rows = [pool.rows for pool in self.pools]
         last = np.broadcast_to(np.asarray(rows)[:, None, None], (len(rows), batch, 1))
         following = np.concatenate([start[..., 1:], last], axis=-1)
-        return int((following - end).min())
+        left = following - end
+        if self.form is Form.SHARED:
+            left = np.moveaxis(left.reshape(batch, layers, heads), 0, 1)
+        return left.min(axis=(1, 2))
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
@@ -132,14 +159,16 @@ def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
     return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
 
 
-def lay_out(length: Int[Array, "... K"], rows: int, *, form: Form, spread: bool = True) -> Int[Array, "... K"]:
+def lay_out(
+    length: Int[Array, "... K"], rows: int, *, form: Form, room: Int[Array, " K"] | None = None
+) -> Int[Array, "... K"]:
     """Places segments in a pool of `rows` rows.
 
     Args:
         length: rows each segment holds.
         rows: P.
         form: EQUAL gives each head P/K rows; the others lay segments one after the other.
-        spread: divide what is left evenly behind the segments, instead of leaving it at the end.
+        room: rows to leave behind each segment at least; what is then left is divided evenly.
 
     Returns:
         The first row of each segment.
@@ -148,10 +177,9 @@ def lay_out(length: Int[Array, "... K"], rows: int, *, form: Form, spread: bool 
     index = jnp.arange(heads, dtype=jnp.int32)
     if form is Form.EQUAL:
         return jnp.broadcast_to(index * (rows // heads), length.shape)
-    before = jnp.cumsum(length, axis=-1, dtype=jnp.int32) - length
-    if not spread:
-        return before
-    spare = (rows - length.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // heads
+    taken = length if room is None else length + room
+    before = jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - taken
+    spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // heads
     return before + spare * index
 
 
@@ -162,6 +190,7 @@ def append(
     positions: Int[Array, "B N"],
     end: Int[Array, "B K"],
     written: Int[Array, " B"],
+    score: Float[Array, "B K N"] | None = None,
 ) -> Pool:
     """Scatters N new rows behind each segment; rows from `written` on (padding, finished sequences) stay out.
 
@@ -172,6 +201,7 @@ def append(
         positions: original position of each token.
         end: first free row of each segment.
         written: how many of the N tokens each sequence really has.
+        score: what was observed of them, 0 by default, in a pool that keeps scores.
 
     Returns:
         The pool with the rows written.
@@ -182,7 +212,21 @@ def append(
     row = jnp.where(real[:, None], end[..., None] + offset, pool.rows).reshape(batch, heads * count)
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, count)).reshape(row.shape)
     flat = lambda a: a.reshape(batch, heads * count, dim)  # noqa: E731
-    return Pool(k=_put(pool.k, row, flat(k)), v=_put(pool.v, row, flat(v)), pos=_scatter(pool.pos, row, spread))
+    scores = pool.score
+    if scores is not None:
+        scores = _scatter(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
+    pos = _scatter(pool.pos, row, spread)
+    return Pool(k=put_rows(pool.k, row, flat(k)), v=put_rows(pool.v, row, flat(v)), pos=pos, score=scores)
+
+
+def take_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"]) -> Float[Array, "B N D"]:
+    """A few rows of a pool, in float32."""
+    return jnp.take_along_axis(leaf, row[..., None], axis=1).astype(jnp.float32)
+
+
+def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+    """Writes one number per row; rows from P on are left out."""
+    return _scatter(leaf, row, new)
 
 
 def _scatter(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
@@ -190,7 +234,8 @@ def _scatter(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
 
 
-def _put(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]) -> Array:
+    """Writes rows, in place where the buffer is donated; rows from P on are left out."""
     if leaf.dtype.itemsize != 2:
         return _scatter(leaf, row, new)
 
@@ -210,16 +255,19 @@ def _repack_pool(pool: Pool, start, length, new_start, *, rows: int) -> Pool:
     real = offset < at(length)
     source = jnp.where(real, at(start) + offset, 0)
     take = lambda a: jnp.where(real[..., None], jnp.take_along_axis(a, source[..., None], axis=1), 0)  # noqa: E731
-    pos = jnp.where(real, jnp.take_along_axis(pool.pos, source, axis=1), -1)
-    return Pool(k=take(pool.k), v=take(pool.v), pos=pos)
+    cells = lambda a, empty: jnp.where(real, jnp.take_along_axis(a, source, axis=1), empty)  # noqa: E731
+    score = None if pool.score is None else cells(pool.score, 0.0)
+    return Pool(k=take(pool.k), v=take(pool.v), pos=cells(pool.pos, -1), score=score)
 
 
-def repack(cache: KVCache, *, room: int, batch: int | None = None, release: bool = False) -> KVCache:
+def repack(
+    cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
+) -> KVCache:
     """Copies a cache into fresh buffers with `room` more rows behind every segment.
 
     Args:
         cache: any cache; unchanged unless released.
-        room: rows to add per segment, 0 or more.
+        room: rows to add per segment, 0 or more; one number, or one for each layer.
         batch: copy a cache of one sequence to this many.
         release: give up the given cache's pools one by one while copying, so that both never exist whole.
 
@@ -235,15 +283,17 @@ def repack(cache: KVCache, *, room: int, batch: int | None = None, release: bool
     repeat = (lambda a, axis: jnp.repeat(a, copies, axis=axis)) if copies > 1 else (lambda a, axis: a)
     start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
     layers, sequences, heads = start.shape
+    rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
+    per_segment = np.repeat(rooms, heads)
     shared = cache.form is Form.SHARED
-    segments = layers * heads if shared else heads
     # A shared pool is one long row of L*K segments.
-    table = (lambda a: jnp.moveaxis(a, 0, 1).reshape(1, sequences, segments)) if shared else (lambda a: a)
+    table = (lambda a: jnp.moveaxis(a, 0, 1).reshape(1, sequences, layers * heads)) if shared else (lambda a: a)
     starts, lengths = table(start), table(length)
     pools, placed = [], []
     for index, pool in enumerate(cache.pools):
-        rows = pool.rows + segments * room
-        new_start = lay_out(lengths[index], rows, form=cache.form)
+        extra = per_segment if shared else per_segment[index * heads : (index + 1) * heads]
+        rows = pool.rows + int(extra.sum())
+        new_start = lay_out(lengths[index], rows, form=cache.form, room=jnp.asarray(extra))
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
         pools.append(_repack_pool(source, starts[index], lengths[index], new_start, rows=rows))
         placed.append(new_start)
@@ -254,12 +304,15 @@ def repack(cache: KVCache, *, room: int, batch: int | None = None, release: bool
     new = jnp.stack(placed)
     if shared:
         new = jnp.moveaxis(new.reshape(sequences, layers, heads), 0, 1)
+    state = cache.state
+    if state is not None:
+        state = State(
+            prompt=repeat(state.prompt, 0),
+            budget=repeat(state.budget, 0),
+            recent=repeat(state.recent, 1),
+            tau=None if state.tau is None else repeat(state.tau, 1),
+            rings=tuple(repeat(ring, 0) for ring in state.rings),
+        )
     return dataclasses.replace(
-        cache,
-        pools=tuple(pools),
-        start=new,
-        length=length,
-        limit=limit,
-        seen=repeat(cache.seen, 0),
-        state=tuple(repeat(leaf, 0) for leaf in cache.state),
+        cache, pools=tuple(pools), start=new, length=length, limit=limit, seen=repeat(cache.seen, 0), state=state
     )

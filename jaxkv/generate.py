@@ -20,8 +20,10 @@ from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
+from jaxkv.models.again import again, due
 from jaxkv.models.decoder import Flat
-from jaxkv.plan import Plan, bucket, check_bytes, check_memory, plan
+from jaxkv.models.room import first_room, make_room, steps_that_fit
+from jaxkv.plan import LOOK, Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
 from jaxkv.policies.full import FullKV
 from jaxkv.prompts import Encoded, Prompt, encode
@@ -30,8 +32,6 @@ from jaxkv.sampling import Greedy, Sampling
 
 # New rows come in blocks, so that neither memory nor compilation follows max_new_tokens.
 _BLOCK = 256
-# Between two looks at the text, when somebody is looking: a stop string, a stream, a progress bar.
-_LOOK = 8
 
 
 def prefill(
@@ -178,7 +178,8 @@ def _choose(params: LanguageModel, policy: Policy, implementation: Implementatio
         platform=jax.default_backend(),
         dtype=params.dtype,
         head_dim=params.config.head_dim,
-        scores=policy.scorer is not None and policy.scorer.queries > 0,
+        scores=policy.needs.queries > 0 or policy.needs.sums,
+        sums=policy.needs.sums,
     )
 
 
@@ -227,7 +228,7 @@ def _prefill(
     chosen: Chosen,
     *,
     key: PRNGKeyArray | None,
-    room: int,
+    room: int | tuple[int, ...],
     progress: bool | None,
 ) -> tuple[KVCache, Float[Array, "B V"], Plan, tuple[float, float]]:
     """The cache, logits, plan, and seconds of prefill and of compilation."""
@@ -235,7 +236,7 @@ def _prefill(
     needed = plan(config, policy, encoded.lengths.tolist(), dtype=params.dtype, room=room)
     check_memory(needed)
     begin = time.perf_counter()
-    prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, room=room, implementation=chosen.prefill)
+    prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
     compiled = time.perf_counter()
     with _bar(progress, config.layers, "prefill") as bar:
         cache, logits = prefilling.prefill(
@@ -246,7 +247,6 @@ def _prefill(
             policy,
             needed,
             key=jax.random.key(0) if key is None else key,
-            room=room,
             model=params.fingerprint,
             implementation=chosen.prefill,
             tick=bar.update,
@@ -260,17 +260,19 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     params, encoded = request.params, request.encoded
     flat, batch, chosen = Flat(params.decoder), len(request.encoded.ids), request.chosen
     block = min(_BLOCK, bucket(request.max_new_tokens))
+    policy = request.policy
     if request.cache is None:
+        room = first_room(policy, params.config.layers, encoded.lengths, block)
         cache, logits, needed, (prefill_seconds, compile_seconds) = _prefill(
-            params, flat, encoded, request.policy, chosen, key=request.key, room=block, progress=request.progress
+            params, flat, encoded, policy, chosen, key=request.key, room=room, progress=request.progress
         )
-        spare = batch * params.config.layers * params.config.kv_heads * block * _row_bytes(cache)
+        spare = batch * params.config.kv_heads * sum(room) * _row_bytes(cache)
         sizes = (needed.full_bytes, cache.nbytes - spare, needed.slack_bytes)
     else:
         given = request.cache
         sizes = (_full_bytes(given), given.nbytes, _slack_bytes(given))
         begin = time.perf_counter()
-        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen)
+        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen, request.key)
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
     program = decoding.program_for(flat, cache, chosen.decode)
@@ -284,24 +286,28 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     running = looping.begin(decoding.Live.of(cache), program=program, size=block)
     # A run of no steps compiles and changes nothing: the clock of decoding starts after it.
     running, draw, _, _ = draw_steps(running, draw, ends, 0)
-    running = looping.begin(looping.settle(running, program=program), program=program, size=block)
-    free, held = cache.free(), 0  # Rows left behind the fullest segment; rows drawn since the last settling.
+    cache = looping.settle(running, program=program).into(cache)
+    running = looping.begin(decoding.Live.of(cache), program=program, size=block)
+    held, steps_left = 0, steps_that_fit(cache)  # Rows drawn since the last settling; steps before the next.
     compile_seconds += time.perf_counter() - begin
     begin = time.perf_counter()
     with _bar(request.progress, request.max_new_tokens, "decode") as bar:
         look = request.look or not bar.disable
+        # A row behind a stop string is taken back, which cannot be done once another had to go for it.
+        pace = 1 if request.stops and policy.evicts else LOOK if look else block
         left = request.max_new_tokens
         while left and not bool(draw.done.all()):
-            steps = min(left, block, _LOOK if look else block)
-            if free < steps or held + steps > block:
+            steps = min(left, pace, block)
+            if steps_left < 1 or held + steps > block:
                 cache = looping.settle(running, program=program).into(cache)
-                if free < steps:
-                    cache = repack(cache, room=block, release=True)
+                if steps_left < 1:
+                    cache = make_room(flat, cache, block, key=request.key)
                 running = looping.begin(decoding.Live.of(cache), program=program, size=block)
-                free, held = cache.free(), 0
+                held, steps_left = 0, steps_that_fit(cache)
+            steps = min(steps, steps_left)
             running, draw, drawn, count = draw_steps(running, draw, ends, steps)
             out, ran = np.asarray(drawn), int(count)
-            left, free, held = left - ran, free - ran, held + ran
+            left, held, steps_left = left - ran, held + ran, steps_left - ran
             surplus, pieces = answers.take(out[:, :ran])
             # The token that ends a sequence is drawn but never becomes a row.
             surplus = surplus - ((surplus > 0) & np.asarray(draw.done))
@@ -312,6 +318,8 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
             if request.look:
                 yield pieces
     cache = looping.settle(running, program=program).into(cache)
+    if due(cache).any():
+        cache = again(flat, cache, key=request.key)
     jax.block_until_ready(cache.pools)
     decode_seconds = time.perf_counter() - begin
     closing = answers.flush()
@@ -343,13 +351,15 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
 
 
 def _extend(
-    flat: Flat, given: KVCache, encoded: Encoded, block: int, chosen: Chosen
+    flat: Flat, given: KVCache, encoded: Encoded, block: int, chosen: Chosen, key: PRNGKeyArray
 ) -> tuple[KVCache, Float[Array, "B V"], float]:
     """Forks a cache, with room, and runs the prompts on top of it; also returns the seconds spent compiling."""
     batch, longest = len(encoded.ids), int(encoded.lengths.max())
+    goes_on = given.policy.upkeep is not None
+    wanted = longest + (1 if goes_on else block)
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not.
     grown = bool((given.kept > np.asarray(given.limit)).any())
-    room = 0 if grown and given.free() >= longest + block else -(-(longest + block) // 64) * 64
+    room = 0 if grown and given.free().min() >= wanted else -(-wanted // 64) * 64
     segments = given.config.layers * given.config.kv_heads
     copied = given.nbytes * batch // given.batch + batch * segments * room * _row_bytes(given)
     check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")
@@ -372,7 +382,9 @@ def _extend(
         )
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
     jax.block_until_ready(logits)
-    return live.into(cache), logits, spent
+    cache = live.into(cache)
+    # A long question leaves nothing behind but what the policy keeps of it.
+    return (make_room(flat, cache, block, key=key) if goes_on else cache), logits, spent
 
 
 def _row_bytes(cache: KVCache) -> int:
@@ -380,7 +392,7 @@ def _row_bytes(cache: KVCache) -> int:
 
 
 def _full_bytes(cache: KVCache) -> int:
-    each = cache.config.layers * cache.config.kv_heads * (_row_bytes(cache) - 4)
+    each = cache.config.layers * cache.config.kv_heads * 2 * cache.config.head_dim * cache.pools[0].k.dtype.itemsize
     return int(np.asarray(cache.seen).sum()) * each
 
 

@@ -18,6 +18,8 @@ from jaxkv.policies.base import Policy
 _SMALLEST_BUCKET = 16
 _OCTAVE_FROM = 1024
 QUERY_BLOCK = 256
+# Tokens between two looks at the text, when somebody is looking: a stop string, a stream, a progress bar.
+LOOK = 8
 _SAMPLES = 512
 
 
@@ -54,6 +56,7 @@ class Plan:
     Attributes:
         slots: S, the prompts' bucket.
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
+        room: rows left behind every segment of each layer.
         form: how segments lie in the pools.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
         budget: `[B]` rows per kv head, averaged over layers.
@@ -66,6 +69,7 @@ class Plan:
 
     slots: int
     capacity: tuple[int, ...]
+    room: tuple[int, ...]
     form: Form
     rows: Int[np.ndarray, "L B"] | None
     budget: Int[np.ndarray, " B"]
@@ -75,14 +79,21 @@ class Plan:
     slack_bytes: int
     peak_bytes: int
 
-    def pool_rows(self, heads: int, layers: int, room: int) -> tuple[int, ...]:
-        """P of each pool, with `room` rows behind every segment."""
+    def pool_rows(self, heads: int) -> tuple[int, ...]:
+        """P of each pool."""
         if self.form is Form.SHARED:
-            return (self.capacity[0] + layers * heads * room,)
-        return tuple(heads * (rows + room) for rows in self.capacity)
+            return (self.capacity[0] + heads * sum(self.room),)
+        return tuple(heads * (rows + room) for rows, room in zip(self.capacity, self.room, strict=True))
 
 
-def plan(config: ModelConfig, policy: Policy, lengths: list[int], *, dtype=jnp.float32, room: int = 0) -> Plan:
+def plan(
+    config: ModelConfig,
+    policy: Policy,
+    lengths: list[int],
+    *,
+    dtype=jnp.float32,
+    room: int | tuple[int, ...] = 0,
+) -> Plan:
     """Computes what prefilling prompts of these lengths takes.
 
     Args:
@@ -90,7 +101,7 @@ def plan(config: ModelConfig, policy: Policy, lengths: list[int], *, dtype=jnp.f
         policy: the compression.
         lengths: tokens of each prompt.
         dtype: of the cache.
-        room: rows to leave behind every segment.
+        room: rows to leave behind every segment; one number, or one for each layer.
 
     Returns:
         The plan; shapes in it depend on the lengths' buckets only.
@@ -111,18 +122,24 @@ def plan(config: ModelConfig, policy: Policy, lengths: list[int], *, dtype=jnp.f
     buckets = tuple(sorted({bucket(n) for n in length.tolist()}))
     capacity = _capacity(policy, buckets, layers, heads)
     item = jnp.dtype(dtype).itemsize
-    row_bytes = 2 * config.head_dim * item + 4
-    tables = 4 * (3 * layers * len(lengths) * heads + len(lengths))
+    rooms = (room,) * layers if isinstance(room, int) else tuple(room)
+    upkeep = policy.upkeep
+    row_bytes = 2 * config.head_dim * item + 4 + (4 if upkeep is not None and upkeep.scored else 0)
+    tables = 4 * (3 * layers * len(lengths) * heads + len(lengths)) + _state_bytes(policy, config, len(lengths))
     pool_rows = capacity[0] if policy.form is Form.SHARED else heads * sum(capacity)
     promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
-    spare = layers * heads * room * len(lengths)
+    spare = heads * sum(rooms) * len(lengths)
     cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
     layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
     held = layers if policy.layers.from_scores else 1
     activations = len(lengths) * slots * (config.embed * item + heads * 12)
+    activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
+    # Merging compares float32 copies of one layer's rows.
+    activations += 4 * layer_kv // item * (policy.merge is not None)
     return Plan(
         slots=slots,
         capacity=capacity,
+        room=rooms,
         form=policy.form,
         rows=rows,
         budget=budget,
@@ -139,7 +156,7 @@ def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int)
     """The most rows any prompt of these buckets can keep, layer by layer: shapes must not depend on exact lengths."""
     if policy.scorer is None:
         return (max(buckets),) * layers
-    most = np.zeros(layers, np.int64)
+    most, shared = np.zeros(layers, np.int64), 0
     for top in buckets:
         low = _below(top) + 1
         step = max(1, -(-(top - low) // _SAMPLES))
@@ -149,7 +166,8 @@ def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int)
         if policy.layers.from_scores:
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
-            most = np.maximum(most, min(int(budget.max()) + between, top))
+            reach = policy.layers.bound(np.minimum(budget + between, top), lengths, layers=layers)
+            shared = max(shared, min(int(reach.max()), layers * top))
             continue
         rows = policy.layers.rows(budget, lengths, forced, layers=layers, window=policy.kept_last, weights=None)
         rows = np.minimum(rows, lengths)
@@ -157,8 +175,46 @@ def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int)
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
     if policy.layers.from_scores:
-        return (int(heads * most.sum()),)
+        return (heads * shared,)
     return tuple(int(rows) for rows in most)
+
+
+@lru_cache(maxsize=256)
+def widest(policy: Policy, slots: int, layers: int) -> int | None:
+    """The most rows that a segment of a shared pool ever holds while tokens are drawn, whatever the prompts' content.
+
+    Args:
+        policy: the compression.
+        slots: the prompts' bucket.
+        layers: L.
+
+    Returns:
+        Rows, the new token's included; None where some layers grow without end.
+    """
+    if not (policy.evicts or policy.every) or policy.layers.unlimited(layers).any():
+        return None
+    most = slots
+    if policy.heads.uniform:
+        lengths = np.arange(1, slots + 1)
+        budget = policy.budgets(lengths, _forced_counts(policy, lengths), strict=False)
+        most = int(policy.layers.widest(budget, lengths).max())
+    if isinstance(policy.budget, int):
+        most = max(most, policy.budget)
+    return most + (policy.every or 1)
+
+
+def ring_rows(queries: int) -> int:
+    """Queries that a ring holds: the window, and as many as a stop string can take back."""
+    return queries + LOOK
+
+
+def _state_bytes(policy: Policy, config: ModelConfig, batch: int) -> int:
+    upkeep = policy.upkeep
+    if upkeep is None:
+        return 0
+    thresholds = 0 if upkeep.merge is None else upkeep.merge.thresholds
+    ring = config.heads * ring_rows(upkeep.ring) * config.head_dim if upkeep.ring else 0
+    return 4 * batch * (2 + config.layers * (1 + config.kv_heads * thresholds + ring))
 
 
 def _forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:

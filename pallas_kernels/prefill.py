@@ -109,7 +109,7 @@ def flash(
     )
 
 
-@partial(jax.jit, static_argnames=("tiles", "interpret"))
+@partial(jax.jit, static_argnames=("per_query_head", "tiles", "interpret"))
 def column_sums(
     q: jax.Array,
     k: jax.Array,
@@ -117,6 +117,7 @@ def column_sums(
     first: jax.Array,
     length: jax.Array,
     *,
+    per_query_head: bool = False,
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -130,11 +131,12 @@ def column_sums(
         lse: `f32[B, K, G, T]` from `flash`; -inf for queries that do not count.
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
+        per_query_head: leave the group's query heads apart instead of taking their mean.
         tiles: how the work is cut; by default after the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
-        `f32[B, K, S]`: sums over queries, mean over the group; 0 for keys of padding.
+        `f32[B, K, S]`, or `f32[B, K, G, S]`: sums over queries; 0 for keys of padding.
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
@@ -143,8 +145,8 @@ def column_sums(
     block_q = min(tiles.queries, max(16, 1 << (queries - 1).bit_length()))
     scale = 1.0 / dim**0.5
 
-    # Blocks of a program (j, h, b), h over K kv heads: q [G*T, D] and lse [G*T] of its group; k [S, D]; first and
-    # length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
+    # Blocks of a program (j, h, b), h over H query heads: q [T, D] and lse [T] of head h; k [S, D] of its kv head;
+    # first and length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
     def kernel(q_ref, k_ref, lse_ref, first_ref, length_ref, out_ref):
         begin, tokens = first_ref[...], length_ref[...]
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
@@ -154,37 +156,43 @@ def column_sums(
         latest = (jnp.minimum(tokens - begin, queries) + block_q - 1) // block_q
         # Keys of padding have no queries behind them that count.
         latest = jnp.where(program_id(0) * block_k < tokens, latest, earliest)
-        blocks = jnp.maximum(latest - earliest, 0)
 
         def step(index, acc):
-            member = index // jnp.maximum(blocks, 1)
-            row = (earliest + index % jnp.maximum(blocks, 1)) * block_q + jnp.arange(block_q, dtype=jnp.int32)
+            row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
             position = begin + row
             counts = (row < queries) & (position >= 0) & (position < tokens)
-            rows = take_rows(q_ref, member * queries + row, counts, dim)
-            total = load(lse_ref.at[member * queries + row], mask=counts, other=0.0)
+            rows = take_rows(q_ref, row, counts, dim)
+            total = load(lse_ref.at[row], mask=counts, other=0.0)
             s = dot(rows, keys, transpose_b=True) * scale - total[:, None]
             seen = (key[None, :] <= position[:, None]) & counts[:, None]
             return acc + jnp.where(seen, jnp.exp(jnp.where(seen, s, MASKED)), 0.0).sum(axis=0)
 
-        acc = lax.fori_loop(0, group * blocks, step, jnp.zeros((block_k,), jnp.float32))
-        store(out_ref.at[key], jnp.where(key < tokens, acc / group, 0.0), mask=mine)
+        acc = lax.fori_loop(earliest, latest, step, jnp.zeros((block_k,), jnp.float32))
+        store(out_ref.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
 
-    per_head = lambda *shape: BlockSpec((None, None, *shape), lambda j, h, b: (b, h) + (0,) * len(shape))  # noqa: E731
+    query = lambda *shape: BlockSpec(  # noqa: E731
+        (None, None, None, *shape), lambda j, h, b: (b, h // group, h % group) + (0,) * len(shape)
+    )
     scalar = BlockSpec((None,), lambda j, h, b: (b,))
     (out,) = call(
         kernel,
-        q.reshape(batch, heads, group * queries, dim),
+        q,
         k,
-        lse.reshape(batch, heads, group * queries),
+        lse,
         first,
         length,
         name="column_sums",
-        grid=(-(-slots // block_k), heads, batch),
-        inputs=[per_head(group * queries, dim), per_head(slots, dim), per_head(group * queries), scalar, scalar],
-        outputs=[per_head(slots)],
-        shapes=[jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)],
+        grid=(-(-slots // block_k), heads * group, batch),
+        inputs=[
+            query(queries, dim),
+            BlockSpec((None, None, slots, dim), lambda j, h, b: (b, h // group, 0, 0)),
+            query(queries),
+            scalar,
+            scalar,
+        ],
+        outputs=[query(slots)],
+        shapes=[jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)],
         launch=tiles.scores_launch,
         interpret=interpret,
     )
-    return out
+    return out if per_query_head else out.mean(axis=2)

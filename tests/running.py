@@ -71,7 +71,6 @@ def prefill(
         policy,
         needed,
         key=jax.random.key(0),
-        room=room,
         model=model.fingerprint,
     )
     return cache, np.asarray(logits)

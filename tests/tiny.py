@@ -77,7 +77,7 @@ def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
     for row, each in enumerate(ids):
         tokens[row, : len(each)] = each
     cache, logits = prefilling.prefill(
-        flat(model), model.config, tokens, lengths, policy, needed, key=jax.random.key(0), room=room
+        flat(model), model.config, tokens, lengths, policy, needed, key=jax.random.key(0)
     )
     return cache, np.asarray(logits), needed
 
@@ -86,8 +86,7 @@ def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
     copy = repack(cache, room=room)
     live = decoding.Live.of(copy)
-    rolling = cache.policy.rolling
-    program = decoding.Program(graphs=flat(model).graphs, config=model.config, form=cache.form, rolling=rolling)
+    program = decoding.program_for(flat(model), cache)
     ones = jnp.ones((cache.batch,), jnp.int32)
     out = []
     for step in tokens:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention import xla
+from jaxkv.attention import columns, xla
 from jaxkv.attention.choice import KERNELS, Chosen, Implementation, choose, named
 
 
@@ -42,8 +42,9 @@ def prompts(
     v: Float[Array, "B K S D"],
     length: Int[Array, " B"],
     *,
+    sums: bool = False,
     implementation: Implementation,
-) -> Float[Array, "B K G S D"]:
+) -> tuple[Float[Array, "B K G S D"], Float[Array, "B K G S"] | None]:
     """Causal attention of a batch of whole prompts, padded on the right.
 
     Args:
@@ -51,14 +52,19 @@ def prompts(
         k: rotated keys.
         v: values, finite everywhere.
         length: tokens of each prompt; what padding's queries give is anything finite.
+        sums: also say how much attention each key receives from all queries; cuDNN cannot.
         implementation: what computes it.
 
     Returns:
-        The output in q's dtype.
+        The output in q's dtype, and the sums over queries, float32, or None.
     """
     if implementation in KERNELS:
         kernels, interpret = _kernels(implementation)
-        return kernels.flash(q, k, v, jnp.zeros_like(length), length, interpret=interpret)[0]
+        first = jnp.zeros_like(length)
+        out, lse = kernels.flash(q, k, v, first, length, interpret=interpret)
+        if not sums:
+            return out, None
+        return out, kernels.column_sums(q, k, lse, first, length, per_query_head=True, interpret=interpret)
     if implementation is Implementation.CUDNN:
         batch, heads, group, slots, dim = q.shape
         by_token = lambda a: jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)  # noqa: E731
@@ -73,8 +79,36 @@ def prompts(
         )
         out = jnp.swapaxes(out, 1, 2).reshape(q.shape)
         real = jnp.arange(slots, dtype=jnp.int32) < length[:, None]
-        return jnp.where(real[:, None, None, :, None], out, 0)
-    return lax.map(lambda row: xla.causal(row[0], row[1], row[2], jnp.int32(0))[0], (q, k, v))
+        return jnp.where(real[:, None, None, :, None], out, 0), None
+
+    def one(row):
+        out, lse = xla.causal(row[0], row[1], row[2], jnp.int32(0))
+        if not sums:
+            return out, None
+        counts = jnp.arange(q.shape[3], dtype=jnp.int32) < row[3]
+        return out, columns.column_sums(row[0], row[1], jnp.where(counts, lse, jnp.inf), jnp.int32(0))
+
+    return lax.map(one, (q, k, v, length))
+
+
+def column_sums(
+    q: Float[Array, "K G T D"],
+    k: Float[Array, "K S D"],
+    lse: Float[Array, "K G T"],
+    first: Int[Array, ""],
+) -> Float[Array, "K G S"]:
+    """Attention that T consecutive queries of one sequence pay to each key, in blocks: memory is O(S), never T x S.
+
+    Args:
+        q: rotated queries at positions first .. first + T; T divides S.
+        k: rotated keys at positions 0 .. S.
+        lse: from `causal`; +inf for queries that do not count.
+        first: position of the first query, a multiple of T.
+
+    Returns:
+        Sums of probabilities over the queries, float32.
+    """
+    return columns.column_sums(q, k, lse, first)
 
 
 def over_pool(
@@ -105,6 +139,76 @@ def over_pool(
         kernels, interpret = _kernels(implementation)
         return kernels.attend(q, k, v, start, length, interpret=interpret)
     return xla.over_pool(q, k, v, start, length, form=form)
+
+
+def over_pool_scored(
+    q: Float[Array, "B K R D"],
+    k: Float[Array, "B P D"],
+    v: Float[Array, "B P D"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    score: Float[Array, "B P"],
+    counts: Bool[Array, " B"],
+    *,
+    form: xla.Form,
+    widest: int | None = None,
+    implementation: Implementation = Implementation.XLA,
+) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"], Float[Array, "B P"]]:
+    """`over_pool`, and each row's score with the attention that it received added: the mean over the R queries.
+
+    Args:
+        q: as for `over_pool`; R is the group.
+        k: pool rows, rotated keys.
+        v: pool rows.
+        start: first row of each segment.
+        length: rows of each segment.
+        score: what rows have received so far.
+        counts: sequences whose queries are to be counted.
+        form: how segments lie in the pool.
+        widest: the most rows a segment of a shared pool can have, if that is known: then keys are read once.
+        implementation: what computes it.
+
+    Returns:
+        Output, log-sum-exp, and the scores.
+    """
+    if implementation in KERNELS:
+        kernels, interpret = _kernels(implementation)
+        out, lse, mass = kernels.attend(q, k, v, start, length, mass=True, interpret=interpret)
+        return out, lse, score + jnp.where(counts[:, None], mass, 0.0)
+    if form is xla.Form.SHARED and widest is not None:
+        return columns.walk_scored(q, k, v, start, length, score, counts, widest=widest)
+    out, lse = xla.over_pool(q, k, v, start, length, form=form)
+    heard = jnp.where(counts[:, None, None], lse, jnp.inf)
+    return out, lse, columns.pool_sums(q, k, heard, start, length, score, form=form, weight=1 / q.shape[2])
+
+
+def pool_sums(
+    q: Float[Array, "B K R D"],
+    k: Float[Array, "B P D"],
+    lse: Float[Array, "B K R"],
+    start: Int[Array, "B K"],
+    length: Int[Array, "B K"],
+    score: Float[Array, "B P"],
+    *,
+    form: xla.Form,
+    weight: float,
+) -> Float[Array, "B P"]:
+    """Adds the attention of a few queries, whose log-sum-exp over everything they see is known, to each row's score.
+
+    Args:
+        q: rotated queries; R folds the group and their number.
+        k: pool rows, rotated keys.
+        lse: log-sum-exp of each query over the pool and whatever else it sees; +inf for queries that do not count.
+        start: first row of each segment.
+        length: rows of each segment.
+        score: what rows have received so far.
+        form: how segments lie in the pool.
+        weight: what each query counts.
+
+    Returns:
+        The scores.
+    """
+    return columns.pool_sums(q, k, lse, start, length, score, form=form, weight=weight)
 
 
 def window_sums(
@@ -205,7 +309,7 @@ def window_mass(
     Returns:
         The reduced scores, float32.
     """
-    return xla.window_mass(q, k, positions, reduce)
+    return columns.window_mass(q, k, positions, reduce)
 
 
 __all__ = [
@@ -214,10 +318,13 @@ __all__ = [
     "Implementation",
     "causal",
     "choose",
+    "column_sums",
     "merge",
     "named",
     "over_pool",
+    "over_pool_scored",
     "packed",
+    "pool_sums",
     "prompts",
     "window_mass",
     "window_sums",

@@ -64,7 +64,9 @@ def named(asked: Implementation | str) -> Implementation:
     return Implementation(asked)
 
 
-def choose(asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head_dim: int, scores: bool) -> Chosen:
+def choose(
+    asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head_dim: int, scores: bool, sums: bool = False
+) -> Chosen:
     """Chooses for a model, a policy and a device.
 
     Args:
@@ -73,6 +75,7 @@ def choose(asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head
         dtype: of the model.
         head_dim: D.
         scores: the policy looks at attention while it prefills.
+        sums: it looks at that of all queries.
 
     Returns:
         What runs.
@@ -99,6 +102,7 @@ def choose(asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head
     )
     if asked is cudnn:
         require(gpu, "implementation", "cudnn", f"cuDNN needs a GPU, this is {platform}: use auto")
+        require(not sums, "implementation", "cudnn", "it says nothing of what each key receives: use auto or pallas")
         require(
             serves,
             "implementation",

@@ -5,19 +5,18 @@ The formulation goes by shape; what was measured stands beside each choice, `ben
 
 import enum
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 # Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
-_MASKED = -1e30
-_KEY_BLOCK = 512
-_WALK_BLOCK = 256
+MASKED = -1e30
+KEY_BLOCK = 512
+WALK_BLOCK = 128
 # Rows from which, and chunks in which, a product of weights and values is cut so that every core has a share of it.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
@@ -41,8 +40,8 @@ def causal(
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
     """Flash attention in blocks of keys up to the diagonal; see `jaxkv.attention.causal`."""
     heads, group, queries, dim = q.shape
-    block = min(_KEY_BLOCK, k.shape[1])
-    scale = jnp.asarray(_LOG2E / math.sqrt(dim), jnp.float32)
+    block = min(KEY_BLOCK, k.shape[1])
+    scale = jnp.asarray(LOG2E / math.sqrt(dim), jnp.float32)
     # exp2 with the scale folded into q saves a multiplication per logit.
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(heads, group * queries, dim)
     # In 16 bits a product is cheaper than a sum over rows: a column of ones among the values gathers the total.
@@ -61,11 +60,11 @@ def causal(
             begin = jnp.minimum(index * block, k_head.shape[0] - block)
             keys = lax.dynamic_slice_in_dim(k_head, begin, block)
             values = lax.dynamic_slice_in_dim(v_head, begin, block)
-            logits = _rows_dot(q_head, keys)
+            logits = rows_dot(q_head, keys)
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
                 seen = (position >= index * block) & (position <= query_positions[:, None])
-                logits = jnp.where(seen, logits, _MASKED)
+                logits = jnp.where(seen, logits, MASKED)
             top = jnp.maximum(maximum, logits.max(axis=-1))
             weights = jnp.exp2(logits - top[:, None])
             shrink = jnp.exp2(maximum - top)
@@ -76,7 +75,7 @@ def causal(
 
         rows = group * queries
         carry = (
-            jnp.full((rows,), _MASKED, jnp.float32),
+            jnp.full((rows,), MASKED, jnp.float32),
             jnp.zeros((rows,), jnp.float32),
             jnp.zeros((rows, width), jnp.float32),
         )
@@ -153,7 +152,7 @@ def masked_product(
     batch, heads, rows, dim = q.shape
     flat = q.reshape(batch, heads * rows, dim)
     logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    inside = _inside(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
+    inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
     logits = logits.reshape(batch, heads, rows, -1)
     weights, total, lse = _softmax(logits, inside[:, :, None])
     weights = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
@@ -170,18 +169,18 @@ def walk(
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Walks each segment in blocks, as many as the longest has, queries already scaled: work goes by length, not P."""
     batch, heads, rows, dim = q.shape
-    block = min(_WALK_BLOCK, k.shape[1])
+    block = min(WALK_BLOCK, k.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):
         maximum, total, acc = carry
         begin = start + index * block
         clamped = jnp.clip(begin, 0, k.shape[1] - block)
-        keys, values = _slices(k, clamped, block), _slices(v, clamped, block)
+        keys, values = windows(k, clamped, block), windows(v, clamped, block)
         row = clamped[..., None] + offsets
         inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
         logits = lax.dot_general(q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        logits = jnp.where(inside[:, :, None], logits, _MASKED)
+        logits = jnp.where(inside[:, :, None], logits, MASKED)
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)
@@ -191,54 +190,33 @@ def walk(
         return top, total, acc * shrink[..., None] + part
 
     shape = (batch, heads, rows)
-    carry = (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
+    carry = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(q.shape, jnp.float32))
     trips = (length.max() + block - 1) // block
     maximum, total, acc = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     return acc / jnp.maximum(total, 1e-30)[..., None], lse
 
 
-def _slices(rows: Float[Array, "B P D"], begin: Int[Array, "B K"], size: int) -> Float[Array, "B K size D"]:
+def windows(rows: Float[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Float[Array, "B K size *D"]:
+    """Neighbouring rows of a pool from each first row on."""
     one = lambda r, b: lax.dynamic_slice_in_dim(r, b, size)  # noqa: E731
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows, begin)
 
 
-def _inside(row, start, length):
+def inside_segments(row: Int[Array, " P"], start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, "B K P"]:
+    """Which rows of a pool lie in which segment."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 
 def _softmax(logits, inside):
     """Unnormalised weights, their sum and the log-sum-exp; an empty segment gives 0, 1 and -inf."""
-    logits = jnp.where(inside, logits, _MASKED)
+    logits = jnp.where(inside, logits, MASKED)
     top = logits.max(axis=-1)
     weights = jnp.exp(logits - top[..., None])
-    empty = top <= _MASKED
+    empty = top <= MASKED
     weights = jnp.where(empty[..., None], 0.0, weights)
     total = jnp.where(empty, 1.0, weights.sum(axis=-1))
     return weights, total, jnp.where(empty, -jnp.inf, top + jnp.log(total))
-
-
-def window_mass(
-    q: Float[Array, "B K G w D"],
-    k: Float[Array, "B K S D"],
-    positions: Int[Array, "B w"],
-    reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
-) -> Float[Array, "B K S"]:
-    """Probabilities of a few queries, one kv head at a time; see `jaxkv.attention.window_mass`."""
-    batch, heads, group, window, dim = q.shape
-    key_positions = jnp.arange(k.shape[2], dtype=jnp.int32)
-
-    def head(inputs):
-        q_head, k_head, position = inputs
-        logits = _rows_dot(q_head.reshape(group * window, dim), k_head).reshape(group, window, -1)
-        logits = logits * (1.0 / math.sqrt(dim))
-        seen = key_positions <= position[:, None]
-        probabilities = jax.nn.softmax(jnp.where(seen, logits, _MASKED), axis=-1)
-        return reduce(probabilities, position)
-
-    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
-    spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    return lax.map(head, (flat(q), flat(k), flat(spread))).reshape(batch, heads, -1)
 
 
 def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n"]:
@@ -250,7 +228,8 @@ def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n
     return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
 
-def _rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:
+def rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:
+    """All products of two sets of rows, float32."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 

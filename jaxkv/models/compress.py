@@ -1,25 +1,26 @@
-"""Compression of one layer: score its rows, choose those that stay, gather them into a pool."""
+"""Compression of one layer: score its rows, choose those that stay, merge the others, gather them into a pool."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, segment_of_row
-from jaxkv.policies.base import Observed, Scorer
 from jaxkv.policies.budgets import LayerBudgets
+from jaxkv.policies.merging import UNSET, Merged, Merger
+from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.select import HeadBudgets
 
 
 @partial(jax.jit, static_argnames=("scorer", "layers"))
 def observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets
-) -> tuple[Float[Array, "B K S"], Float[Array, " B"] | None]:
+) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
     """Scores one layer's rows; with the layer's claim on the budget, where budgets follow from scores.
 
     Args:
@@ -29,14 +30,14 @@ def observe(
         layers: the policy's.
 
     Returns:
-        Scores, and weights or None.
+        Scores, what they were made of, and weights or None.
     """
     mass = scorer.mass(seen)
     weight = None
     if layers.from_scores:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        weight = layers.weight(mass, (inside & ~forced)[:, None])
-    return scorer.scores(mass, seen.length), weight
+        weight = layers.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
+    return scorer.scores(mass, seen.length), mass, weight
 
 
 @partial(jax.jit, static_argnames=("heads",))
@@ -45,6 +46,9 @@ def choose(
     forced: Bool[Array, "B S"],
     length: Int[Array, " B"],
     rows: Int[Array, " B"],
+    recent: Int[Array, " B"] | None = None,
+    norms: Float[Array, "B K S"] | None = None,
+    allowed: Bool[Array, "B S"] | None = None,
     *,
     heads: HeadBudgets,
 ) -> Bool[Array, "B K S"]:
@@ -55,16 +59,54 @@ def choose(
         forced: rows that stay whatever their score.
         length: tokens of each sequence.
         rows: rows per kv head in this layer, forced ones included; K times as many stay.
+        recent: last rows that stay, too.
+        norms: of the values, for choices that look at them.
+        allowed: the only rows that can be chosen, if not all.
         heads: how they spread over heads.
 
     Returns:
         The mask; ties go to the lowest head, then to the lowest position.
     """
-    inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None]
-    forced = (forced & inside)[:, None]
-    anyway = forced.sum(axis=(1, 2), dtype=jnp.int32)
+    position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    inside = position < length[:, None]
+    if recent is not None:
+        forced = forced | (position >= (length - recent)[:, None])
+    forced = forced & inside
+    anyway = forced.sum(axis=1, dtype=jnp.int32)
     base = jnp.minimum(rows, length) - anyway
-    return forced | heads.choose(scores, inside[:, None] & ~forced, base, anyway)
+    candidates = inside & ~forced if allowed is None else inside & ~forced & allowed
+    return forced[:, None] | heads.choose(scores, candidates[:, None], base, anyway, norms)
+
+
+@partial(jax.jit, static_argnames=("merge",))
+def merged(
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    kept: Bool[Array, "B K S"],
+    length: Int[Array, " B"],
+    mass: Float[Array, "B K S"],
+    key: PRNGKeyArray,
+    *,
+    merge: Merger,
+) -> Merged:
+    """Merges a prompt's dropped rows of one layer into those that stay.
+
+    Args:
+        k: keys.
+        v: values.
+        kept: rows that stay.
+        length: tokens of each sequence.
+        mass: what was observed of each row.
+        key: for mergers that draw.
+        merge: the policy's.
+
+    Returns:
+        Keys, values and thresholds.
+    """
+    batch, heads, slots, _ = k.shape
+    inside = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32) < length[:, None, None], kept.shape)
+    tau = jnp.full((batch, heads, merge.thresholds), UNSET, jnp.float32) if merge.thresholds else None
+    return merge.merge(k, v, kept, inside, mass, tau, key)
 
 
 @partial(jax.jit, static_argnames=("rows", "form", "implementation"))
@@ -72,17 +114,21 @@ def pack(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     mask: Bool[Array, "B K S"],
+    score: Float[Array, "B K S"] | None = None,
+    positions: Int[Array, "B K S"] | None = None,
     *,
     rows: int,
     form: Form,
     implementation: Implementation = Implementation.XLA,
 ) -> tuple[Pool, Int[Array, "B K"], Int[Array, "B K"]]:
-    """Gathers one layer's chosen rows into its pool, in order of position.
+    """Gathers one layer's chosen rows into its pool, in the order they come.
 
     Args:
         k: keys as the pool stores them.
         v: values.
         mask: rows that stay.
+        score: what goes with each row, for pools that keep scores.
+        positions: of the rows; 0 to S by default.
         rows: P.
         form: how the segments lie; room is spread evenly behind them.
         implementation: kernels gather in one pass.
@@ -109,12 +155,23 @@ def pack(
     position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
     source = jnp.where(real, segment * slots + position, -1)
     packed_k, packed_v, pos = attention.packed(k, v, source, implementation=implementation)
-    return Pool(k=packed_k, v=packed_v, pos=pos), start, length
+    cells = lambda a, empty: jnp.where(  # noqa: E731
+        real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), axis=1), empty
+    )
+    if positions is not None:
+        pos = cells(positions, -1)
+    return Pool(k=packed_k, v=packed_v, pos=pos, score=None if score is None else cells(score, 0.0)), start, length
 
 
 @partial(jax.jit, donate_argnums=(0,))
 def pack_shared(
-    pool: Pool, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B K S"], start: Array
+    pool: Pool,
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    mask: Bool[Array, "B K S"],
+    start: Int[Array, "B K"],
+    score: Float[Array, "B K S"] | None = None,
+    positions: Int[Array, "B K S"] | None = None,
 ) -> Pool:
     """Scatters one layer's chosen rows into the pool that all layers share.
 
@@ -123,7 +180,9 @@ def pack_shared(
         k: keys as the pool stores them.
         v: values.
         mask: rows that stay.
-        start: `[B, K]` first row of this layer's segments.
+        start: first row of this layer's segments.
+        score: what goes with each row, for pools that keep scores.
+        positions: of the rows; 0 to S by default.
 
     Returns:
         The pool with this layer's rows in place.
@@ -132,7 +191,34 @@ def pack_shared(
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots)).reshape(row.shape)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
     put = lambda to, what: to.at[index, row].set(what, mode="drop", unique_indices=True)  # noqa: E731
     flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
-    return Pool(k=put(pool.k, flat(k)), v=put(pool.v, flat(v)), pos=put(pool.pos, position))
+    return Pool(
+        k=put(pool.k, flat(k)),
+        v=put(pool.v, flat(v)),
+        pos=put(pool.pos, positions.reshape(row.shape)),
+        score=None if pool.score is None or score is None else put(pool.score, score.reshape(row.shape)),
+    )
+
+
+def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: bool) -> Pool:
+    """A pool without rows.
+
+    Args:
+        batch: B.
+        rows: P.
+        dim: D.
+        dtype: of keys and values.
+        scored: whether it keeps scores.
+
+    Returns:
+        The pool.
+    """
+    return Pool(
+        k=jnp.zeros((batch, rows, dim), dtype),
+        v=jnp.zeros((batch, rows, dim), dtype),
+        pos=jnp.full((batch, rows), -1, jnp.int32),
+        score=jnp.zeros((batch, rows), jnp.float32) if scored else None,
+    )

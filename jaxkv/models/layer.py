@@ -13,13 +13,14 @@ from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.plan import QUERY_BLOCK
+from jaxkv.policies.protocol import Needs
 
 _GPU_TOKENS = 8192
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "k", "v", "unrotated", "q", "q_positions"],
+    data_fields=["x", "k", "v", "unrotated", "q", "q_positions", "sums", "norms"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class LayerOut:
         unrotated: keys before RoPE where the policy stores those, else None.
         q: `[B, K, G, w, D]` rotated queries of the last w tokens.
         q_positions: `i32[B, w]` their positions; negative ones do not exist.
+        sums: `f32[B, K, G, S]` attention each key receives from all queries, if asked for.
+        norms: `f32[B, K, S]` L1 norms of values at the layer's output, mean over the group, if asked for.
     """
 
     x: Array
@@ -41,6 +44,8 @@ class LayerOut:
     unrotated: Float[Array, "B K S D"] | None
     q: Float[Array, "B K G w D"]
     q_positions: Int[Array, "B w"]
+    sums: Float[Array, "B K G S"] | None
+    norms: Float[Array, "B K S"] | None
 
 
 def layer(
@@ -49,8 +54,7 @@ def layer(
     length: Int[Array, " B"],
     *,
     graphs: Graphs,
-    queries: int,
-    keep_unrotated: bool,
+    needs: Needs,
     last: bool,
     implementation: Implementation,
 ) -> LayerOut:
@@ -61,8 +65,7 @@ def layer(
         x: hidden states, donated.
         length: tokens of each sequence.
         graphs: the decoder's static half.
-        queries: w, how many last queries to return.
-        keep_unrotated: also return keys before RoPE.
+        needs: what to return beside hidden states, keys and values.
         last: this is the top block: only the last token's hidden state is wanted.
         implementation: what computes attention.
 
@@ -71,13 +74,13 @@ def layer(
     """
     block = graphs.block(leaves)
     batch, slots, _ = x.shape
-    q_positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
     window = block.queries(jnp.take_along_axis(x, at[..., None], axis=1), at)
     if implementation is Implementation.XLA:
-        x, k, v, unrotated = _by_sequence(block, x, length, keep_unrotated, last)
+        x, k, v, unrotated, sums = _by_sequence(block, x, length, needs, last)
     else:
-        x, k, v, unrotated = _at_once(block, x, length, keep_unrotated, last, implementation)
+        x, k, v, unrotated, sums = _at_once(block, x, length, needs, last, implementation)
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
@@ -92,13 +95,44 @@ def layer(
             implementation=Implementation.PALLAS if implementation is Implementation.CUDNN else implementation,
         )
         x = block.finish(final, out[..., None, :])[:, 0]
-    return LayerOut(x=x, k=k, v=v, unrotated=unrotated, q=window, q_positions=q_positions)
+    return LayerOut(
+        x=x,
+        k=k,
+        v=v,
+        unrotated=unrotated,
+        q=window,
+        q_positions=q_positions,
+        sums=sums,
+        norms=value_norms(block, v) if needs.norms else None,
+    )
 
 
-def _by_sequence(block: Block, x: Array, length: Array, keep_unrotated: bool, last: bool):
+def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
+    """L1 norms of values seen through the output projection, mean over the query heads that read them.
+
+    Args:
+        block: whose projection it is.
+        v: values.
+
+    Returns:
+        The norms, float32; a block of rows at a time, because each row becomes G times E numbers.
+    """
+    batch, heads, slots, dim = v.shape
+    size = _block(slots, (512, QUERY_BLOCK))
+    weight = block.attention.out[...].reshape(-1, heads, block.config.group, dim)
+
+    def norms(part: Array) -> Array:
+        seen = jnp.einsum("bksd,ekgd->bkgse", part, weight, preferred_element_type=jnp.float32)
+        return jnp.abs(seen).sum(axis=-1).mean(axis=2)
+
+    parts = jnp.moveaxis(v.reshape(batch, heads, slots // size, size, dim), 2, 0)
+    return jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, slots)
+
+
+def _by_sequence(block: Block, x: Array, length: Array, needs: Needs, last: bool):
     """One sequence after the other, as many blocks as it has: padding costs memory but no time. For a CPU.
 
-    Returns x after the block (as it came, if last), K, V, and un-rotated keys or None.
+    Returns x after the block (as it came, if last), K, V, and un-rotated keys and sums or None.
     """
     batch, slots, _ = x.shape
     size = _block(slots, (512, QUERY_BLOCK))
@@ -110,29 +144,41 @@ def _by_sequence(block: Block, x: Array, length: Array, keep_unrotated: bool, la
     def keys_values(row, buffers):
         def step(index, buffers):
             part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
-            new = _keys_values(block, part, positions(index), keep_unrotated)
+            new = _keys_values(block, part, positions(index), needs.unrotated)
             return tuple(_put(to, what, (row, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
 
         return lax.fori_loop(0, blocks[row], step, buffers)
 
-    k, v, *unrotated = lax.fori_loop(0, batch, keys_values, _buffers(block, x, keep_unrotated))
+    k, v, *unrotated = lax.fori_loop(0, batch, keys_values, _buffers(block, x, needs.unrotated))
 
-    def rows(row, x):
+    def rows(row, carry):
         k_row, v_row = k[row], v[row]
 
-        def step(index, x):
+        def step(index, carry):
+            x, sums = carry
             # K and V are complete, so hidden states can be overwritten block by block.
             part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
-            out, _ = attention.causal(block.queries(part, positions(index))[0], k_row, v_row, index * size)
-            return _put(x, block.finish(part, out[None]), (row, index * size, 0))
+            q = block.queries(part, positions(index))[0]
+            out, lse = attention.causal(q, k_row, v_row, index * size)
+            if sums is not None:
+                heard = jnp.where(positions(index) < length[row], lse, jnp.inf)
+                new = attention.column_sums(q, k_row, heard, index * size)
+                sums = sums.at[row].add(new)
+            if not last:
+                x = _put(x, block.finish(part, out[None]), (row, index * size, 0))
+            return x, sums
 
-        return lax.fori_loop(0, blocks[row], step, x)
+        return lax.fori_loop(0, blocks[row], step, carry)
 
-    after = x if last else lax.fori_loop(0, batch, rows, x)
-    return after, k, v, unrotated[0] if unrotated else None
+    config = block.config
+    sums = jnp.zeros((batch, config.kv_heads, config.group, slots), jnp.float32) if needs.sums else None
+    after = x
+    if needs.sums or not last:
+        after, sums = lax.fori_loop(0, batch, rows, (x, sums))
+    return after, k, v, unrotated[0] if unrotated else None, sums
 
 
-def _at_once(block: Block, x: Array, length: Array, keep_unrotated: bool, last: bool, implementation: Implementation):
+def _at_once(block: Block, x: Array, length: Array, needs: Needs, last: bool, implementation: Implementation):
     """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
     batch, slots, width = x.shape
     # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
@@ -145,10 +191,10 @@ def _at_once(block: Block, x: Array, length: Array, keep_unrotated: bool, last: 
 
     def project(index, buffers):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
-        new = _keys_values(block, part, positions(index), keep_unrotated)
+        new = _keys_values(block, part, positions(index), needs.unrotated)
         return tuple(_put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
 
-    k, v, *unrotated = lax.fori_loop(0, slots // size, project, _buffers(block, x, keep_unrotated))
+    k, v, *unrotated = lax.fori_loop(0, slots // size, project, _buffers(block, x, needs.unrotated))
 
     def queries(index, q):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
@@ -160,24 +206,26 @@ def _at_once(block: Block, x: Array, length: Array, keep_unrotated: bool, last: 
             x, block.finish(part, lax.dynamic_slice_in_dim(out, index * size, size, axis=3)), (0, index * size, 0)
         )
 
-    if not last:
+    sums = None
+    if needs.sums or not last:
         shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
         q = lax.fori_loop(0, slots // size, queries, jnp.zeros(shape, x.dtype))
-        out = attention.prompts(q, k, v, length, implementation=implementation)
+        out, sums = attention.prompts(q, k, v, length, sums=needs.sums, implementation=implementation)
+    if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
-    return x, k, v, unrotated[0] if unrotated else None
+    return x, k, v, unrotated[0] if unrotated else None, sums
 
 
-def _keys_values(block: Block, part: Array, positions: Array, keep_unrotated: bool) -> tuple[Array, ...]:
+def _keys_values(block: Block, part: Array, positions: Array, unrotated: bool) -> tuple[Array, ...]:
     raw, v = block.keys_values(part)
     k = block.rotated(raw, positions)
-    return (k, v, raw) if keep_unrotated else (k, v)
+    return (k, v, raw) if unrotated else (k, v)
 
 
-def _buffers(block: Block, x: Array, keep_unrotated: bool) -> tuple[Array, ...]:
+def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
-    return (buffer,) * (3 if keep_unrotated else 2)
+    return (buffer,) * (3 if unrotated else 2)
 
 
 def _put(to: Array, what: Array, at: tuple) -> Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv import attention
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, append
-from jaxkv.models.decode import Live, Program, pool_attention, project, rolled, step
+from jaxkv.models.decode import Live, Program, pool_attention, project, remembered, rolled, step
 from jaxkv.models.decoder import Block, Flat
 from jaxkv.rope import rotate
 from jaxkv.sampling import Sampling
@@ -55,6 +56,7 @@ class Running:
         """
         if self.tails:
             return dataclasses.replace(self, written=self.written - rows)
+        # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
         length = self.live.length - rows[None, :, None]
         return dataclasses.replace(self, live=dataclasses.replace(self.live, length=length, seen=self.live.seen - rows))
 
@@ -88,9 +90,10 @@ def settle(running: Running, *, program: Program) -> Live:
     """
     if not running.tails:
         return running.live
-    live = running.live
-    pools, start, length, seen = live.pools, live.start, live.length, live.seen
-    return _settle(pools, start, length, seen, running.tails, running.written, program=program)
+    live, written = running.live, running.written
+    pools = _settle(live.pools, live.start, live.length, live.seen, running.tails, written, program=program)
+    length, seen = live.length + written[None, :, None], live.seen + written
+    return dataclasses.replace(live, pools=pools, length=length, seen=seen)
 
 
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
@@ -102,7 +105,7 @@ def _settle(pools, start, length, seen, tails, written, *, program):
         dtype = pools[at].k.dtype
         end = start[layer] + length[layer]
         pools[at] = append(pools[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
-    return Live(pools=tuple(pools), start=start, length=length + written[:, None], seen=seen + written)
+    return tuple(pools)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["logits", "done", "key"], meta_fields=[])
@@ -151,13 +154,14 @@ def decode(
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
     live = running.live
-    moving = (live.length, live.seen, running.index, running.written, draw)
-    pools, moving, out, ran = _loop(
+    written, read = (running.tails, live.pools) if running.tails else (live.pools, ())
+    moving = (running.index, running.written, draw)
+    written, live, moving, out, ran = _loop(
         flat.ends,
         flat.blocks,
-        running.tails or live.pools,
-        live.pools if running.tails else (),
-        live.start,
+        written,
+        read,
+        dataclasses.replace(live, pools=()),
         moving,
         eos,
         jnp.int32(steps),
@@ -165,24 +169,24 @@ def decode(
         sampling=sampling,
         size=size,
     )
-    length, seen, index, written, draw = moving
-    if running.tails:
-        return dataclasses.replace(running, tails=pools, index=index, written=written), draw, out, ran
-    live = Live(pools=pools, start=live.start, length=length, seen=seen)
-    return dataclasses.replace(running, live=live), draw, out, ran
+    tails, pools = (written, read) if running.tails else ((), written)
+    index, fed, draw = moving
+    live = dataclasses.replace(live, pools=pools)
+    return Running(live=live, tails=tails, index=index, written=fed), draw, out, ran
 
 
-@partial(jax.jit, static_argnames=("program", "sampling", "size"), donate_argnames=("written_pools",))
-def _loop(ends, blocks, written_pools, read_pools, start, moving, eos, steps, *, program, sampling, size):
-    """The loop over what it writes (pools, or tails beside pools that are only read)."""
-    length, seen, first, fed, draw = moving
-    batch = seen.shape[0]
+@partial(jax.jit, static_argnames=("program", "sampling", "size"), donate_argnames=("written",))
+def _loop(ends, blocks, written, read, rest, moving, eos, steps, *, program, sampling, size):
+    """The loop over what it writes: pools, or tails beside pools that are only read."""
+    first, fed, draw = moving
+    batch = fed.shape[0]
     rows = jnp.arange(batch, dtype=jnp.int32)
+    # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
     if program.tail:
-        live = Live(pools=read_pools, start=start, length=length, seen=seen)
-        store = written_pools
+        live = dataclasses.replace(rest, pools=read)
+        store: Any = (written, rest.state.rings if rest.state is not None else ())
     else:
-        store = Live(pools=written_pools, start=start, length=length, seen=seen)
+        store = dataclasses.replace(rest, pools=written)
 
     def going(carry):
         index, _, draw, _, _ = carry
@@ -191,37 +195,42 @@ def _loop(ends, blocks, written_pools, read_pools, start, moving, eos, steps, *,
 
     def body(carry):
         index, store, draw, fed, out = carry
-        keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen + fed)
+        seen = live.seen + fed if program.tail else store.seen
+        keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen)
         token = sampling(draw.logits, keys)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         done = draw.done | (token[:, None] == eos).any(axis=1)
         count = (~done).astype(jnp.int32)
         if program.tail:
-            logits, store = _tail_step(ends, blocks, live, store, first + index, token, program=program)
+            logits, store = _tail_step(ends, blocks, live, *store, first + index, token, count, program=program)
         else:
             logits, store = step(ends, blocks, store, token[:, None], count, program=program)
         return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
-    if program.tail:
-        return store, (length, seen, first + index, fed, draw), out, index
-    return store.pools, (store.length, store.seen, first, jnp.zeros_like(fed), draw), out, index
+    if not program.tail:
+        return store.pools, dataclasses.replace(store, pools=()), (first, jnp.zeros_like(fed), draw), out, index
+    tails, rings = store
+    state = None if rest.state is None else dataclasses.replace(rest.state, rings=rings)
+    return tails, dataclasses.replace(rest, state=state), (first + index, fed, draw), out, index
 
 
-def _tail_step(ends, blocks, live, tails, index, token, *, program):
+def _tail_step(ends, blocks, live, tails, rings, index, token, count, *, program):
     """`step` for one token, which writes to the tails and only reads the pools."""
     outer = program.graphs.ends(ends)
     x = outer.embed(token[:, None])
-    after = []
+    after, kept = [], []
     for layer, leaves in enumerate(blocks):
         pool = live.pools[0 if program.form is Form.SHARED else layer]
         block = program.graphs.block(leaves)
-        x, tail = _over_tail(
+        x, tail, q = _over_tail(
             block, program, x, pool, tails[layer], live.start[layer], live.length[layer], live.seen, index
         )
         after.append(tail)
-    return outer.logits(x[:, 0]), tuple(after)
+        if rings:
+            kept.append(remembered(rings[layer], q, live.seen[:, None] + index, count))
+    return outer.logits(x[:, 0]), (tuple(after), tuple(kept))
 
 
 def _over_tail(
@@ -234,7 +243,7 @@ def _over_tail(
     length: Int[Array, "B K"],
     seen: Int[Array, " B"],
     index: Int[Array, ""],
-) -> tuple[Float[Array, "B 1 E"], Tail]:
+) -> tuple[Float[Array, "B 1 E"], Tail, Float[Array, "B K G 1 D"]]:
     """One block over one new token: its row joins the tail, and it attends to the pool and to the tail."""
     place = (length[:, :1] if program.rolling else seen[:, None]) + index
     new = project(block, program, x, place)
@@ -255,4 +264,4 @@ def _over_tail(
     own, own_lse = pool_attention(
         wide, flat(tail_keys), flat(tail.v), first, rows, dataclasses.replace(program, form=Form.EQUAL)
     )
-    return block.finish(x, attention.merge(out, lse, own, own_lse)), tail
+    return block.finish(x, attention.merge(out, lse, own, own_lse)), tail, new.q

@@ -4,6 +4,7 @@ Outside walk the layers, one jitted call each; inside walk blocks of queries, as
 so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, what is kept of the others.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -14,13 +15,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool, Turn, lay_out
+from jaxkv.cache import KVCache, State, Turn, lay_out
 from jaxkv.config import ModelConfig
-from jaxkv.models.compress import choose, observe, pack, pack_shared
+from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
-from jaxkv.plan import Plan
-from jaxkv.policies.base import Observed, Policy
+from jaxkv.plan import Plan, ring_rows
+from jaxkv.policies.base import Policy
+from jaxkv.policies.protocol import Observed
 
 
 @partial(jax.jit, static_argnames=("graphs",))
@@ -28,7 +30,7 @@ def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[
     return graphs.ends(ends).embed(tokens)
 
 
-_LAYER_STATICS = ("graphs", "queries", "keep_unrotated", "last", "implementation")
+_LAYER_STATICS = ("graphs", "needs", "last", "implementation")
 _layer = jax.jit(layer, static_argnames=_LAYER_STATICS, donate_argnames=("x",))
 # The top block gives back one token's hidden state: there is nothing to write in place.
 _top_layer = jax.jit(layer, static_argnames=_LAYER_STATICS)
@@ -43,8 +45,7 @@ def _run_layer(
         x,
         length,
         graphs=flat.graphs,
-        queries=0 if policy.scorer is None else policy.scorer.queries,
-        keep_unrotated=policy.rolling,
+        needs=policy.needs,
         last=last,
         implementation=implementation,
     )
@@ -65,7 +66,6 @@ def compile_ahead(
     policy: Policy,
     needed: Plan,
     *,
-    room: int,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
     """Compiles what `prefill` will call, by running it over sequences of no tokens; once per process and shape.
@@ -76,11 +76,11 @@ def compile_ahead(
         batch: B.
         policy: the compression.
         needed: the plan.
-        room: rows to leave behind every segment.
         implementation: what computes attention.
     """
-    pool_rows = needed.pool_rows(config.kv_heads, config.layers, room)
-    parts = (policy.scorer, policy.layers, policy.heads, policy.rolling)
+    pool_rows = needed.pool_rows(config.kv_heads)
+    scored = policy.upkeep is not None and policy.upkeep.scored
+    parts = (policy.scorer, policy.layers, policy.heads, policy.needs, policy.merge, scored)
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
     if signature in _compiled:
         return
@@ -90,14 +90,18 @@ def compile_ahead(
     for index in sorted({0, config.layers - 1}):
         out = _run_layer(flat, index, x, length, policy, implementation)
         x = out.x
-    mask = jnp.zeros(out.k.shape[:3], bool)
+    mask, mass = jnp.zeros(out.k.shape[:3], bool), None
+    k, v = out.k, out.v
     if policy.scorer is not None:
         seen = _observed(out, length, 0, jax.random.key(0), implementation)
-        scores, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
-        mask = choose(scores, forced, length, length, heads=policy.heads)
+        scores, mass, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
+        allowed = forced if policy.carries_over else None
+        mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=policy.heads)
+        if policy.merge is not None:
+            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.merge)
     if needed.form is not Form.SHARED:
         for rows in set(pool_rows):
-            pack(out.k, out.v, mask, rows=rows, form=needed.form, implementation=implementation)
+            pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
     _compiled.add(signature)
 
@@ -116,8 +120,56 @@ def _observed(out: LayerOut, length: Array, index: int, key: PRNGKeyArray, imple
         length=length,
         layer=jnp.int32(index),
         key=key,
+        sums=out.sums,
         implementation=implementation,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """A layer whose rows are known, and not yet chosen."""
+
+    k: Array
+    v: Array
+    scores: Array
+    mass: Array
+    norms: Array | None
+
+
+class _Chooser:
+    """Chooses and merges the rows of one layer after the other."""
+
+    def __init__(self, policy: Policy, length: Array, forced: Array, key: PRNGKeyArray):
+        self.policy, self.length, self.forced, self.key = policy, length, forced, key
+        self.taus: list[Array] = []
+        self._below: Array | None = None
+
+    def mask(self, layer: _Scored, index: int, rows: np.ndarray, recent: np.ndarray) -> Array:
+        """Which rows of a layer stay."""
+        policy = self.policy
+        mask = choose(
+            layer.scores,
+            self.forced,
+            self.length,
+            jnp.asarray(rows, jnp.int32),
+            jnp.asarray(recent, jnp.int32),
+            layer.norms,
+            self._below if policy.carries_over and index else None,
+            heads=policy.heads,
+        )
+        if policy.carries_over:
+            self._below = mask[:, 0]
+        return mask
+
+    def rows(self, layer: _Scored, index: int, mask: Array) -> tuple[Array, Array]:
+        """A layer's keys and values, dropped rows merged in."""
+        if self.policy.merge is None:
+            return layer.k, layer.v
+        key = jax.random.fold_in(self.key, index)
+        k, v, tau = merged(layer.k, layer.v, mask, self.length, layer.mass, key, merge=self.policy.merge)
+        if tau is not None:
+            self.taus.append(tau)
+        return k, v
 
 
 def prefill(
@@ -129,7 +181,6 @@ def prefill(
     needed: Plan,
     *,
     key: PRNGKeyArray,
-    room: int = 0,
     model: str = "",
     implementation: Implementation = Implementation.XLA,
     tick: Callable[[], None] = lambda: None,
@@ -144,7 +195,6 @@ def prefill(
         policy: the compression.
         needed: the plan for these lengths.
         key: for policies that draw.
-        room: rows to leave behind every segment.
         model: the weights' fingerprint.
         implementation: what computes attention.
         tick: called after each layer.
@@ -152,36 +202,50 @@ def prefill(
     Returns:
         The cache, and float32 logits of each prompt's last token.
     """
-    scorer, layers = policy.scorer, config.layers
+    scorer, layers, upkeep = policy.scorer, config.layers, policy.upkeep
     graphs, batch = flat.graphs, len(lengths)
     forced = jnp.asarray(policy.forced(lengths, needed.slots))
     length = jnp.asarray(lengths, jnp.int32)
-    pool_rows = needed.pool_rows(config.kv_heads, layers, room)
+    pool_rows = needed.pool_rows(config.kv_heads)
     shared = needed.form is Form.SHARED
+    scored = upkeep is not None and upkeep.scored
+    choosing = _Chooser(policy, length, forced, key)
+    recents = np.zeros((layers, batch), np.int64)
+    if needed.rows is not None:
+        recents = policy.recents(needed.rows, lengths, needed.forced)
     inside = jnp.broadcast_to(
         (jnp.arange(needed.slots, dtype=jnp.int32) < length[:, None])[:, None],
         (batch, config.kv_heads, needed.slots),
     )
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
-    pools, starts, counts, held = [], [], [], []
+    pools, starts, counts, held, weights, rings = [], [], [], [], [], []
     for index in range(layers):
         out = _run_layer(flat, index, x, length, policy, implementation)
         x = out.x
-        stored = out.k if out.unrotated is None else out.unrotated
-        if scorer is None:
-            mask = inside
-        else:
+        k = out.k if out.unrotated is None else out.unrotated
+        v, mask, mass = out.v, inside, None
+        if upkeep is not None and upkeep.ring:
+            rings.append(_ring(out.q, length, rows=ring_rows(upkeep.ring)))
+        if scorer is not None:
             seen = _observed(out, length, index, key, implementation)
-            scores, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
+            scores, mass, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
+            layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
             if shared:
-                held.append((stored, out.v, scores, weight))
+                held.append(layer)
+                weights.append(np.asarray(weight))
                 tick()
                 continue
             assert needed.rows is not None
-            rows = jnp.asarray(needed.rows[index], jnp.int32)
-            mask = choose(scores, forced, length, rows, heads=policy.heads)
+            mask = choosing.mask(layer, index, needed.rows[index], recents[index])
+            k, v = choosing.rows(layer, index, mask)
         pool, start, count = pack(
-            stored, out.v, mask, rows=pool_rows[index], form=needed.form, implementation=implementation
+            k,
+            v,
+            mask,
+            mass if scored else None,
+            rows=pool_rows[index],
+            form=needed.form,
+            implementation=implementation,
         )
         pools.append(pool)
         starts.append(start)
@@ -189,19 +253,43 @@ def prefill(
         # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
         jax.block_until_ready(pool)
         tick()
+    rows = needed.rows
     if shared:
-        pool, start, length_kept, limit = _finish_shared(held, policy, config, needed, pool_rows[0], forced, length)
-        pools, starts, counts = [pool], [start], [length_kept]
-        tables = (start, length_kept, limit)
+        rows = policy.layers.rows(
+            needed.budget,
+            np.asarray(lengths, np.int64),
+            needed.forced,
+            layers=layers,
+            window=policy.kept_last,
+            weights=np.stack(weights),
+        )
+        recents = policy.recents(rows, lengths, needed.forced, np.stack(weights))
+        pool, start, kept = _into_shared(held, choosing, config, needed, pool_rows[0], rows, recents, scored)
+        pools = [pool]
     else:
-        kept = jnp.stack(counts)
-        tables = (jnp.stack(starts), kept, kept)
+        start, kept = jnp.stack(starts), jnp.stack(counts)
+    limit, state = jnp.copy(kept), None
+    if upkeep is not None:
+        assert rows is not None
+        nominal = policy.nominal(lengths, needed.budget)
+        limit = _limits(policy, rows, nominal, lengths, kept)
+        targets = np.where(nominal > lengths, nominal, rows)
+        state = State(
+            prompt=length,
+            budget=jnp.asarray(nominal, jnp.int32),
+            recent=jnp.asarray(
+                np.where(nominal > lengths, policy.recents(targets, lengths, needed.forced), recents), jnp.int32
+            ),
+            tau=jnp.stack(choosing.taus) if choosing.taus else None,
+            rings=tuple(rings),
+        )
     cache = KVCache(
         pools=tuple(pools),
-        start=tables[0],
-        length=tables[1],
-        limit=jnp.copy(tables[2]),
-        seen=length,
+        start=start,
+        length=kept,
+        limit=limit,
+        seen=jnp.copy(length),
+        state=state,
         form=needed.form,
         policy=policy,
         config=config,
@@ -211,30 +299,43 @@ def prefill(
     return cache, _logits(flat.ends, x, graphs=graphs)
 
 
-def _finish_shared(held, policy, config, needed, pool_rows, forced, length):
-    """Budgets from every layer's scores, then one layer after the other into the shared pool, each freed in turn."""
-    weights = np.stack([np.asarray(weight) for *_, weight in held])
-    lengths = np.asarray(length, np.int64)
-    rows = policy.layers.rows(
-        needed.budget, lengths, needed.forced, layers=config.layers, window=policy.kept_last, weights=weights
-    )
-    masks = [
-        choose(scores, forced, length, jnp.asarray(rows[index], jnp.int32), heads=policy.heads)
-        for index, (_, _, scores, _) in enumerate(held)
-    ]
+def _limits(policy, rows, nominal, lengths, kept):
+    """Target sizes: what was kept, or for prompts shorter than the budget the budget; layers that go on growing."""
+    most = np.iinfo(np.int32).max // 2
+    per_layer = np.where(nominal > lengths, nominal, rows)
+    per_layer = np.where(policy.layers.unlimited(len(rows))[:, None], most, per_layer)
+    spread = jnp.asarray(np.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
+    if policy.heads.uniform:
+        return spread
+    grown = jnp.asarray((nominal > lengths)[None, :, None] | (per_layer == most)[..., None])
+    return jnp.where(grown, spread, kept)
+
+
+@partial(jax.jit, static_argnames=("rows",))
+def _ring(q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int) -> Float[Array, "B K G R D"]:
+    """The prompt's last queries, each in the slot of its position."""
+    batch, heads, group, window, dim = q.shape
+    position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
+    slot = jnp.where(position >= 0, position % rows, rows)
+    ring = jnp.zeros((batch, rows, heads, group, dim), jnp.float32)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    by_token = jnp.moveaxis(q, 3, 1).astype(jnp.float32)
+    return jnp.moveaxis(ring.at[index, slot].set(by_token, mode="drop", unique_indices=True), 1, 3)
+
+
+def _into_shared(held, choosing, config, needed, pool_rows, rows, recents, scored):
+    """One layer after the other into the shared pool, each freed in turn."""
+    layers, heads, batch = config.layers, config.kv_heads, rows.shape[1]
+    masks = [choosing.mask(layer, index, rows[index], recents[index]) for index, layer in enumerate(held)]
     kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
-    layers, batch, heads = kept.shape
     table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
-    start = lay_out(table, pool_rows, form=Form.SHARED)
+    room = jnp.asarray(np.repeat(np.asarray(needed.room, np.int32), heads))
+    start = lay_out(table, pool_rows, form=Form.SHARED, room=room)
     start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
-    dim, dtype = config.head_dim, held[0][0].dtype
-    pool = Pool(
-        k=jnp.zeros((batch, pool_rows, dim), dtype),
-        v=jnp.zeros((batch, pool_rows, dim), dtype),
-        pos=jnp.full((batch, pool_rows), -1, jnp.int32),
-    )
+    pool = empty_pool(batch, pool_rows, config.head_dim, held[0].k.dtype, scored=scored)
     for index in range(layers):
-        k, v, _, _ = held[index]
-        pool = jax.block_until_ready(pack_shared(pool, k, v, masks[index], start[index]))
+        k, v = choosing.rows(held[index], index, masks[index])
+        pool = pack_shared(pool, k, v, masks[index], start[index], held[index].mass if scored else None)
         held[index] = None
-    return pool, start, kept, kept
+        jax.block_until_ready(pool)
+    return pool, start, kept

@@ -1,7 +1,7 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
 from jaxkv.policies.adakv import AdaKV
-from jaxkv.policies.base import Observed, Policy, Scorer
+from jaxkv.policies.base import Policy
 from jaxkv.policies.budgets import (
     EntropyLayers,
     ExponentialLayers,
@@ -12,18 +12,32 @@ from jaxkv.policies.budgets import (
     OfficialLayers,
     UniformLayers,
 )
+from jaxkv.policies.cam import CaM
 from jaxkv.policies.controls import KNorm, Random
+from jaxkv.policies.criticalkv import CriticalKV
+from jaxkv.policies.d2o import D2O
 from jaxkv.policies.full import FullKV
+from jaxkv.policies.heavy import H2O, TOVA, Mode, RoCo
+from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.protocol import Observed, Scorer
+from jaxkv.policies.pyramidinfer import PyramidInfer
 from jaxkv.policies.pyramidkv import PyramidKV
 from jaxkv.policies.scorers import AvgPool, GroupReduce, MaxPool, NoPool, PoolOrder, WindowAttention
-from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, UniformHeads
+from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.streaming import LocalWindow, StreamingLLM
+from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 
 __all__ = [
+    "H2O",
+    "TOVA",
     "AdaKV",
     "AdaptiveHeads",
     "AvgPool",
+    "CaM",
+    "CriticalKV",
+    "D2O",
+    "Decision",
     "EntropyLayers",
     "ExponentialLayers",
     "FullKV",
@@ -35,18 +49,31 @@ __all__ = [
     "LinearLayers",
     "LocalWindow",
     "MaxPool",
+    "Merge",
+    "Metric",
+    "Mode",
     "NoPool",
     "Observed",
     "OfficialLayers",
+    "OfficialVarianceLayers",
     "Policy",
     "PoolOrder",
     "ProtectedHeads",
+    "PyramidInfer",
     "PyramidKV",
     "Random",
+    "RoCo",
+    "Scope",
     "Scorer",
+    "SharedHeads",
     "SnapKV",
+    "Statistic",
     "StreamingLLM",
+    "TwoStageHeads",
     "UniformHeads",
     "UniformLayers",
+    "ValueMerge",
+    "VarianceLayers",
+    "Weights",
     "WindowAttention",
 ]

@@ -2,69 +2,17 @@
 
 import dataclasses
 from fractions import Fraction
-from functools import partial
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
-from jaxkv.policies.select import HeadBudgets, UniformHeads
-
-Span = tuple[int, int]
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key"],
-    meta_fields=["implementation"],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Observed:
-    """What a scorer may look at: one layer of a prompt, padding on the right.
-
-    Attributes:
-        q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is the scorer's `queries`.
-        q_positions: `i32[B, w]` their positions; negative where the prompt is shorter than w.
-        k: `[B, K, S, D]` rotated keys.
-        v: `[B, K, S, D]` values.
-        length: `i32[B]` tokens of each sequence.
-        layer: `i32[]` index of the layer.
-        key: random key of this call.
-        implementation: what computes attention.
-    """
-
-    q: Float[Array, "B K G w D"]
-    q_positions: Int[Array, "B w"]
-    k: Float[Array, "B K S D"]
-    v: Float[Array, "B K S D"]
-    length: Int[Array, " B"]
-    layer: Int[Array, ""]
-    key: PRNGKeyArray
-    implementation: Implementation = Implementation.XLA
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """Says how much each row matters, per kv head.
-
-    Attributes:
-        queries: how many of each sequence's last queries `Observed` must carry; 0 for none.
-    """
-
-    @property
-    def queries(self) -> int:
-        """Last queries needed, w."""
-
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
-        """What was observed of every row. Rows past a sequence's length may hold anything."""
-
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is."""
+from jaxkv.policies.merging import Merger
+from jaxkv.policies.protocol import Carry, Needs, Scorer, Span, Upkeep
+from jaxkv.policies.select import HeadBudgets, SharedHeads, UniformHeads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,12 +24,18 @@ class Policy:
             share of each sequence's own prompt. None: everything.
         min_budget: "raise" refuses a ratio that comes out below sinks + window + protected rows for some sequence;
             "clamp" raises it to them.
-        protect: spans `(start, stop)` of positions that always stay, with Python's slice meaning on each sequence.
+        protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
+            sequence.
+        every: compress again after so many more tokens, over prompt and answer in order of position: the cache never
+            holds more than the budget and this many rows. None compresses the prompt only.
+        merge: what becomes of dropped rows: None drops them, `Merge()` folds them into their nearest kept rows.
     """
 
     budget: int | float | None = None
     min_budget: str = "raise"
     protect: tuple[Span, ...] = ()
+    every: int | None = None
+    merge: Merger | None = None
 
     paper: ClassVar[str] = ""
 
@@ -110,6 +64,26 @@ class Policy:
         require(self.min_budget in ("raise", "clamp"), "min_budget", self.min_budget, "give 'raise' or 'clamp'")
         spans = tuple((int(start), int(stop)) for start, stop in self.protect)
         object.__setattr__(self, "protect", spans)
+        self._check_upkeep()
+
+    def _check_upkeep(self) -> None:
+        every, merge = self.every, self.merge
+        if every is not None:
+            number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+            require(number, "every", every, "give a number of tokens, at least 1")
+            require(self.scorer is not None, "every", every, "this policy keeps everything: leave it out")
+            require(not self.evicts, "every", every, "this policy drops a row for every token already: leave it out")
+            require(not self.carries_over, "every", every, "layers that build on one another are chosen once only")
+        if merge is not None:
+            require(isinstance(merge, Merger), "merge", merge, "give Merge(...), or None")
+            require(self.scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
+            require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
+            require(
+                not merge.needs_equal_heads or self.heads.uniform,
+                "merge",
+                merge,
+                "a decision shared by heads needs as many rows in each: use decision='token'",
+            )
 
     # The parts. A method overrides the ones it has.
 
@@ -143,6 +117,43 @@ class Policy:
         """Whether positions are those within the cache: keys are stored before RoPE and rotated on read."""
         return False
 
+    @property
+    def recent_share(self) -> float:
+        """Share of a layer's rows, those that stay anyway left out, that goes to the most recent tokens."""
+        return 0.0
+
+    @property
+    def evicts(self) -> bool:
+        """Whether every new token beyond the budget costs a row."""
+        return False
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether a layer chooses among the positions that the layer below kept."""
+        return False
+
+    def recents(
+        self,
+        rows: Int[np.ndarray, "L B"],
+        length: Int[np.ndarray, " B"],
+        forced: Int[np.ndarray, " B"],
+        weights: Float[np.ndarray, "L B"] | None = None,
+    ) -> Int[np.ndarray, "L B"]:
+        """Most recent rows that stay in each layer.
+
+        Args:
+            rows: rows per kv head of each layer.
+            length: tokens of each prompt.
+            forced: rows that stay anyway.
+            weights: the layers' claims, where budgets follow from them.
+
+        Returns:
+            At least the window, at most what the others that must stay leave.
+        """
+        share = Fraction(repr(self.recent_share))
+        others = np.asarray(forced) - self.kept_last
+        return np.maximum(self.kept_last, np.maximum(rows - others, 0) * share.numerator // share.denominator)
+
     # What follows from the parts.
 
     @property
@@ -150,7 +161,41 @@ class Policy:
         """How this policy's segments lie in the pool."""
         if self.layers.from_scores:
             return Form.SHARED
-        return Form.EQUAL if isinstance(self.heads, UniformHeads) else Form.RAGGED
+        return Form.EQUAL if self.heads.uniform else Form.RAGGED
+
+    @property
+    def needs(self) -> Needs:
+        """What prefill must compute for this policy."""
+        scorer = self.scorer
+        if scorer is None:
+            return Needs()
+        return Needs(
+            queries=scorer.queries,
+            sums=scorer.sums or self.layers.needs_sums,
+            norms=self.heads.needs_norms,
+            unrotated=self.rolling,
+        )
+
+    @property
+    def upkeep(self) -> Upkeep | None:
+        """What goes on after the prompt; None for policies that then only append."""
+        scorer = self.scorer
+        if scorer is None or not (self.evicts or self.every):
+            return None
+        return Upkeep(
+            evicts=self.evicts,
+            carry=scorer.carry,
+            scored=scorer.carry not in (None, Carry.AGE),
+            together=isinstance(self.heads, SharedHeads),
+            sinks=self.kept_first,
+            protect=self.protect,
+            merge=self.merge,
+            ring=scorer.queries if scorer.carry is None else 0,
+        )
+
+    def nominal(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Rows a cache may grow to: for prompts shorter than a budget in rows, that budget."""
+        return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
@@ -207,4 +252,13 @@ class Policy:
         """The parts by name, for people to read."""
         scorer = "everything" if self.scorer is None else repr(self.scorer)
         kept = f"sinks={self.kept_first}, window={self.kept_last}"
-        return {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}
+        parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}
+        if self.recent_share:
+            parts["recent"] = f"{self.recent_share} of the rest"
+        if self.merge is not None:
+            parts["dropped rows"] = repr(self.merge)
+        if self.upkeep is not None:
+            parts["while decoding"] = (
+                "one row out for each row in" if self.evicts else f"again every {self.every} tokens"
+            )
+        return parts

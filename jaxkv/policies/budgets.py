@@ -30,8 +30,28 @@ class LayerBudgets(Protocol):
     def exact(self) -> bool:
         """Whether the budget's sum is kept."""
 
-    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
-        """One layer's claim on rows, from the scores before pooling."""
+    @property
+    def needs_sums(self) -> bool:
+        """Whether `weight` looks at the attention received from all queries."""
+
+    def weight(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        sums: Float[Array, "B K G S"] | None,
+        length: Int[Array, " B"],
+    ) -> Float[Array, " B"]:
+        """One layer's claim on rows.
+
+        Args:
+            scores: before pooling.
+            candidates: rows that are neither padding nor stay anyway.
+            sums: attention received from all queries, if needed.
+            length: tokens of each sequence.
+
+        Returns:
+            A statistic that `rows` turns into numbers.
+        """
 
     def rows(
         self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
@@ -49,6 +69,15 @@ class LayerBudgets(Protocol):
         Returns:
             Rows, forced ones included, never above the length.
         """
+
+    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
+        """The most rows per kv head that all layers together can get, whatever their claims."""
+
+    def widest(self, budget: Counts, length: Counts) -> Counts:
+        """The most rows per kv head that any one layer can get, whatever the claims."""
+
+    def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
+        """Layers that go on growing where others drop a row for every new one."""
 
 
 def round_to_sum(values: Float[np.ndarray, "L N"], total: Counts, most: Counts) -> Int[np.ndarray, "L N"]:
@@ -70,7 +99,20 @@ def round_to_sum(values: Float[np.ndarray, "L N"], total: Counts, most: Counts) 
         middle = (low + high) / 2
         under = np.clip(values + middle, 0, most).sum(axis=0) < total
         low, high = np.where(under, middle, low), np.where(under, high, middle)
-    real = np.clip(values + high, 0, most)
+    return round_remainders(np.clip(values + high, 0, most), total, most)
+
+
+def round_remainders(real: Float[np.ndarray, "L N"], total: Counts, most: Counts) -> Int[np.ndarray, "L N"]:
+    """Rounds to integers of a given sum by largest remainder.
+
+    Args:
+        real: what each layer should have, with this sum.
+        total: the sum.
+        most: the largest a layer can take.
+
+    Returns:
+        The integers; ties of remainders go to the lowest layer.
+    """
     floor = np.floor(real + 1e-9).astype(np.int64)
     fraction = np.round(real - floor, 9)
     missing = total - floor.sum(axis=0)
@@ -81,7 +123,24 @@ def round_to_sum(values: Float[np.ndarray, "L N"], total: Counts, most: Counts) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _HostLayers:
+class Exact:
+    """What budgets share whose sum over layers is kept."""
+
+    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
+        """See `LayerBudgets.bound`."""
+        return layers * np.asarray(budget, np.int64)
+
+    def widest(self, budget: Counts, length: Counts) -> Counts:
+        """See `LayerBudgets.widest`."""
+        return np.asarray(length, np.int64)
+
+    def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
+        """None."""
+        return np.zeros(layers, bool)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _HostLayers(Exact):
     """What schedules share that know their spread before the model runs."""
 
     @property
@@ -92,7 +151,17 @@ class _HostLayers:
     def exact(self) -> bool:
         return True
 
-    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+    @property
+    def needs_sums(self) -> bool:
+        return False
+
+    def weight(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        sums: Float[Array, "B K G S"] | None,
+        length: Int[Array, " B"],
+    ) -> Float[Array, " B"]:
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
 
@@ -172,7 +241,7 @@ class ExponentialLayers(_Decreasing):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _FromScores:
+class _FromScores(Exact):
     """Spreads in proportion to a statistic of each layer's attention."""
 
     @property
@@ -182,6 +251,10 @@ class _FromScores:
     @property
     def exact(self) -> bool:
         return True
+
+    @property
+    def needs_sums(self) -> bool:
+        return False
 
     def rows(
         self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
@@ -209,7 +282,13 @@ def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> 
 class EntropyLayers(_FromScores):
     """Layers whose attention is spread more evenly get more rows (Table 5 of PyramidKV)."""
 
-    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+    def weight(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        sums: Float[Array, "B K G S"] | None,
+        length: Int[Array, " B"],
+    ) -> Float[Array, " B"]:
         """Entropy in nats of each head's distribution over candidates, mean over heads."""
         share = _shares(scores, candidates)
         terms = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0)
@@ -220,7 +299,13 @@ class EntropyLayers(_FromScores):
 class GiniLayers(_FromScores):
     """Layers whose attention is concentrated more get more rows (Table 5 of PyramidKV)."""
 
-    def weight(self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, " B"]:
+    def weight(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B 1 S"],
+        sums: Float[Array, "B K G S"] | None,
+        length: Int[Array, " B"],
+    ) -> Float[Array, " B"]:
         """Gini coefficient of each head's distribution over candidates, mean over heads."""
         share = jnp.where(candidates, _shares(scores, candidates), -1.0)
         count = candidates.sum(axis=-1, dtype=jnp.float32)

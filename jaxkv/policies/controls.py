@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv.policies.base import Policy, Scorer
+from jaxkv.policies.base import Policy
+from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.scorers import KeyNorm, Uniform01
 
 

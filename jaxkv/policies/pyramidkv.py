@@ -25,8 +25,3 @@ class PyramidKV(WindowPolicy):
     allocation: LayerBudgets = LinearLayers(beta=20.0)
 
     paper: ClassVar[str] = "PyramidKV, arXiv:2406.02069"
-
-    @property
-    def layers(self) -> LayerBudgets:
-        """The allocation."""
-        return self.allocation

@@ -5,8 +5,13 @@ import dataclasses
 from jaxkv._errors import require
 from jaxkv.policies.adakv import AdaKV
 from jaxkv.policies.base import Policy
+from jaxkv.policies.cam import CaM
 from jaxkv.policies.controls import KNorm, Random
+from jaxkv.policies.criticalkv import CriticalKV
+from jaxkv.policies.d2o import D2O
 from jaxkv.policies.full import FullKV
+from jaxkv.policies.heavy import H2O, TOVA, RoCo
+from jaxkv.policies.pyramidinfer import PyramidInfer
 from jaxkv.policies.pyramidkv import PyramidKV
 from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.streaming import LocalWindow, StreamingLLM
@@ -17,6 +22,13 @@ _CLASSES: tuple[type[Policy], ...] = (
     SnapKV,
     PyramidKV,
     AdaKV,
+    H2O,
+    D2O,
+    RoCo,
+    TOVA,
+    CaM,
+    CriticalKV,
+    PyramidInfer,
     LocalWindow,
     KNorm,
     Random,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv.attention import KERNELS
-from jaxkv.policies.base import Observed
+from jaxkv.policies.protocol import Carry, Observed
 
 
 class GroupReduce(enum.Enum):
@@ -86,7 +86,86 @@ def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowAttention:
+class _Scorer:
+    """What scorers share that need nothing from attention, and whose mass is their score."""
+
+    @property
+    def queries(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def sums(self) -> bool:
+        """Not needed."""
+        return False
+
+    @property
+    def carry(self) -> Carry | None:
+        """Scores are computed anew."""
+        return None
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """The mass, unchanged."""
+        return mass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CumulativeAttention(_Scorer):
+    """H2O's score: the attention each row received from all queries so far, mean over the group.
+
+    Attributes:
+        mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
+
+    References:
+        Zhang et al., H2O: Heavy-Hitter Oracle, arXiv:2306.14048, section 4; D2O, arXiv:2406.13035, equation 7; for
+        the mean, Ren and Zhu, arXiv:2402.06262, section 4.
+    """
+
+    mean: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Needed."""
+        return True
+
+    @property
+    def carry(self) -> Carry | None:
+        """Each token adds its own attention."""
+        return Carry.MEAN if self.mean else Carry.SUM
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """The sums, mean over the group."""
+        if seen.sums is None:
+            raise TypeError("CumulativeAttention needs sums over all queries")
+        return seen.sums.mean(axis=2)
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """The mass, or the mass per query."""
+        age = length[:, None] - jnp.arange(mass.shape[-1], dtype=jnp.int32)
+        return (Carry.MEAN if self.mean else Carry.SUM).ranked(mass, age[:, None])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LastAttention(_Scorer):
+    """TOVA's score: the attention of the last token alone, mean over the group."""
+
+    @property
+    def queries(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def carry(self) -> Carry | None:
+        """Each token's attention replaces that of the one before."""
+        return Carry.LAST
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """The last query's probabilities."""
+        return attention.window_mass(seen.q, seen.k, seen.q_positions, lambda p, _: p.mean(axis=(0, 1)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowAttention(_Scorer):
     """SnapKV's score: attention that the last `window` queries of the prompt pay to each row.
 
     Attributes:
@@ -144,50 +223,32 @@ def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Position:
+class Position(_Scorer):
     """Later rows matter more: what is left of a budget goes to the most recent ones."""
 
     @property
-    def queries(self) -> int:
-        """None."""
-        return 0
+    def carry(self) -> Carry | None:
+        """The oldest row is the weakest."""
+        return Carry.AGE
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
         """The position itself; exact in float32 up to 2**24."""
         batch, heads, slots = seen.k.shape[:3]
         return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
 
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """The mass, unchanged."""
-        return mass
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyNorm:
+class KeyNorm(_Scorer):
     """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
-
-    @property
-    def queries(self) -> int:
-        """None."""
-        return 0
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
         """Minus the norm."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """The mass, unchanged."""
-        return mass
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform01:
+class Uniform01(_Scorer):
     """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
-
-    @property
-    def queries(self) -> int:
-        """None."""
-        return 0
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
         """Uniform draws in [0, 1)."""
@@ -196,7 +257,3 @@ class Uniform01:
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
         draws = jax.vmap(lambda k: jax.random.uniform(k, (heads,)))(keys)
         return jnp.broadcast_to(draws.T, (batch, heads, slots))
-
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """The mass, unchanged."""
-        return mass

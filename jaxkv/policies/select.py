@@ -55,14 +55,28 @@ def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array
 
 @runtime_checkable
 class HeadBudgets(Protocol):
-    """How a layer's rows spread over its kv heads."""
+    """How a layer's rows spread over its kv heads.
+
+    Attributes:
+        uniform: whether every head gets as many.
+        needs_norms: whether the values' norms are needed.
+    """
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every head gets as many."""
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether `norms` must be given."""
 
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
+        candidates: Bool[Array, "B #K S"],
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
         """Picks K * base rows among the candidates.
 
@@ -71,6 +85,7 @@ class HeadBudgets(Protocol):
             candidates: rows that can be chosen: neither padding nor among those that stay anyway.
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
+            norms: of the values, seen through the output projection, if needed.
 
         Returns:
             The mask of chosen rows; ties go to the lowest head, then to the lowest position.
@@ -82,22 +97,66 @@ def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> U
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UniformHeads:
+class _Equal:
+    """What choices share that give every head as many rows."""
+
+    @property
+    def uniform(self) -> bool:
+        return True
+
+    @property
+    def needs_norms(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Uneven:
+    """What choices share that give each head its own number of rows."""
+
+    @property
+    def uniform(self) -> bool:
+        return False
+
+    @property
+    def needs_norms(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniformHeads(_Equal):
     """Every kv head keeps as many."""
 
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
+        candidates: Bool[Array, "B #K S"],
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
         """The best `base` rows of each head."""
         return top(_keys(scores, candidates), base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptiveHeads:
+class SharedHeads(_Equal):
+    """All kv heads of a layer keep the same positions: the best by the mean of their scores."""
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
+    ) -> Bool[Array, "B K S"]:
+        """The best `base` rows, the same in each head."""
+        together = jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
+        return top(_keys(together, candidates), base[:, None])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveHeads(_Uneven):
     """Ada-KV: heads compete for the layer's rows, with a share of the uniform budget guaranteed.
 
     Attributes:
@@ -116,9 +175,10 @@ class AdaptiveHeads:
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
+        candidates: Bool[Array, "B #K S"],
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
         """The best K * base rows of all heads decide each head's budget; then each head's best."""
         keys = _keys(scores, candidates)
@@ -150,7 +210,7 @@ class AdaptiveHeads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProtectedHeads:
+class ProtectedHeads(_Uneven):
     """kvpress' safeguard: a share of each head's best rows is safe, the worst of all others go, heads together.
 
     Attributes:
@@ -165,9 +225,10 @@ class ProtectedHeads:
     def choose(
         self,
         scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
+        candidates: Bool[Array, "B #K S"],
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
         """Safe rows first, then the best of the rest over all heads together."""
         keys = _keys(scores, candidates)
@@ -178,3 +239,58 @@ class ProtectedHeads:
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
         left = heads * base - safe.sum(axis=(1, 2), dtype=jnp.int32)
         return safe | top(rest, left).reshape(keys.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoStageHeads:
+    """CriticalKV: a part of each head's rows by score, the rest by score times the value's norm at the layer's output.
+
+    Attributes:
+        budgets: how the layer's rows spread over heads.
+        first: the share chosen by score alone, rows that stay anyway counted in.
+        epsilon: added to scores in the second stage, so that a large value counts where attention is small.
+
+    References:
+        Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
+        arXiv:2502.03805, algorithm 1.
+    """
+
+    budgets: HeadBudgets = UniformHeads()
+    first: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require(0 <= self.first <= 1, "first", self.first, "give a share between 0 and 1")
+        require(self.epsilon >= 0, "epsilon", self.epsilon, "give 0 or a small number")
+
+    @property
+    def uniform(self) -> bool:
+        """As the budgets are."""
+        return self.budgets.uniform
+
+    @property
+    def needs_norms(self) -> bool:
+        """Always."""
+        return True
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
+    ) -> Bool[Array, "B K S"]:
+        """As many per head as the budgets say, in two stages."""
+        if norms is None:
+            raise TypeError("TwoStageHeads needs the values' norms")
+        count = self.budgets.choose(scores, candidates, base, forced).sum(axis=-1, dtype=jnp.int32)
+        share = Fraction(repr(float(self.first)))
+        whole = count + forced[:, None]
+        # Split by the denominator first: exact in int32 at any length.
+        part, rest = whole // share.denominator, whole % share.denominator
+        safe = part * share.numerator + rest * share.numerator // share.denominator - forced[:, None]
+        keys = _keys(scores, candidates)
+        chosen = top(keys, jnp.clip(safe, 0, count))
+        weighted = _keys((scores + jnp.float32(self.epsilon)) * norms, candidates & ~chosen)
+        return chosen | top(weighted, count - jnp.clip(safe, 0, count))

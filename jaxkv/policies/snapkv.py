@@ -4,7 +4,9 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.base import Policy, Scorer
+from jaxkv.policies.base import Policy
+from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.scorers import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 
 
@@ -18,6 +20,7 @@ class WindowPolicy(Policy):
         pooling: how scores spread to neighbours.
         group: from query heads to kv head.
         order: pooling after the means (published code) or before them (Ada-KV's Algorithm 2).
+        allocation: budgets of the layers.
     """
 
     window: int = 32
@@ -25,6 +28,7 @@ class WindowPolicy(Policy):
     pooling: Pooling = MaxPool(7)
     group: GroupReduce = GroupReduce.MEAN
     order: PoolOrder = PoolOrder.LAST
+    allocation: LayerBudgets = UniformLayers()
 
     def __post_init__(self) -> None:
         require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "observe at least 1 query")
@@ -40,6 +44,11 @@ class WindowPolicy(Policy):
     def kept_last(self) -> int:
         """The observation window."""
         return self.window
+
+    @property
+    def layers(self) -> LayerBudgets:
+        """The allocation."""
+        return self.allocation
 
     @property
     def scorer(self) -> Scorer:

@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.base import Policy, Scorer
+from jaxkv.policies.base import Policy
+from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.scorers import Position
 
 
@@ -16,6 +17,7 @@ class StreamingLLM(Policy):
         sinks: first tokens that always stay; the rest of the budget goes to the last ones.
         rolling_positions: number rows by their place in the cache, as the paper does, instead of their place in the
             text: keys are kept before RoPE and rotated at every read.
+        slide: drop the oldest row behind the sinks for every new token, instead of appending.
 
     References:
         Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453, section 3.2.
@@ -24,12 +26,24 @@ class StreamingLLM(Policy):
     budget: int | float | None = 1024
     sinks: int = 4
     rolling_positions: bool = False
+    slide: bool = False
 
     paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
 
     def __post_init__(self) -> None:
         require(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "give 0 or more first tokens")
+        require(
+            not (self.slide and self.rolling_positions),
+            "slide",
+            self.slide,
+            "rolling positions move in steps: every=64",
+        )
         super().__post_init__()
+
+    @property
+    def evicts(self) -> bool:
+        """When sliding."""
+        return self.slide
 
     @property
     def kept_first(self) -> int:

@@ -18,6 +18,7 @@ from oracles.ada import (
     round_targets,
 )
 from oracles.attention import attend_rows, causal_attention, causal_probs, softmax
+from oracles.baselines import cam_values, critical_select, pyramid_infer, value_norms
 from oracles.budgets import (
     entropy,
     forced_positions,
@@ -30,6 +31,9 @@ from oracles.budgets import (
     shape_values,
     water_fill,
 )
+from oracles.columns import column_sums, cumulative_scores
+from oracles.evict import bulk_evict, last_scores, simulate
+from oracles.merging import cosine, merge_rows, move_thresholds, nearest_rows
 from oracles.policies import (
     adakv,
     allocation_weights,
@@ -55,6 +59,13 @@ from oracles.theorems import (
     output_row_norm,
     retained_mass,
 )
+from oracles.variance import (
+    layer_statistic,
+    layer_weights,
+    official_variance_rows,
+    scale_fill,
+    variance_rows,
+)
 
 __all__ = [
     "MIN_GAP",
@@ -68,9 +79,15 @@ __all__ = [
     "allocation_weights",
     "attend_rows",
     "best_allocation",
+    "bulk_evict",
+    "cam_values",
     "causal_attention",
     "causal_probs",
+    "column_sums",
     "compress",
+    "cosine",
+    "critical_select",
+    "cumulative_scores",
     "cut_gap",
     "decode_weights",
     "entropy",
@@ -84,23 +101,35 @@ __all__ = [
     "knorm_scores",
     "kvpress_rows",
     "largest_remainder",
+    "last_scores",
     "layer_rows",
+    "layer_statistic",
+    "layer_weights",
     "local_window",
+    "merge_rows",
+    "move_thresholds",
+    "nearest_rows",
     "official_rows",
+    "official_variance_rows",
     "output_row_norm",
     "pool_columns",
     "position_scores",
     "protect_select",
+    "pyramid_infer",
     "pyramidkv",
     "relative_gap",
     "resolve_budget",
     "retained_mass",
     "round_targets",
+    "scale_fill",
     "shape_values",
+    "simulate",
     "snapkv",
     "softmax",
     "streaming_llm",
     "top_select",
+    "value_norms",
+    "variance_rows",
     "water_fill",
     "window_probs",
     "window_scores",

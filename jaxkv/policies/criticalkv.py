@@ -1,0 +1,45 @@
+"""CriticalKV: a second look at the rows on the edge, through their values."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.policies.base import Policy
+from jaxkv.policies.full import FullKV
+from jaxkv.policies.select import HeadBudgets, TwoStageHeads
+from jaxkv.policies.snapkv import SnapKV
+from jaxkv.policies.wrapped import Wrapped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticalKV(Wrapped):
+    """Half of each head's rows by the base's score, the rest by score times the L1 norm of the value at the output.
+
+    `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for rows first.
+
+    Attributes:
+        first: the share chosen by score alone.
+        epsilon: added to scores in the second stage.
+
+    References:
+        Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
+        arXiv:2502.03805, algorithm 1.
+    """
+
+    first: float = 0.5
+    epsilon: float = 1e-4
+
+    paper: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
+
+    def _default(self) -> Policy:
+        return SnapKV() if self.budget is None else SnapKV(budget=self.budget)
+
+    def _check(self, base: Policy) -> None:
+        require(not isinstance(base, FullKV), "base", base, "give a policy that drops rows, SnapKV() say")
+        require(not base.heads.needs_norms, "base", base, "it looks at values already")
+        require(not base.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
+
+    @property
+    def heads(self) -> HeadBudgets:
+        """The base's, in two stages."""
+        return TwoStageHeads(budgets=self._base.heads, first=self.first, epsilon=self.epsilon)

@@ -1,0 +1,136 @@
+"""Policies that live on the attention each row receives: H2O, RoCo and TOVA. They drop a row for every new token."""
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.policies.base import Policy
+from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.scorers import CumulativeAttention, LastAttention
+from jaxkv.policies.select import HeadBudgets, SharedHeads
+
+
+class Mode(enum.Enum):
+    """STREAMING drops a row for every token drawn beyond the budget; PREFILL compresses the prompt and then appends."""
+
+    STREAMING = "streaming"
+    PREFILL = "prefill"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Streaming(Policy):
+    """What these policies share.
+
+    Attributes:
+        mode: `Mode`, or its value.
+        sinks: first tokens that always stay, within the budget.
+    """
+
+    budget: int | float | None = 1024
+    mode: Mode = Mode.STREAMING
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        known = [each.value for each in Mode]
+        given = self.mode
+        require(isinstance(given, Mode) or given in known, "mode", given, f"use one of {', '.join(known)}")
+        object.__setattr__(self, "mode", Mode(given))
+        require(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "give 0 or more first tokens")
+        super().__post_init__()
+
+    @property
+    def kept_first(self) -> int:
+        """The sinks."""
+        return self.sinks
+
+    @property
+    def kept_last(self) -> int:
+        """The newest token: nothing is known of it yet."""
+        return 1
+
+    @property
+    def evicts(self) -> bool:
+        """When streaming."""
+        return self.mode is Mode.STREAMING
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeavyPolicy(_Streaming):
+    """Heavy hitters by cumulative attention, and the most recent tokens.
+
+    Attributes:
+        recent: the recent tokens' share of what sinks leave of the budget; the rest goes to heavy hitters.
+    """
+
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        share = self.recent
+        require(isinstance(share, (int, float)) and 0 <= share <= 1, "recent", share, "give a share between 0 and 1")
+        super().__post_init__()
+
+    @property
+    def recent_share(self) -> float:
+        """As given."""
+        return float(self.recent)
+
+    @property
+    def scorer(self) -> Scorer:
+        """Attention received so far."""
+        return CumulativeAttention()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class H2O(HeavyPolicy):
+    """Heavy hitters and recent tokens, half and half; one row goes for each that comes.
+
+    References:
+        Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
+        arXiv:2306.14048, algorithm 1; kv heads take the mean of their query heads' scores.
+    """
+
+    paper: ClassVar[str] = "H2O, arXiv:2306.14048"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoCo(HeavyPolicy):
+    """H2O by mean attention: what a row received, over the number of queries that could see it.
+
+    References:
+        Ren and Zhu, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference,
+        arXiv:2402.06262, the mean attention score; rows are protected by recency, not by their deviation.
+    """
+
+    paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
+
+    @property
+    def scorer(self) -> Scorer:
+        """Mean attention received."""
+        return CumulativeAttention(mean=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TOVA(_Streaming):
+    """Whatever the latest token attends to least goes, the same position in all heads of a layer.
+
+    Attributes:
+        per_head: let each kv head drop its own.
+
+    References:
+        Oren et al., Transformers are Multi-State RNNs, arXiv:2401.06104, section 4.
+    """
+
+    per_head: bool = False
+
+    paper: ClassVar[str] = "TOVA, arXiv:2401.06104"
+
+    @property
+    def scorer(self) -> Scorer:
+        """The last token's attention."""
+        return LastAttention()
+
+    @property
+    def heads(self) -> HeadBudgets:
+        """One set for all heads, unless they choose alone."""
+        return super().heads if self.per_head else SharedHeads()

@@ -1,0 +1,384 @@
+"""What becomes of dropped rows: folded into the kept row they resemble most, where they resemble it enough."""
+
+import dataclasses
+import enum
+import math
+from fractions import Fraction
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxkv._errors import require
+
+_EPS = 1e-6
+# Dropped rows, and kept rows, that are compared at a time.
+_DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
+UNSET = -math.inf
+
+
+class Metric(enum.Enum):
+    """Whose cosines decide: the keys' for both, the values' for both, or each one's own for itself."""
+
+    KEY = "key"
+    VALUE = "value"
+    BOTH = "both"
+
+
+class Weights(enum.Enum):
+    """How rows are joined: exp(cosine) over the sum with e for the kept row; plainly averaged; or as published code.
+
+    SCATTER_MEAN adds dropped rows times their cosine and divides by their number and one: weights do not sum to one.
+    """
+
+    SOFTMAX = "softmax"
+    AVERAGE = "average"
+    SCATTER_MEAN = "scatter_mean"
+
+
+class Scope(enum.Enum):
+    """Whether each kv head has a threshold of its own, or the heads of a layer share one."""
+
+    HEAD = "head"
+    LAYER = "layer"
+
+
+class Decision(enum.Enum):
+    """Whether each dropped row is judged alone, or, as in published code, all heads' i-th dropped rows together."""
+
+    TOKEN = "token"
+    SHARED_POSITION = "shared_position"
+
+
+class Merged(NamedTuple):
+    """Rows after merging.
+
+    Attributes:
+        k: `[B, K, S, D]` keys, kept rows changed.
+        v: `[B, K, S, D]` values likewise.
+        tau: `f32[B, K, n]` thresholds, or None.
+    """
+
+    k: Array
+    v: Array
+    tau: Array | None
+
+
+@runtime_checkable
+class Merger(Protocol):
+    """What becomes of dropped rows.
+
+    Attributes:
+        thresholds: running thresholds per kv head; 0 for none.
+        needs_equal_heads: whether every head must drop as many rows.
+        while_decoding: whether rows that are dropped one by one are merged, too.
+    """
+
+    @property
+    def thresholds(self) -> int:
+        """N of tau."""
+
+    @property
+    def needs_equal_heads(self) -> bool:
+        """Whether every head must drop as many rows."""
+
+    @property
+    def while_decoding(self) -> bool:
+        """Whether single dropped rows are merged."""
+
+    def merge(
+        self,
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        kept: Bool[Array, "B K S"],
+        inside: Bool[Array, "B K S"],
+        mass: Float[Array, "B K S"],
+        tau: Float[Array, "B K n"] | None,
+        key: PRNGKeyArray,
+    ) -> Merged:
+        """Merges all dropped rows of a layer into its kept ones.
+
+        Args:
+            k: keys, in order of position.
+            v: values.
+            kept: rows that stay.
+            inside: rows there are.
+            mass: what was observed of each row.
+            tau: thresholds so far; -inf where there was none yet.
+            key: for mergers that draw.
+
+        Returns:
+            The rows and thresholds.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merge:
+    """D2O's merging: a dropped row joins its nearest kept row if it is no less like it than rows dropped before.
+
+    Attributes:
+        beta: weight of the latest similarity in the running threshold.
+        metric: whose cosines decide.
+        weights: how rows are joined.
+        scope: whose threshold it is.
+        decision: what is judged together.
+        threshold: a fixed threshold instead of the running one: -inf merges everything, +inf nothing.
+
+    References:
+        Wan et al., D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
+        Models, arXiv:2406.13035, equations 9 to 12; in 12 the dropped rows' weights are read per row, so that all sum
+        to one.
+    """
+
+    beta: float = 0.7
+    metric: Metric = Metric.KEY
+    weights: Weights = Weights.SOFTMAX
+    scope: Scope = Scope.HEAD
+    decision: Decision = Decision.TOKEN
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.beta <= 1, "beta", self.beta, "give a weight between 0 and 1")
+        for name, kind in (("metric", Metric), ("weights", Weights), ("scope", Scope), ("decision", Decision)):
+            value, known = getattr(self, name), [each.value for each in kind]
+            require(isinstance(value, kind) or value in known, name, value, f"use one of {', '.join(known)}")
+            object.__setattr__(self, name, kind(value))
+        fixed = self.threshold
+        require(fixed is None or not math.isnan(fixed), "threshold", fixed, "give a cosine, an infinity, or None")
+
+    @property
+    def thresholds(self) -> int:
+        """One, or keys' and values'."""
+        return 2 if self.metric is Metric.BOTH else 1
+
+    @property
+    def needs_equal_heads(self) -> bool:
+        """Where heads' i-th dropped rows are judged together."""
+        return self.decision is Decision.SHARED_POSITION
+
+    @property
+    def while_decoding(self) -> bool:
+        """Yes."""
+        return True
+
+    def moved(
+        self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
+    ) -> Float[Array, "B K"]:
+        """The running threshold after these rows were dropped (equation 10)."""
+        if self.scope is Scope.LAYER:
+            axes: tuple[int, ...] = (1, 2)
+        else:
+            axes = (2,)
+        count = dropped.sum(axis=axes, keepdims=True, dtype=jnp.int32)
+        total = jnp.where(dropped, similarity, 0.0).sum(axis=axes, keepdims=True)
+        latest = (total / jnp.maximum(count, 1).astype(jnp.float32))[..., 0]
+        latest = jnp.broadcast_to(latest, tau.shape)
+        after = jnp.where(jnp.isneginf(tau), latest, self.beta * latest + (1 - self.beta) * tau)
+        return jnp.where(jnp.broadcast_to(count[..., 0] > 0, tau.shape), after, tau)
+
+    def joins(
+        self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
+    ) -> Bool[Array, "B K N"]:
+        """Which dropped rows are merged."""
+        level = tau if self.threshold is None else jnp.full_like(tau, self.threshold)
+        if self.decision is Decision.SHARED_POSITION:
+            similarity = jnp.broadcast_to(similarity.mean(axis=1, keepdims=True), similarity.shape)
+        return dropped & (similarity >= level[..., None])
+
+    def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
+        """What a dropped row of this cosine adds to the sum of rows, and to what that is divided by; the kept row's."""
+        match self.weights:
+            case Weights.SOFTMAX:
+                weight = jnp.exp(similarity)
+                return weight, weight, math.e
+            case Weights.AVERAGE:
+                one = jnp.ones_like(similarity)
+                return one, one, 1.0
+            case Weights.SCATTER_MEAN:
+                return similarity, jnp.ones_like(similarity), 1.0
+
+    def merge(
+        self,
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        kept: Bool[Array, "B K S"],
+        inside: Bool[Array, "B K S"],
+        mass: Float[Array, "B K S"],
+        tau: Float[Array, "B K n"] | None,
+        key: PRNGKeyArray,
+    ) -> Merged:
+        """See `Merger.merge`; rows are compared in blocks, so that memory is O(S)."""
+        if tau is None:
+            raise TypeError("Merge needs its thresholds")
+        dropped = inside & ~kept
+        rows, after = {"k": k, "v": v}, tau
+        plan = {Metric.KEY: [("k", "kv")], Metric.VALUE: [("v", "kv")], Metric.BOTH: [("k", "k"), ("v", "v")]}
+        for index, (metric, targets) in enumerate(plan[self.metric]):
+            similarity, nearest = nearest_kept({"k": k, "v": v}[metric], kept, dropped)
+            level = self.moved(tau[..., index], similarity, dropped)
+            joins = self.joins(level, similarity, dropped)
+            after = after.at[..., index].set(level)
+            for name in targets:
+                rows[name] = self._join(rows[name], similarity, nearest, joins)
+        return Merged(rows["k"], rows["v"], after)
+
+    def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
+        add, divide, own = self.shares(similarity)
+        add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
+
+        @jax.vmap
+        @jax.vmap
+        def one(rows, add, divide, nearest):
+            wide = rows.astype(jnp.float32)
+            total = jnp.full(add.shape, own, jnp.float32).at[nearest].add(divide)
+            summed = (own * wide).at[nearest].add(add[:, None] * wide)
+            return jnp.where((total != own)[:, None], summed / total[:, None], wide).astype(rows.dtype)
+
+        return one(rows, add, divide, nearest)
+
+
+def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+    """Rows of length one, float32; rows near zero stay near zero."""
+    wide = rows.astype(jnp.float32)
+    return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), _EPS)
+
+
+def nearest_kept(
+    rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
+) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
+    """The kept row with the largest cosine, for each dropped one; the matrix of all cosines is never whole.
+
+    Args:
+        rows: what is compared.
+        kept: rows that stay; at least one wherever any is dropped.
+        dropped: rows that do not.
+
+    Returns:
+        The cosine and the kept row's index, the lowest among equals; anything finite for rows that are not dropped.
+    """
+    batch, heads, slots, dim = rows.shape
+    take, across = min(_DROPPED_BLOCK, slots), min(_KEPT_BLOCK, slots)
+    index = jnp.arange(slots, dtype=jnp.int32)
+
+    def head(inputs):
+        rows, kept, dropped = inputs
+        # Kept rows first, then dropped ones, each in order.
+        order = jnp.argsort(jnp.where(kept, 0, jnp.where(dropped, 1, 2)), stable=True).astype(jnp.int32)
+        count = kept.sum(dtype=jnp.int32)
+        end = count + dropped.sum(dtype=jnp.int32)
+        units = unit(rows[order])
+
+        def block(number, found):
+            begin = jnp.minimum(count + number * take, slots - take)
+            mine = lax.dynamic_slice_in_dim(units, begin, take)
+
+            def compare(number, best):
+                top, at = best
+                first = jnp.minimum(number * across, slots - across)
+                column = first + jnp.arange(across, dtype=jnp.int32)
+                others = lax.dynamic_slice_in_dim(units, first, across)
+                cosine = lax.dot_general(mine, others, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+                cosine = jnp.where(column < count, cosine, -jnp.inf)
+                most = cosine.max(axis=1)
+                lowest = jnp.where(cosine == most[:, None], column, slots).min(axis=1)
+                return jnp.where(most > top, most, top), jnp.where(most > top, lowest, at)
+
+            none = (jnp.full((take,), -jnp.inf, jnp.float32), jnp.zeros((take,), jnp.int32))
+            best = lax.fori_loop(0, (count + across - 1) // across, compare, none)
+            put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, begin, 0)  # noqa: E731
+            return put(found[0], best[0]), put(found[1], best[1])
+
+        nothing = (jnp.zeros((slots,), jnp.float32), jnp.zeros((slots,), jnp.int32))
+        cosine, at = lax.fori_loop(0, (end - count + take - 1) // take, block, nothing)
+        place = jnp.zeros((slots,), jnp.int32).at[order].set(index, unique_indices=True)
+        back = cosine[place]
+        return jnp.where(dropped, back, 0.0), jnp.where(dropped, order[at[place]], 0)
+
+    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
+    cosine, at = lax.map(head, (flat(rows), flat(kept), flat(dropped)))
+    return cosine.reshape(batch, heads, slots), at.reshape(batch, heads, slots)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueMerge:
+    """CaM's merging: values fold into those of the tokens behind them, by chance as likely as they are attended to.
+
+    Attributes:
+        window: tokens behind that take a share each; the policy's window.
+        start: first part of the prompt that keeps its values to itself, as a share.
+        expected: multiply by the probability instead of drawing.
+
+    References:
+        Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, section 4, in the form of
+        KVCache-Factory, applied to a copy: the prompt's own attention sees values as they were.
+    """
+
+    window: int = 32
+    start: float = 0.1
+    expected: bool = False
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "give at least 1 token")
+        require(0 <= self.start < 1, "start", self.start, "give a share from 0 up to, but not, 1")
+
+    @property
+    def thresholds(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def needs_equal_heads(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def while_decoding(self) -> bool:
+        """No: what is dropped one by one is dropped."""
+        return False
+
+    def merge(
+        self,
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        kept: Bool[Array, "B K S"],
+        inside: Bool[Array, "B K S"],
+        mass: Float[Array, "B K S"],
+        tau: Float[Array, "B K n"] | None,
+        key: PRNGKeyArray,
+    ) -> Merged:
+        """See `Merger.merge`; kept and dropped rows alike are folded, before anything is dropped."""
+        batch, heads, slots, _ = v.shape
+        head = jnp.arange(heads, dtype=jnp.int32)
+        keys = jax.vmap(lambda h: jax.random.fold_in(key, h))(head)
+        each = jax.vmap(lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0))
+        draws = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(slots, dtype=jnp.int32))
+        length = inside.sum(axis=-1, dtype=jnp.int32)
+        fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
+        return Merged(k, fold(v, mass, length, draws) if slots > self.window else v, tau)
+
+    @partial(jax.jit, static_argnums=0)
+    def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
+        slots, window = v.shape[0], self.window
+        index = jnp.arange(slots, dtype=jnp.int32)
+        share = Fraction(repr(float(self.start))).limit_denominator(1000)
+        begin = -(-(length * share.numerator) // share.denominator)
+        first_top = jnp.where(index < begin, mass, 0.0).max()
+        padded = jnp.pad(mass, (0, window - 1))
+        # The largest of each row and the window - 1 behind it.
+        around = lax.reduce_window(padded, 0.0, lax.max, (window,), (1,), "VALID")
+        top = jnp.maximum(first_top, around)
+        chance = jnp.where(top > 0, jnp.clip(mass / jnp.where(top > 0, top, 1.0), 0, 1), jnp.where(mass > 0, 1.0, 0.0))
+        factor = chance if self.expected else (draws < chance).astype(jnp.float32)
+        acts = (index >= begin) & (index + window < length)
+        factor = jnp.where(acts, factor, 0.0) / window
+
+        def step(at, wide):
+            mine = lax.dynamic_slice_in_dim(wide, at, 1)
+            behind = lax.dynamic_slice_in_dim(wide, at + 1, window)
+            return lax.dynamic_update_slice_in_dim(wide, behind + factor[at] * mine, at + 1, 0)
+
+        wide = lax.fori_loop(begin, jnp.maximum(length - window, begin), step, v.astype(jnp.float32))
+        return wide.astype(v.dtype)

@@ -1,0 +1,148 @@
+"""What a policy and the model say to each other: what scoring may see, and what goes on after the prompt."""
+
+import dataclasses
+import enum
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxkv.attention import Implementation
+from jaxkv.policies.merging import Merger
+
+Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a policy asks of a layer's prefill beyond keys and values; only that is computed.
+
+    Attributes:
+        queries: w, the last rotated queries of each sequence.
+        sums: the attention each key receives from all queries.
+        norms: L1 norms of values seen through the output projection.
+        unrotated: keys before RoPE.
+    """
+
+    queries: int = 0
+    sums: bool = False
+    norms: bool = False
+    unrotated: bool = False
+
+
+class Carry(enum.Enum):
+    """How a row's score goes on while tokens are drawn.
+
+    SUM: the attention it received, added up. MEAN: the same, divided by the queries that could see it. LAST: the last
+    token's attention. AGE: nothing to carry; the oldest row is the weakest.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    LAST = "last"
+    AGE = "age"
+
+    def ranked(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
+        """What rows are compared by: their score, and how many queries could see them."""
+        match self:
+            case Carry.MEAN:
+                return score / jnp.maximum(age, 1).astype(jnp.float32)
+            case Carry.AGE:
+                return -age.astype(jnp.float32)
+        return score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Upkeep:
+    """What a policy does to its cache after the prompt; static in decode programs.
+
+    Attributes:
+        evicts: after each token, segments above their limit lose the weakest row.
+        carry: how scores go on, or None where they are computed anew at each re-run.
+        scored: a score per row is kept.
+        together: all kv heads of a layer drop the same row.
+        sinks: first positions that are never dropped.
+        protect: spans of the prompt that are never dropped.
+        merge: what becomes of dropped rows.
+        ring: last queries to remember, for scorers that are asked again.
+    """
+
+    evicts: bool
+    carry: Carry | None
+    scored: bool
+    together: bool
+    sinks: int
+    protect: tuple[Span, ...]
+    merge: Merger | None
+    ring: int
+
+    def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
+        mask = pos < self.sinks
+        for start, stop in self.protect:
+            first, last = (jnp.where(jnp.asarray(edge) < 0, prompt + edge, edge) for edge in (start, stop))
+            mask = mask | ((pos >= first) & (pos < last))
+        return mask
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums"],
+    meta_fields=["implementation"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What a scorer may look at: one layer of a prompt, padding on the right.
+
+    Attributes:
+        q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is the scorer's `queries`.
+        q_positions: `i32[B, w]` their positions; negative where the prompt is shorter than w.
+        k: `[B, K, S, D]` rotated keys.
+        v: `[B, K, S, D]` values.
+        length: `i32[B]` tokens of each sequence.
+        layer: `i32[]` index of the layer.
+        key: random key of this call.
+        sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
+        implementation: what computes attention.
+    """
+
+    q: Float[Array, "B K G w D"]
+    q_positions: Int[Array, "B w"]
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    length: Int[Array, " B"]
+    layer: Int[Array, ""]
+    key: PRNGKeyArray
+    sums: Float[Array, "B K G S"] | None = None
+    implementation: Implementation = Implementation.XLA
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Says how much each row matters, per kv head.
+
+    Attributes:
+        queries: how many of each sequence's last queries `Observed` must carry; 0 for none.
+        sums: whether it must carry the attention received from all queries.
+        carry: how scores go on while tokens are drawn; None if they must be computed anew.
+    """
+
+    @property
+    def queries(self) -> int:
+        """Last queries needed, w."""
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums over all queries are needed."""
+
+    @property
+    def carry(self) -> Carry | None:
+        """How scores go on."""
+
+    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+        """What was observed of every row. Rows past a sequence's length may hold anything."""
+
+    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is."""

@@ -1,0 +1,46 @@
+"""PyramidInfer: fewer rows from layer to layer, each layer's chosen among those of the one below."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.policies.budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.scorers import NoPool, Pooling
+from jaxkv.policies.select import HeadBudgets, SharedHeads
+from jaxkv.policies.snapkv import WindowPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PyramidInfer(WindowPolicy):
+    """Positions that recent tokens attend to, one set per layer, carried over: a layer keeps what the one below kept.
+
+    The prompt's own attention stays whole here: hidden states of dropped tokens run on to the top, so that this saves
+    the paper's memory, not its prefill time.
+
+    Attributes:
+        allocation: the schedule over layers; it must not grow.
+
+    References:
+        Yang et al., PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference, arXiv:2405.12532,
+        section 3.3; recent tokens count equally.
+    """
+
+    budget: int | float | None = 1024
+    pooling: Pooling = NoPool()
+    allocation: LayerBudgets = LinearLayers(beta=20.0)
+
+    paper: ClassVar[str] = "PyramidInfer, arXiv:2405.12532"
+
+    def __post_init__(self) -> None:
+        require(not self.allocation.from_scores, "allocation", self.allocation, "give a schedule, LinearLayers() say")
+        super().__post_init__()
+
+    @property
+    def heads(self) -> HeadBudgets:
+        """One set for all heads."""
+        return SharedHeads()
+
+    @property
+    def carries_over(self) -> bool:
+        """Yes."""
+        return True
