@@ -22,7 +22,8 @@ AOT_STAMP := .venv-aot/.made-0.10.2
 LATEST_STAMP := .venv-latest/.made-0.12
 LATEST_TESTS := tests/test_kernels.py tests/test_implementations.py tests/test_layout.py
 
-.PHONY: help demo test test-latest lint format bench bench-peer bench-gpu tune aot aot-quick needle clean
+.PHONY: help demo test test-latest lint format bench bench-peer bench-gpu \
+  loss decode-step throughput tune aot aot-quick needle clean
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -32,6 +33,9 @@ help:
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
 	@echo "make bench-gpu    check and time the kernels on this machine's GPU, with the Python on the path"
+	@echo "make loss         D2O's table 6 as loss: documents continued over caches of every kind, on this machine"
+	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
+	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
 	@echo "make tune         search for the fastest tiles on this machine's GPU"
 	@echo "make aot          compile every kernel for H100, H200 and A100, and read what ptxas says; aot-quick: H100, one each"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
@@ -65,6 +69,15 @@ bench-peer: $(STAMP) $(PEER_STAMP)
 
 bench-gpu:
 	@python3 -m benchmarks.gpu --out benchmarks/results
+
+loss: $(STAMP)
+	@$(BIN)/python -m benchmarks.loss
+
+decode-step: $(STAMP)
+	@$(BIN)/python -m benchmarks.decode_step
+
+throughput: $(STAMP)
+	@$(BIN)/python -m benchmarks.throughput
 
 tune:
 	@python3 -m benchmarks.tune --out pallas_kernels/tuned

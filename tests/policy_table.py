@@ -8,7 +8,26 @@ import jax
 import numpy as np
 import oracles as o
 
-from jaxkv import AdaKV, FullKV, KNorm, LocalWindow, Policy, PyramidKV, Random, SnapKV, StreamingLLM
+from jaxkv import (
+    D2O,
+    H2O,
+    TOVA,
+    AdaKV,
+    CaM,
+    CriticalKV,
+    FullKV,
+    KNorm,
+    LocalWindow,
+    Merge,
+    Policy,
+    PyramidInfer,
+    PyramidKV,
+    Random,
+    RoCo,
+    SnapKV,
+    StreamingLLM,
+    VarianceLayers,
+)
 from jaxkv.policies import (
     AdaptiveHeads,
     AvgPool,
@@ -47,6 +66,8 @@ class Row:
         exact: rows over all layers sum to L times the budget.
         rolling: keys are stored before RoPE.
         keeps_all: there is no budget.
+        evicts: a row goes for every new one beyond the budget.
+        merges: kept rows are not the prompt's own.
         like: a row that leaves pools of the same kind; tests of what happens after prefill need only that one.
     """
 
@@ -61,6 +82,8 @@ class Row:
     exact: bool = True
     rolling: bool = False
     keeps_all: bool = False
+    evicts: bool = False
+    merges: bool = False
     like: str = ""
 
     def policy(self, budget: int | float) -> Policy:
@@ -91,6 +114,86 @@ def _random(layer, q, k, budget):
     rows = o.resolve_budget(budget, n)
     picked = [o.top_select(row, rows, [], n) for row in draws.astype(np.float64)]
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
+def _recent(rows, sinks, share):
+    return max(1, int((rows - sinks) * share))
+
+
+def _heavy(sinks=0, share=0.5, mean=False, ada=False):
+    """Cumulative attention, uniform layers: sinks, recent rows, and the best of the others."""
+
+    def select(layer, q, k, budget):
+        n = k.shape[1]
+        rows = o.resolve_budget(budget, n)
+        scores = o.cumulative_scores(q, k)
+        if mean:
+            scores = scores / (n - np.arange(n))
+        forced = o.forced_positions(n, sinks, _recent(rows, sinks, share), ())
+        if ada:
+            return o.ada_select(scores, rows, forced, n)
+        picked = [o.top_select(row, rows, forced, n) for row in scores]
+        return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+    return _each(select)
+
+
+def _d2o(kind):
+    """Layers by variance of column sums, sinks and a quarter of the rest for recent rows."""
+
+    def oracle(qs, ks, budget):
+        n = ks[0].shape[1]
+        stats = [o.layer_statistic(q, k, kind) for q, k in zip(qs, ks, strict=True)]
+        rows, margin = o.variance_rows(stats, n, budget, kind, len(o.forced_positions(n, 4, 1, ())))
+        kept, gap = [], margin / n
+        for q, k, r in zip(qs, ks, rows, strict=True):
+            forced = o.forced_positions(n, 4, _recent(r, 4, 0.25), ())
+            picked = [o.top_select(row, r, forced, n) for row in o.cumulative_scores(q, k)]
+            kept.append([positions for positions, _ in picked])
+            gap = min(gap, *(own for _, own in picked))
+        return kept, gap
+
+    return oracle
+
+
+def _ada_variance(qs, ks, budget):
+    n = ks[0].shape[1]
+    stats = [o.layer_statistic(q, k, "headnorm") for q, k in zip(qs, ks, strict=True)]
+    forced = o.forced_positions(n, 0, WINDOW, ())
+    rows, margin = o.variance_rows(stats, n, budget, "headnorm", len(forced))
+    picked = [
+        o.ada_select(o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first"), r, forced, n)
+        for q, k, r in zip(qs, ks, rows, strict=True)
+    ]
+    return [kept for kept, _ in picked], min(margin / n, *(gap for _, gap in picked))
+
+
+def _tova(layer, q, k, budget):
+    n = k.shape[1]
+    rows = o.resolve_budget(budget, n)
+    scores = o.last_scores(q, k)
+    picked = [o.top_select(row, rows, [n - 1], n) for row in scores]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
+def critical_norms(k):
+    """What stands for the values' norms where there is no model: any positive numbers will do."""
+    return 1 + np.abs(k).sum(axis=-1)
+
+
+def _critical(ada=False):
+    def select(layer, q, k, budget):
+        n = k.shape[1]
+        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+        scores = o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first")
+        budgets, gap = [rows] * len(k), np.inf
+        if ada:
+            kept, gap = o.ada_select(scores, rows, forced, n)
+            budgets = [len(head) for head in kept]
+        kept, own = o.critical_select(scores, critical_norms(k), budgets, forced, n)
+        return kept, min(gap, own)
+
+    return _each(select)
 
 
 def _window(oracle=o.snapkv, **options: Any) -> Oracle:
@@ -223,6 +326,114 @@ TABLE = (
         oracle=_window(oracle=o.adakv, ada="protect", pool="avg", kernel=5),
         window=WINDOW,
         uniform=False,
+    ),
+)
+TABLE += (
+    Row(
+        name="streaming-slide",
+        make=lambda budget, **kw: StreamingLLM(budget=budget, slide=True, **kw),
+        oracle=_each(lambda layer, q, k, budget: o.streaming_llm(*k.shape[:2], budget)),
+        sinks=4,
+        window=1,
+        evicts=True,
+    ),
+    Row(name="h2o", make=lambda budget, **kw: H2O(budget=budget, **kw), oracle=_heavy(), window=1, evicts=True),
+    Row(
+        name="h2o-prefill",
+        make=lambda budget, **kw: H2O(budget=budget, mode="prefill", sinks=2, recent=0.25, **kw),
+        oracle=_heavy(sinks=2, share=0.25),
+        sinks=2,
+        window=1,
+        like="snapkv",
+    ),
+    Row(
+        name="roco",
+        make=lambda budget, **kw: RoCo(budget=budget, **kw),
+        oracle=_heavy(mean=True),
+        window=1,
+        evicts=True,
+    ),
+    Row(name="tova", make=lambda budget, **kw: TOVA(budget=budget, **kw), oracle=_each(_tova), window=1, evicts=True),
+    Row(
+        name="adakv-h2o",
+        make=_ada(lambda budget, **kw: H2O(budget=budget, **kw)),
+        oracle=_heavy(ada=True),
+        window=1,
+        uniform=False,
+        evicts=True,
+    ),
+    Row(
+        name="d2o",
+        make=lambda budget, **kw: D2O(budget=budget, **kw),
+        oracle=_d2o("headnorm"),
+        sinks=4,
+        window=1,
+        level=False,
+        evicts=True,
+        merges=True,
+    ),
+    *(
+        Row(
+            name=f"d2o-{kind}",
+            make=lambda budget, kind=kind, **kw: D2O(
+                budget=budget, merge=None, allocation=VarianceLayers(statistic=kind), **kw
+            ),
+            oracle=_d2o(kind),
+            sinks=4,
+            window=1,
+            level=False,
+            evicts=True,
+            like="d2o",
+        )
+        for kind in ("raw", "layer_zscore", "reciprocal", "exp_decay", "uniform")
+    ),
+    Row(
+        name="snapkv-merge",
+        make=_snap(merge=Merge(metric="both", weights="average")),
+        oracle=_window(),
+        window=WINDOW,
+        merges=True,
+        like="snapkv",
+    ),
+    Row(
+        name="adakv-variance",
+        make=_ada(_snap(allocation=VarianceLayers(), merge=Merge())),
+        oracle=_ada_variance,
+        window=WINDOW,
+        uniform=False,
+        level=False,
+        merges=True,
+    ),
+    Row(
+        name="cam",
+        make=lambda budget, **kw: CaM(budget=budget, window=WINDOW, **kw),
+        oracle=_window(pool=None),
+        window=WINDOW,
+        merges=True,
+        like="snapkv",
+    ),
+    Row(
+        name="criticalkv",
+        make=lambda budget, **kw: CriticalKV(base=SnapKV(budget=budget, window=WINDOW, **kw)),
+        oracle=_critical(),
+        window=WINDOW,
+        like="snapkv",
+    ),
+    Row(
+        name="adakv-critical",
+        make=_ada(lambda budget, **kw: CriticalKV(base=SnapKV(budget=budget, window=WINDOW, **kw))),
+        oracle=_critical(ada=True),
+        window=WINDOW,
+        uniform=False,
+        like="adakv",
+    ),
+    Row(
+        name="pyramidinfer",
+        make=lambda budget, **kw: PyramidInfer(budget=budget, window=WINDOW, **kw),
+        oracle=lambda qs, ks, budget: o.pyramid_infer(qs, ks, budget, WINDOW),
+        window=WINDOW,
+        level=False,
+        like="pyramidkv-linear",
     ),
 )
 

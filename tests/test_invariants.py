@@ -35,7 +35,12 @@ GQA = tiny.MODELS["gqa3"]
 spread = pytest.mark.parametrize(
     ("row", "config"),
     [(row, GQA) for row in TABLE]
-    + [(BY_NAME[name], config) for name in ("snapkv", "adakv") for config in tiny.MODELS.values() if config != GQA],
+    + [
+        (BY_NAME[name], config)
+        for name in ("snapkv", "adakv", "d2o")
+        for config in tiny.MODELS.values()
+        if config != GQA
+    ],
     ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
 )
 
@@ -51,7 +56,7 @@ def quick_compilation():
 # --- checks: seeded faults call them too ---------------------------------------------------------------------------
 
 
-def check_layout(cache, lengths):
+def check_layout(cache, lengths, *, ordered=True):
     """Segments are disjoint and inside P; positions ascend and were seen; what is no segment's is marked so."""
     taken = [np.zeros(pool.pos.shape, int) for pool in cache.pools]
     start, length = np.asarray(cache.start), np.asarray(cache.length)
@@ -61,11 +66,13 @@ def check_layout(cache, lengths):
         assert first >= 0 and count >= 0 and first + count <= cache.pools[at].rows
         taken[at][row, first : first + count] += 1
         assert len(k) == len(pos) == count
-        assert (np.diff(pos) > 0).all()
-        assert not count or (pos[0] >= 0 and pos[-1] < lengths[row])
+        assert not ordered or (np.diff(pos) > 0).all()
+        assert len(set(pos.tolist())) == count
+        assert not count or (pos.min() >= 0 and pos.max() < lengths[row])
     for pool, used in zip(cache.pools, taken, strict=True):
         assert used.max() <= 1
         assert (np.asarray(pool.pos)[used == 0] == -1).all()
+        assert pool.score is None or not np.asarray(pool.score)[used == 0].any()
     np.testing.assert_array_equal(cache.seen, lengths)
 
 
@@ -103,8 +110,22 @@ def check_totals(row: Row, cache, needed, lengths, budget):
         assert needed.budget[index] == rows
         if row.exact:
             assert kept[:, index].sum() == len(kept) * heads * rows
-    np.testing.assert_array_equal(cache.limit, cache.length)
+    roomy = needed.budget < 0 if row.keeps_all or not row.evicts else lengths_below(budget, lengths)
+    np.testing.assert_array_equal(cache.limit, np.where(roomy[:, None], budget, cache.length))
     assert cache.nbytes == needed.cache_bytes
+
+
+def lengths_below(budget, lengths):
+    """Sequences whose cache may grow: prompts shorter than a budget in rows."""
+    return np.asarray([isinstance(budget, int) and n < budget for n in lengths])
+
+
+def check_merged(cache, full):
+    """Kept rows of a merging policy: positions of the prompt, and none of them longer than the longest row."""
+    longest = {(a, b, c): np.linalg.norm(k, axis=-1).max() for a, b, c, k, _, _ in tiny.segments(full)}
+    for layer, row, head, k, v, _ in tiny.segments(cache):
+        assert np.isfinite(k).all() and np.isfinite(v).all()
+        assert np.linalg.norm(k, axis=-1).max() <= longest[layer, row, head] * (1 + 1e-5)
 
 
 def check_prefill(row: Row, model, seed, lengths, budget):
@@ -115,7 +136,7 @@ def check_prefill(row: Row, model, seed, lengths, budget):
     check_layout(cache, lengths)
     check_spans(row, tiny.kept(cache), lengths)
     check_totals(row, cache, needed, lengths, budget)
-    check_rows(cache, full)
+    (check_merged if row.merges else check_rows)(cache, full)
 
 
 def check_alone(row: Row, model, seed, lengths, budget, steps=2):
@@ -155,6 +176,27 @@ def check_decode(row: Row, model, seed, lengths, budget, steps=3):
         np.testing.assert_array_equal(v[:-steps], old_v)
 
 
+def check_constant(row: Row, model, seed, lengths, budget, steps=6):
+    """One row goes for each that comes: sizes stay, sinks and the newest rows too, nothing comes back."""
+    cache, _, _ = tiny.run(model, tiny.prompts(seed, lengths), row.policy(budget))
+    limit, before = np.asarray(cache.limit), tiny.kept(cache)
+    for step in range(1, steps + 1):
+        _, cache = tiny.decode(model, cache, [[5 + step] * len(lengths)], room=1)
+        seen = np.asarray(lengths) + step
+        check_layout(cache, seen, ordered=False)
+        np.testing.assert_array_equal(cache.limit, limit)
+        grown = np.minimum(limit, np.asarray([[[len(head) + 1 for head in one] for one in layer] for layer in before]))
+        np.testing.assert_array_equal(cache.kept, grown)
+        after = tiny.kept(cache)
+        for layer, row_index, head in np.ndindex(*limit.shape):
+            old, new = set(before[layer][row_index][head]), set(after[layer][row_index][head])
+            n = seen[row_index]
+            assert new <= old | {n - 1} and n - 1 in new
+            recent = np.asarray(cache.state.recent)[layer, row_index]
+            assert set(range(min(row.sinks, n))) | set(range(max(0, n - min(recent, step)), n)) <= new
+        before = after
+
+
 # --- the properties --------------------------------------------------------------------------------------------------
 
 
@@ -177,8 +219,8 @@ def test_neither_batch_mates_nor_padding_matter(row, config, seed, lengths):
 @every_decoded
 @settings(max_examples=3)
 @given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
-def test_decoding_appends(row, seed, lengths):
-    check_decode(row, tiny.tiny(GQA), seed, lengths, 20)
+def test_decoding_appends_or_replaces(row, seed, lengths):
+    (check_constant if row.evicts else check_decode)(row, tiny.tiny(GQA), seed, lengths, 20)
 
 
 @spread
@@ -187,6 +229,7 @@ def test_decoding_appends(row, seed, lengths):
 def test_a_budget_of_the_length_changes_nothing(row, config, seed, lengths, budget):
     model = tiny.tiny(config)
     ids, tokens = tiny.prompts(seed, lengths), [[1, 2], [3, 4], [5, 6]]
+    budget = 67 if row.evicts else budget  # room for the three tokens as well
     results = []
     for policy in (jaxkv.FullKV(), row.policy(budget)):
         cache, logits, _ = tiny.run(model, ids, policy)

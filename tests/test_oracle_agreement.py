@@ -7,8 +7,9 @@ import oracles as o
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policy_table import TABLE, Row
+from policy_table import TABLE, Row, critical_norms
 
+from jaxkv import attention
 from jaxkv.models.compress import choose, observe
 from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, UniformHeads, select
 
@@ -39,7 +40,7 @@ def library_kept(policy, q, k, lengths):
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
     window = policy.scorer.queries
     positions = (lengths - window)[:, None] + np.arange(window)
-    scores, weights = [], []
+    scores, weights, norms = [], [], [None] * len(k)
     for layer in range(len(k)):
         at = np.maximum(positions, 0)[:, None, None, :, None]
         seen = Observed(
@@ -50,8 +51,11 @@ def library_kept(policy, q, k, lengths):
             length=jnp.asarray(lengths, jnp.int32),
             layer=jnp.int32(layer),
             key=jax.random.key(0),
+            sums=all_sums(q[layer], k[layer], lengths) if policy.needs.sums else None,
         )
-        score, weight = observe(seen, jnp.asarray(forced), scorer=policy.scorer, layers=policy.layers)
+        if policy.needs.norms:
+            norms[layer] = jnp.asarray(critical_norms(k[layer]))
+        score, _, weight = observe(seen, jnp.asarray(forced), scorer=policy.scorer, layers=policy.layers)
         scores.append(score)
         weights.append(weight)
     rows = policy.layers.rows(
@@ -62,12 +66,24 @@ def library_kept(policy, q, k, lengths):
         window=policy.kept_last,
         weights=np.stack(weights) if policy.layers.from_scores else None,
     )
-    length = jnp.asarray(lengths, jnp.int32)
-    masks = [
-        np.asarray(choose(s, jnp.asarray(forced), length, jnp.asarray(r, jnp.int32), heads=policy.heads))
-        for s, r in zip(scores, rows, strict=True)
-    ]
+    recent = policy.recents(rows, lengths, forced.sum(axis=1), np.stack(weights) if policy.layers.from_scores else None)
+    length, below, masks = jnp.asarray(lengths, jnp.int32), None, []
+    for layer, score in enumerate(scores):
+        count, last = (jnp.asarray(a[layer], jnp.int32) for a in (rows, recent))
+        mask = choose(score, jnp.asarray(forced), length, count, last, norms[layer], below, heads=policy.heads)
+        below = mask[:, 0] if policy.carries_over else None
+        masks.append(np.asarray(mask))
     return [[[np.flatnonzero(head).tolist() for head in row] for row in mask] for mask in masks]
+
+
+def all_sums(q, k, lengths):
+    """Attention each key receives from all queries, one sequence after the other."""
+    out = []
+    for row, n in enumerate(lengths.tolist()):
+        heads, keys, first = jnp.asarray(q[row]), jnp.asarray(k[row]), jnp.int32(0)
+        _, lse = attention.causal(heads, keys, keys, first)
+        out.append(attention.column_sums(heads, keys, jnp.where(jnp.arange(len(lse[0, 0])) < n, lse, jnp.inf), first))
+    return jnp.stack(out)
 
 
 def oracle_kept(row: Row, q, k, lengths, budget):

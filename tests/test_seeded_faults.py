@@ -84,16 +84,18 @@ def layers_rounded_down(patch):
 def padding_competes(patch):
     real = compress.choose
 
-    def choose(scores, forced, length, rows, *, heads):
-        return real(scores, forced, jnp.full_like(length, scores.shape[-1]), rows, heads=heads)
+    def choose(scores, forced, length, *rest, heads):
+        return real(scores, forced, jnp.full_like(length, scores.shape[-1]), *rest, heads=heads)
 
     patch.setattr(prefill, "choose", choose)
 
 
 def positions_from_length(patch):
+    real = decoding.Live.of
+
     def live(cls, cache):
         seen = cache.length[0, :, 0]
-        return cls(pools=cache.pools, start=cache.start, length=cache.length, seen=seen)
+        return dataclasses.replace(real(cache), seen=seen)
 
     patch.setattr(decoding.Live, "of", classmethod(live))
 

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
@@ -197,7 +197,7 @@ def walk(
     return acc / jnp.maximum(total, 1e-30)[..., None], lse
 
 
-def windows(rows: Float[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Float[Array, "B K size *D"]:
+def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Shaped[Array, "B K n *D"]:
     """Neighbouring rows of a pool from each first row on."""
     one = lambda r, b: lax.dynamic_slice_in_dim(r, b, size)  # noqa: E731
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows, begin)

@@ -130,6 +130,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     )
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
     """N new tokens of every sequence, as one block of the decoder sees them."""

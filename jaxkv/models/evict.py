@@ -8,16 +8,18 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
 from jaxkv.cache import Pool, put_cells, put_rows, take_rows
-from jaxkv.policies.merging import Merge, Metric, unit
+from jaxkv.policies.merging import Merge, unit
 from jaxkv.policies.protocol import Upkeep
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
     """One layer's segments, as a step sees them.
@@ -181,7 +183,7 @@ def nearest(
     return cosine, at
 
 
-def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B K|1 n D"]) -> Float[Array, "B K n"]:
+def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
     dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     if rows.shape[1] == 1:
         return dot(q, rows[:, 0], (((2,), (2,)), ((0,), (0,))))
@@ -223,8 +225,7 @@ def evict(
         assert isinstance(merge, Merge)
         assert tau is not None
         dropped = {"k": take_rows(pool.k, jnp.maximum(victim, 0)), "v": take_rows(pool.v, jnp.maximum(victim, 0))}
-        plans = {Metric.KEY: [("k", "kv")], Metric.VALUE: [("v", "kv")], Metric.BOTH: [("k", "k"), ("v", "v")]}
-        for index, (metric, targets) in enumerate(plans[merge.metric]):
+        for index, (metric, targets) in enumerate(merge.targets):
             cosine, target = nearest(getattr(pool, metric), pool.pos, dropped[metric], victim, segments, form=form)
             target, over = jnp.maximum(target, 0), over & ~jnp.isnan(cosine)
             level = merge.moved(tau[..., index], cosine[..., None], over[..., None])
@@ -255,4 +256,4 @@ def evict(
     if score is not None:
         zero = jnp.zeros(last.shape, jnp.float32)
         score = put_cells(score, both, jnp.concatenate([cells(score), zero], axis=1))
-    return Pool(k=write("k"), v=write("v"), pos=pos, score=score), segments.length - over, tau
+    return Pool(k=write("k"), v=write("v"), pos=pos, score=score), segments.length - over.astype(jnp.int32), tau

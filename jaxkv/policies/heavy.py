@@ -28,7 +28,7 @@ class _Streaming(Policy):
     """
 
     budget: int | float | None = 1024
-    mode: Mode = Mode.STREAMING
+    mode: Mode | str = Mode.STREAMING
     sinks: int = 0
 
     def __post_init__(self) -> None:

@@ -134,10 +134,10 @@ class Merge:
     """
 
     beta: float = 0.7
-    metric: Metric = Metric.KEY
-    weights: Weights = Weights.SOFTMAX
-    scope: Scope = Scope.HEAD
-    decision: Decision = Decision.TOKEN
+    metric: Metric | str = Metric.KEY
+    weights: Weights | str = Weights.SOFTMAX
+    scope: Scope | str = Scope.HEAD
+    decision: Decision | str = Decision.TOKEN
     threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -164,6 +164,13 @@ class Merge:
         """Yes."""
         return True
 
+    @property
+    def targets(self) -> tuple[tuple[str, str], ...]:
+        """Whose cosines decide, and what they decide for: k, v."""
+        if self.metric is Metric.BOTH:
+            return ("k", "k"), ("v", "v")
+        return (("k" if self.metric is Metric.KEY else "v", "kv"),)
+
     def moved(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Float[Array, "B K"]:
@@ -185,20 +192,20 @@ class Merge:
         """Which dropped rows are merged."""
         level = tau if self.threshold is None else jnp.full_like(tau, self.threshold)
         if self.decision is Decision.SHARED_POSITION:
-            similarity = jnp.broadcast_to(similarity.mean(axis=1, keepdims=True), similarity.shape)
+            # The i-th dropped row of every head, in order of position: a different token in each.
+            order = jnp.argsort(~dropped, axis=-1, stable=True)
+            together = jnp.take_along_axis(similarity, order, axis=-1).mean(axis=1, keepdims=True)
+            rank = jnp.maximum(jnp.cumsum(dropped, axis=-1, dtype=jnp.int32) - 1, 0)
+            similarity = jnp.take_along_axis(jnp.broadcast_to(together, similarity.shape), rank, axis=-1)
         return dropped & (similarity >= level[..., None])
 
     def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
         """What a dropped row of this cosine adds to the sum of rows, and to what that is divided by; the kept row's."""
-        match self.weights:
-            case Weights.SOFTMAX:
-                weight = jnp.exp(similarity)
-                return weight, weight, math.e
-            case Weights.AVERAGE:
-                one = jnp.ones_like(similarity)
-                return one, one, 1.0
-            case Weights.SCATTER_MEAN:
-                return similarity, jnp.ones_like(similarity), 1.0
+        if self.weights is Weights.SOFTMAX:
+            weight = jnp.exp(similarity)
+            return weight, weight, math.e
+        one = jnp.ones_like(similarity)
+        return (one if self.weights is Weights.AVERAGE else similarity), one, 1.0
 
     def merge(
         self,
@@ -215,8 +222,7 @@ class Merge:
             raise TypeError("Merge needs its thresholds")
         dropped = inside & ~kept
         rows, after = {"k": k, "v": v}, tau
-        plan = {Metric.KEY: [("k", "kv")], Metric.VALUE: [("v", "kv")], Metric.BOTH: [("k", "k"), ("v", "v")]}
-        for index, (metric, targets) in enumerate(plan[self.metric]):
+        for index, (metric, targets) in enumerate(self.targets):
             similarity, nearest = nearest_kept({"k": k, "v": v}[metric], kept, dropped)
             level = self.moved(tau[..., index], similarity, dropped)
             joins = self.joins(level, similarity, dropped)

@@ -45,7 +45,7 @@ class VarianceLayers(Exact):
         D2O, arXiv:2406.13035, equations 4 and 5, Table 4.
     """
 
-    statistic: Statistic = Statistic.HEADNORM
+    statistic: Statistic | str = Statistic.HEADNORM
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,0 +1,159 @@
+"""What eviction and merging cost a decode step: H2O and D2O, with and without its parts, against append-only SnapKV.
+
+    python -m benchmarks.decode_step                       batch 1 and 8, float32
+    python -m benchmarks.decode_step --dtype bfloat16      the file keeps the figures of other settings
+
+All policies live in one process and take turns, a few steps each, round after round: what a busy machine adds comes
+upon all of them. A ratio is taken within a round; the figure is the median of the rounds' ratios. SnapKV forgets its
+rows after each turn, so that it does not grow, and has no more spare rows than a turn takes, which favours it.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from benchmarks import record
+from jaxkv.compilation import enable_compilation_cache
+from jaxkv.models import decode as decoding
+from jaxkv.models import loop as looping
+from jaxkv.models import prefill as prefilling
+from jaxkv.models.decoder import Flat
+from jaxkv.plan import bucket
+from jaxkv.policies import UniformLayers
+
+MODEL = "smollm2-135m-instruct"
+BASELINE = "SnapKV"
+POLICIES = {
+    BASELINE: lambda budget: jaxkv.SnapKV(budget=budget),
+    "H2O": lambda budget: jaxkv.H2O(budget=budget),
+    "D2O": lambda budget: jaxkv.D2O(budget=budget),
+    "D2O-no-merging": lambda budget: jaxkv.D2O(budget=budget, merge=None),
+    "D2O-no-layers": lambda budget: jaxkv.D2O(budget=budget, allocation=UniformLayers()),
+}
+# Of a policy's step, what another one does without: (policy, what is left of it).
+SHARES = {
+    "scores and eviction, of H2O": ("H2O", BASELINE),
+    "scores and eviction, of D2O without merging": ("D2O-no-merging", BASELINE),
+    "merging, of D2O": ("D2O", "D2O-no-merging"),
+    "scores, eviction and merging, of D2O": ("D2O", BASELINE),
+    "layer budgets by variance, of D2O": ("D2O", "D2O-no-layers"),
+}
+NONE = (-2,)  # An id no token has: a run ends by its steps alone.
+
+
+class Cell:
+    """One policy's cache, and where drawing stands."""
+
+    def __init__(self, model, policy, ids, steps):
+        """Prefills."""
+        self.flat, (batch, prompt) = Flat(model.decoder), ids.shape
+        self.size = max(16, bucket(steps))
+        lengths = np.full(batch, prompt, np.int32)
+        room = 1 if policy.evicts else self.size
+        needed = jaxkv.plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
+        padded = np.zeros((batch, needed.slots), np.int32)
+        padded[:, :prompt] = ids
+        cache, logits = prefilling.prefill(
+            self.flat, model.config, padded, lengths, policy, needed, key=jax.random.key(0)
+        )
+        self.rows = float(cache.kept.mean())
+        self.program = decoding.program_for(self.flat, cache)
+        self.live = decoding.Live.of(cache)
+        self.draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=jax.random.key(0))
+
+    def run(self, steps):
+        """Draws some tokens; returns seconds."""
+        program, none = self.program, jnp.asarray(NONE, jnp.int32)
+        running = looping.begin(self.live, program=program, size=self.size)
+        jax.block_until_ready((running.live.pools, running.tails, self.draw.logits))
+        begin = time.perf_counter()
+        running, draw, drawn, _ = looping.decode(
+            self.flat, running, self.draw, none, steps, program=program, sampling=jaxkv.Greedy(), size=self.size
+        )
+        jax.block_until_ready(running.live.length)
+        np.asarray(drawn)
+        seconds = time.perf_counter() - begin
+        live = looping.settle(running, program=program)
+        if program.evicts:
+            self.live, self.draw = live, draw
+        else:
+            # The next turn draws the same tokens anew.
+            self.live = dataclasses.replace(live, length=live.length - steps, seen=live.seen - steps)
+        return seconds
+
+
+def measure(model, ids, *, budget, rounds, steps):
+    """Milliseconds per step and ratios of every policy."""
+    where = record.machine()
+    cells = {}
+    for name, make in POLICIES.items():
+        cells[name] = Cell(model, make(budget), ids, steps)
+        # No steps compile; a turn makes the pages of code and scratch present.
+        cells[name].run(0)
+        cells[name].run(steps)
+    spent = {name: [] for name in cells}
+    for _ in range(rounds):
+        for name, cell in cells.items():
+            spent[name].append(1e3 * cell.run(steps) / steps)
+    policies = {}
+    for name, values in spent.items():
+        ratios = [mine / theirs for mine, theirs in zip(values, spent[BASELINE], strict=True)]
+        policies[name] = {"policy": repr(POLICIES[name](budget)), "rows": cells[name].rows, "milliseconds": values}
+        policies[name] |= {"step": record.spread(values), "ratio": record.spread(ratios)}
+    middle = {name: statistics.median(values) for name, values in spent.items()}
+    shares = {text: (middle[whole] - middle[rest]) / middle[whole] for text, (whole, rest) in SHARES.items()}
+    return {"policies": policies, "shares": shares, "machine": where}
+
+
+def show(title, found):
+    """Prints one table."""
+    print(f"\n{title}")
+    print(f"{'policy':16}{'rows':>7}{'ms/step':>10}{'least':>9}{'most':>9}{'ratio':>8}{'least':>8}{'most':>8}")
+    for name, row in found["policies"].items():
+        step = "".join(f"{row['step'][key]:{width}.2f}" for key, width in (("median", 10), ("least", 9), ("most", 9)))
+        ratio = "".join(f"{row['ratio'][key]:8.3f}" for key in ("median", "least", "most"))
+        print(f"{name:16}{row['rows']:7.1f}{step}{ratio}")
+    print("share of the step, from the medians:")
+    for text, share in found["shares"].items():
+        print(f"    {text:46}{100 * share:6.1f} %", flush=True)
+
+
+def main():
+    """Measures each batch and saves after it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=512, help="random tokens (default: %(default)s)")
+    parser.add_argument("--budget", type=int, default=256, help="rows per head (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=8, help="steps of a turn (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "decode_step.json")
+    options = parser.parse_args()
+    if min(options.prompt, options.budget, options.rounds, options.steps, *options.batch) < 1:
+        parser.error("--batch, --prompt, --budget, --rounds and --steps are 1 or more")
+    if options.prompt < options.budget:
+        # Segments below their budget have no spare rows here.
+        parser.error("--prompt must not be shorter than --budget")
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    enable_compilation_cache()
+    model = jaxkv.load(MODEL, options.dtype)
+    for batch in options.batch:
+        ids = np.random.default_rng(0).integers(100, model.config.vocab, (batch, options.prompt)).astype(np.int32)
+        found = measure(model, ids, budget=options.budget, rounds=options.rounds, steps=options.steps)
+        title = f"{options.dtype}, batch {batch}, prompt {options.prompt}, budget {options.budget}"
+        results[title] = {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found}
+        record.save(options.out, results)
+        show(f"{title}: {options.rounds} rounds of {options.steps} steps", found)
+    print(f"\nsaved to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
