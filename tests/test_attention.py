@@ -140,3 +140,86 @@ def test_window_mass(dtype):
             shares = np.exp(logits - logits.max())
             expected[row, head, :end] += weight[member, at] * shares / shares.sum()
     np.testing.assert_allclose(wide(mass), expected, atol=2e-6)
+
+
+# --- what each key receives ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize(("slots", "queries", "n"), [(48, 48, 37), (768, 256, 700), (1024, 512, 1024)])
+def test_column_sums(slots, queries, n, dtype):
+    """Blocks of queries, blocks of keys, padding: every key's sum over all real queries, of each query head."""
+    heads, group, dim = 2, 2, 8
+    q = 2 * draw(0, heads, group, slots, dim, dtype=dtype)
+    k = draw(1, heads, slots, dim, dtype=dtype)
+    sums = jnp.zeros((heads, group, slots), jnp.float32)
+    for first in range(0, slots, queries):
+        part, at = q[:, :, first : first + queries], jnp.int32(first)
+        _, lse = attention.causal(part, k, k, at)
+        real = first + jnp.arange(queries) < n
+        sums = sums + attention.column_sums(part, k, jnp.where(real, lse, jnp.inf), at)
+    expected = np.zeros(sums.shape)
+    for head, member in np.ndindex(heads, group):
+        logits = wide(q)[head, member, :n] @ wide(k)[head, :n].T / math.sqrt(dim)
+        weights = np.where(np.tri(n, dtype=bool), np.exp(logits - logits.max(axis=1, keepdims=True)), 0)
+        expected[head, member, :n] = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+    np.testing.assert_allclose(sums, expected, rtol=20 * TOLERANCE[dtype], atol=20 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("form", Form, ids=str)
+def test_a_pool_s_scores(form, dtype):
+    """A token's attention joins its rows' scores, in one pass or two; sequences that do not count stay as they are."""
+    heads, group, dim, each = 2, 3, 8, 150
+    length = np.asarray([[150, 150], [3, 3]] if form is Form.EQUAL else [[140, 9], [0, 30]], np.int32)
+    start = np.asarray([[0, 150]] * 2 if form is Form.EQUAL else [[4, 144], [6, 200]], np.int32)
+    q = 2 * draw(0, 3, heads, group, dim, dtype=dtype)[:2]
+    k, v = (draw(seed, 2, heads * each, dim, dtype=dtype) for seed in (1, 2))
+    score = draw(3, 2, heads * each)
+    expected = np.asarray(score, np.float64)
+    for row, head in np.ndindex(2, heads):
+        span = slice(start[row, head], start[row, head] + length[row, head])
+        for member in range(group):
+            logits = wide(k)[row, span] @ wide(q)[row, head, member] / math.sqrt(dim)
+            weights = np.exp(logits - logits.max(initial=-math.inf)) if len(logits) else logits
+            expected[row, span] += weights / max(weights.sum(), 1e-30) / group
+    begin, rows = jnp.asarray(start), jnp.asarray(length)
+    plain, plain_lse = attention.over_pool(q, k, v, begin, rows, form=form)
+    for widest in (None, 150):
+        out, lse, ours = attention.over_pool_scored(
+            q, k, v, begin, rows, score, jnp.asarray([True, True]), form=form, widest=widest
+        )
+        np.testing.assert_allclose(ours, expected, atol=5 * TOLERANCE[dtype])
+        np.testing.assert_allclose(wide(out), wide(plain), atol=5 * TOLERANCE[dtype])
+        np.testing.assert_allclose(lse, plain_lse, atol=5 * TOLERANCE[dtype])
+        counts = jnp.asarray([False, True])
+        _, _, ours = attention.over_pool_scored(q, k, v, begin, rows, score, counts, form=form, widest=widest)
+        np.testing.assert_array_equal(ours[0], score[0])
+        np.testing.assert_allclose(ours[1], expected[1], atol=5 * TOLERANCE[dtype])
+
+
+def test_sums_over_a_long_prompt_take_no_more_memory():
+    """32,768 tokens: what a layer's prefill needs with every key's sum, against the same without."""
+    import jax
+    import tiny
+
+    from jaxkv.attention import Implementation
+    from jaxkv.models.layer import layer
+    from jaxkv.policies.protocol import Needs
+
+    slots, model = 32768, tiny.tiny(tiny.MODELS["gqa4"])
+    flat = tiny.flat(model)
+    inputs = (
+        jax.ShapeDtypeStruct((1, slots, model.config.embed), jnp.float32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+
+    def peak(needs):
+        run = lambda leaves, x, length: layer(  # noqa: E731
+            leaves, x, length, graphs=flat.graphs, needs=needs, last=False, implementation=Implementation.XLA
+        )
+        memory = jax.jit(run, donate_argnums=1).lower(flat.blocks[0], *inputs).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    without = peak(Needs())
+    assert without < peak(Needs(sums=True)) <= 1.3 * without

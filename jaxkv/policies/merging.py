@@ -355,7 +355,7 @@ class ValueMerge:
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
     ) -> Merged:
-        """See `Merger.merge`; kept and dropped rows alike are folded, before anything is dropped."""
+        """See `Merger.merge`; kept and dropped rows alike are folded, where anything is dropped at all."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         keys = jax.vmap(lambda h: jax.random.fold_in(key, h))(head)
@@ -363,7 +363,10 @@ class ValueMerge:
         draws = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(slots, dtype=jnp.int32))
         length = inside.sum(axis=-1, dtype=jnp.int32)
         fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
-        return Merged(k, fold(v, mass, length, draws) if slots > self.window else v, tau)
+        if slots <= self.window:
+            return Merged(k, v, tau)
+        drops = (inside & ~kept).any(axis=(1, 2))[:, None, None, None]
+        return Merged(k, jnp.where(drops, fold(v, mass, length, draws), v), tau)
 
     @partial(jax.jit, static_argnums=0)
     def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):

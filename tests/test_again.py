@@ -1,0 +1,222 @@
+"""Compression while generating: a policy that chooses again, over prompt and answer, chooses what it would at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxkv
+from jaxkv import (
+    D2O,
+    H2O,
+    TOVA,
+    AdaKV,
+    CaM,
+    CriticalKV,
+    KNorm,
+    Merge,
+    PyramidKV,
+    RoCo,
+    SnapKV,
+    StreamingLLM,
+    VarianceLayers,
+)
+from jaxkv.cache import repack
+from jaxkv.models import decode as decoding
+from jaxkv.models.again import again, beyond, due
+from jaxkv.policies import EntropyLayers, UniformLayers
+
+GQA = tiny.MODELS["gqa3"]
+ROWS, EVERY = 24, 8
+# A policy that chooses again, and the same one that chooses once.
+POLICIES = {
+    "snapkv": SnapKV(budget=ROWS, window=8, every=EVERY),
+    "snapkv-sinks": SnapKV(budget=ROWS, window=8, sinks=3, protect=((5, 8), (-3, 20)), every=EVERY),
+    "snapkv-merge": SnapKV(budget=ROWS, window=8, merge=Merge(), every=EVERY),
+    "adakv": AdaKV(base=SnapKV(budget=ROWS, window=8, every=EVERY)),
+    "adakv-merge": AdaKV(base=SnapKV(budget=ROWS, window=8, merge=Merge(weights="average"), every=EVERY)),
+    "pyramidkv": PyramidKV(budget=ROWS, window=4, every=EVERY),
+    "streaming": StreamingLLM(budget=ROWS, every=EVERY),
+    "streaming-rolling": StreamingLLM(budget=ROWS, rolling_positions=True, every=EVERY),
+    "knorm": KNorm(budget=ROWS, every=EVERY),
+    "h2o": H2O(budget=ROWS, mode="prefill", every=EVERY),
+    "roco": RoCo(budget=ROWS, mode="prefill", every=EVERY),
+    "tova": TOVA(budget=ROWS, mode="prefill", every=EVERY),
+    "d2o": D2O(budget=ROWS, mode="prefill", every=EVERY, allocation=UniformLayers()),
+    "critical": CriticalKV(base=SnapKV(budget=ROWS, window=8, every=EVERY)),
+    "adakv-critical": AdaKV(base=CriticalKV(base=SnapKV(budget=ROWS, window=8, every=EVERY))),
+    "cam": CaM(budget=ROWS, window=8, expected=True, every=EVERY),
+}
+# Rows that go one by one while drawing, and many at once behind a question.
+EVICTING = {
+    "h2o": H2O(budget=ROWS),
+    "h2o-sinks": H2O(budget=ROWS, sinks=2, recent=0.25, protect=((4, 6),)),
+    "roco": RoCo(budget=ROWS),
+    "tova": TOVA(budget=ROWS),
+    "adakv-h2o": AdaKV(base=H2O(budget=ROWS)),
+    "slide": StreamingLLM(budget=ROWS, slide=True),
+    "d2o": D2O(budget=ROWS, allocation=UniformLayers()),
+}
+# Sequences that reach the point together, though their prompts differ.
+LENGTHS = (20, 13)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Many programs, run a few times each: here optimising them takes longer than it saves."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def once(policy):
+    """The policy without what it does while decoding."""
+    if isinstance(policy, (AdaKV, CriticalKV)):
+        return dataclasses.replace(policy, base=once(policy.base), budget=None, every=None, merge=None)
+    return dataclasses.replace(policy, every=None)
+
+
+def by_position(cache):
+    """Rows of every segment in order of position."""
+    out = {}
+    for layer, row, head, k, v, pos in tiny.segments(cache):
+        order = np.argsort(pos)
+        out[layer, row, head] = pos[order].tolist(), k[order], v[order]
+    return out
+
+
+def same_rows(ours, theirs, rows, sequence):
+    for key in [key for key in ours if key[1] == sequence]:
+        pos, k, v = ours[key]
+        expected = theirs[key[0], 0, key[2]]
+        assert pos == expected[0], key
+        np.testing.assert_allclose(k, expected[1], atol=2e-4)
+        np.testing.assert_allclose(v, expected[2], atol=2e-4)
+
+
+def feed(model, cache, tokens, *, chunk):
+    """Tokens `[B, N]` on top of a copy with room for them, in chunks; evicting policies take one at a time."""
+    copy = repack(cache, room=tokens.shape[1] + 1)
+    live, program = decoding.Live.of(copy), decoding.program_for(tiny.flat(model), copy)
+    for first in range(0, tokens.shape[1], chunk):
+        part = jnp.asarray(tokens[:, first : first + chunk])
+        count = jnp.full((len(tokens),), part.shape[1], jnp.int32)
+        _, live = decoding.extend(tiny.flat(model), live, part, count, program=program)
+    return live.into(copy)
+
+
+def check_chooses_again(policy, chunk, reference):
+    """Nothing was dropped before: choosing again is choosing once, on prompt and answer as one."""
+    model, rng = tiny.tiny(GQA), np.random.default_rng(4)
+    ids, more = tiny.prompts(9, LENGTHS), rng.integers(0, tiny.VOCAB, (2, 40)).astype(np.int32)
+    for sequence, n in enumerate(LENGTHS):
+        new = ROWS + EVERY - n
+        cache, _, _ = tiny.run(model, ids, policy)
+        grown = feed(model, cache, more[:, :new], chunk=chunk)
+        assert beyond(grown)[sequence] >= (1 if policy.evicts else EVERY) and due(grown)[sequence]
+        after = again(tiny.flat(model), grown, key=jax.random.key(0))
+        whole = [[*ids[sequence], *more[sequence, :new].tolist()]]
+        expected, _, _ = tiny.run(model, whole, reference)
+        same_rows(by_position(after), by_position(expected), ROWS, sequence)
+        assert not due(after).any()
+        # The other sequence: as it was, if it was not due.
+        other = 1 - sequence
+        if not due(grown)[other]:
+            before, now = by_position(grown), by_position(after)
+            for key in [key for key in now if key[1] == other]:
+                assert now[key][0] == before[key][0]
+                np.testing.assert_array_equal(now[key][1], before[key][1])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_choosing_again_is_choosing_at_once(name):
+    policy = POLICIES[name]
+    if any(edge < 0 for span in policy.protect for edge in span):
+        # Spans count from the prompt's end: where that lies is not what a longer prompt would say.
+        policy = dataclasses.replace(policy, protect=((5, 8),))
+    check_chooses_again(policy, 3, once(policy))
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_question_is_cut_back_as_a_prompt_would_be(name):
+    policy = EVICTING[name]
+    check_chooses_again(policy, 40, policy)
+
+
+@pytest.mark.parametrize("name", ("snapkv-sinks", "adakv-merge", "pyramidkv", "streaming-rolling", "h2o", "d2o"))
+def test_a_cache_never_exceeds_its_budget_and_n(name):
+    policy, model = POLICIES[name], tiny.tiny(GQA)
+    ids, more = tiny.prompts(11, (50, 31)), np.random.default_rng(5).integers(0, tiny.VOCAB, (2, 3 * EVERY))
+    cache, _, _ = tiny.run(model, ids, policy)
+    seen = np.asarray([50, 31])
+    for step in range(more.shape[1]):
+        cache = feed(model, cache, more[:, step : step + 1].astype(np.int32), chunk=1)
+        assert (cache.kept.mean(axis=(0, 2)) <= ROWS + EVERY).all()
+        if due(cache).any():
+            cache = again(tiny.flat(model), cache, key=jax.random.key(0))
+            np.testing.assert_allclose(cache.kept.mean(axis=(0, 2)), ROWS, atol=0)
+        for layer, row, head, _, _, pos in tiny.segments(cache):
+            n = seen[row] + step + 1
+            window = set(range(n - policy.kept_last, n))
+            spans = {p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))}
+            assert set(range(policy.kept_first)) | window | spans <= set(pos.tolist()), (layer, head)
+    assert step == more.shape[1] - 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(POLICIES[name] for name in ("snapkv-merge", "adakv", "streaming-rolling", "tova")),
+        *(EVICTING[name] for name in ("h2o-sinks", "adakv-h2o", "slide", "d2o")),
+        D2O(budget=ROWS),
+        D2O(budget=0.4, min_budget="clamp"),
+        D2O(budget=ROWS, official=True),
+        AdaKV(base=SnapKV(budget=ROWS, window=8, allocation=VarianceLayers(), every=EVERY)),
+        PyramidKV(budget=ROWS, window=4, allocation=EntropyLayers(), every=EVERY),
+    ],
+    ids=lambda policy: f"{type(policy).__name__}",
+)
+def test_generate_over_turns(policy):
+    """Prompts shorter and longer than the budget, a question longer than the room, an answer of several blocks."""
+    model = tiny.tiny(tiny.shape(layers=4, kv_heads=2, group=3, dim=8))
+    out = jaxkv.generate(model, tiny.prompts(12, (40, 9)), policy=policy, max_new_tokens=30, stop_at_eos=False)
+    before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out.cache)]
+    again_ = jaxkv.generate(model, tiny.prompts(13, (35, 3)), cache=out.cache, max_new_tokens=12, stop_at_eos=False)
+    assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out.cache)] == before
+    assert np.asarray(again_.cache.seen).tolist() == [40 + 30 + 35 + 12, 9 + 30 + 3 + 12]
+    for cache in (out.cache, again_.cache):
+        over = cache.kept - np.asarray(cache.limit)
+        assert over.max() <= (0 if policy.evicts else EVERY - 1)
+        held = [set(pos.tolist()) for *_, pos in tiny.segments(cache)]
+        assert all(len(rows) == count for rows, count in zip(held, cache.kept.reshape(-1), strict=True))
+
+
+def test_one_cache_of_an_evicting_policy_serves_many_questions():
+    model = tiny.tiny(GQA)
+    cache = jaxkv.prefill(model, tiny.prompts(4, (50,))[0], policy=D2O(budget=ROWS))
+    questions = [[1, 2, 3], [9], [20, 21]]
+    forked = jaxkv.generate(model, questions, cache=cache, max_new_tokens=5, stop_at_eos=False)
+    alone = [
+        jaxkv.generate(model, each, cache=cache, max_new_tokens=5, stop_at_eos=False).tokens.tolist()
+        for each in questions
+    ]
+    assert [row.tolist() for row in forked.tokens] == alone
+
+
+def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
+    config = tiny.shape(layers=4, kv_heads=2, group=3, dim=8)
+    model, rows = tiny.tiny(config), 40
+    out = jaxkv.generate(
+        model, tiny.prompts(3, (256, 256)), policy=D2O(budget=rows), max_new_tokens=5, stop_at_eos=False
+    )
+    cache, segments = out.cache, config.layers * config.kv_heads
+    (pool,) = cache.pools
+    assert pool.rows == segments * (rows + 1)
+    assert len({int(n) for n in cache.kept[:, 0, 0]}) > 1  # layers differ, and no layer's maximum was allocated
+    each = 2 * config.head_dim * 4 + 4 + 4  # key, value, position, score
+    tables = 4 * 2 * (3 * segments + 1)  # first row, length, limit; tokens seen
+    state = 4 * 2 * (2 + config.layers + segments)  # prompt, budget; recent rows; thresholds
+    assert cache.nbytes == 2 * pool.rows * each + tables + state
