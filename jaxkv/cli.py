@@ -147,12 +147,15 @@ def _add_policy_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rows kept per kv head, sinks and window included: a number (256), or a share of the prompt (0.2)",
     )
-    group.add_argument("--base", metavar="NAME", help="adakv: the policy it is built on (default: snapkv)")
+    group.add_argument("--base", metavar="NAME", help="adakv, criticalkv: the policy it is built on (default: snapkv)")
     group.add_argument("--window", type=int, metavar="W", help="last tokens, which score the others and always stay")
     group.add_argument("--pool-kernel", type=int, metavar="K", help="width of the pooling over neighbours, odd")
     group.add_argument("--beta", type=float, help="pyramidkv: steepness of the pyramid, 1 is flat")
     group.add_argument("--alpha", type=float, help="adakv: share of the budget that is even over heads")
     group.add_argument("--sinks", type=int, metavar="N", help="first tokens that always stay")
+    group.add_argument("--recent", type=float, metavar="S", help="h2o, roco, d2o: the most recent tokens' share")
+    group.add_argument("--mode", metavar="M", help="h2o, roco, tova, d2o: streaming (a row out for each in) or prefill")
+    group.add_argument("--every", type=int, metavar="N", help="compress again every N tokens")
     group.add_argument(
         "--protect",
         type=_span,
@@ -212,11 +215,12 @@ def _policy(options: argparse.Namespace) -> Policy:
         if value is None:
             continue
         flag = "--" + option.replace("_", "-")
-        if nested and option == "alpha":
+        if nested and option == "alpha" and "alpha" in defaults(cls):
             own[field] = value
             continue
         keeps_all = inner is POLICIES["full"]
-        require(field in fields and not keeps_all, flag, value, f"{name} has no such option; leave it out")
+        has = field in fields and not keeps_all and (option != "beta" or "LinearLayers" in fields[field])
+        require(has, flag, value, f"{name} has no such option; leave it out")
         given[field] = tuple(value) if option == "protect" else _FROM_NUMBER.get(option, lambda number: number)(value)
     return cls(base=inner(**given), **own) if nested else cls(**given)  # type: ignore[call-arg]
 
@@ -233,6 +237,9 @@ _FIELDS = {
     "beta": "allocation",
     "alpha": "alpha",
     "sinks": "sinks",
+    "recent": "recent",
+    "mode": "mode",
+    "every": "every",
     "protect": "protect",
     "min_budget": "min_budget",
 }

@@ -336,3 +336,39 @@ def test_as_many_prompts_as_the_cache_holds(model):
     # The cache is as it was: both rows answer.
     out = jaxkv.generate(model, [ids(5)] * 2, cache=two, max_new_tokens=NEW, stop_at_eos=False)
     assert [len(each) for each in out.tokens] == [NEW, NEW]
+
+
+# --- what goes on after the prompt -----------------------------------------------------------------------------------
+
+AGAIN = {
+    "every=0": (lambda: jaxkv.SnapKV(every=0), "every=0.*at least 1"),
+    "every, of everything": (lambda: jaxkv.FullKV(every=5), "every=5.*keeps everything"),
+    "every, of evictions": (lambda: jaxkv.H2O(every=5), "every=5.*drops a row for every token"),
+    "every, over layers": (lambda: jaxkv.PyramidInfer(every=5), "every=5.*once only"),
+    "mode": (lambda: jaxkv.H2O(mode="both"), "mode='both'.*streaming, prefill"),
+    "recent": (lambda: jaxkv.D2O(recent=1.5), "recent=1.5.*between 0 and 1"),
+    "sinks": (lambda: jaxkv.D2O(budget=4), "budget=4.*sinks"),
+    "slide": (lambda: jaxkv.StreamingLLM(slide=True, rolling_positions=True), "slide=True.*every=64"),
+    "merge rolling": (lambda: jaxkv.StreamingLLM(merge=jaxkv.Merge(), rolling_positions=True), "merge=.*RoPE"),
+    "merge nothing": (lambda: jaxkv.FullKV(merge=jaxkv.Merge()), "merge=.*drops nothing"),
+    "merge heads": (
+        lambda: jaxkv.AdaKV(base=jaxkv.SnapKV(merge=jaxkv.Merge(decision="shared_position"))),
+        "merge=.*decision='token'",
+    ),
+    "merge cam": (lambda: jaxkv.CaM(merge=jaxkv.Merge()), "merge=.*its own"),
+    "metric": (lambda: jaxkv.Merge(metric="norm"), "metric='norm'.*key, value, both"),
+    "beta": (lambda: jaxkv.Merge(beta=1.5), "beta=1.5.*between 0 and 1"),
+    "threshold": (lambda: jaxkv.Merge(threshold=float("nan")), "threshold=nan.*cosine"),
+    "statistic": (lambda: jaxkv.VarianceLayers(statistic="std"), "statistic='std'.*headnorm"),
+    "official": (lambda: jaxkv.D2O(official=True, recent=0.3), "recent=0.3.*official=True sets it"),
+    "critical": (lambda: jaxkv.CriticalKV(base=jaxkv.H2O()), "base=.*mode='prefill'"),
+    "pyramidinfer": (lambda: jaxkv.PyramidInfer(allocation=jaxkv.VarianceLayers()), "allocation=.*LinearLayers"),
+    "adakv": (lambda: jaxkv.AdaKV(base=jaxkv.TOVA()), "base=.*budgets of their own"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_policies_that_go_on_refuse_what_they_cannot_do(name):
+    make, message = AGAIN[name]
+    with refused(message):
+        make()

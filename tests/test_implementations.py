@@ -14,8 +14,8 @@ XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.C
 INTERPRETED = Implementation.INTERPRETED
 
 
-def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, scores=False):
-    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, scores=scores)
+def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, scores=False, sums=False):
+    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, scores=scores, sums=sums)
 
 
 def test_auto():
@@ -44,6 +44,7 @@ def test_asked_for():
         ("cudnn", {"platform": "cpu"}, "cuDNN needs a GPU"),
         ("cudnn", {"dtype": jnp.float32}, "16 bits"),
         ("cudnn", {"head_dim": 256}, "head dim"),
+        ("cudnn", {"scores": True, "sums": True}, "what each key receives"),
     ],
 )
 def test_refused(asked, setting, message):
@@ -57,6 +58,8 @@ POLICIES = {
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
+    "h2o": jaxkv.H2O(budget=16),
+    "d2o": jaxkv.D2O(budget=16),
 }
 
 

@@ -76,14 +76,16 @@ def library_kept(policy, q, k, lengths):
     return [[[np.flatnonzero(head).tolist() for head in row] for row in mask] for mask in masks]
 
 
+@jax.jit
+def _sums(q, k, n):
+    first = jnp.int32(0)
+    _, lse = attention.causal(q, k, k, first)
+    return attention.column_sums(q, k, jnp.where(jnp.arange(q.shape[2]) < n, lse, jnp.inf), first)
+
+
 def all_sums(q, k, lengths):
     """Attention each key receives from all queries, one sequence after the other."""
-    out = []
-    for row, n in enumerate(lengths.tolist()):
-        heads, keys, first = jnp.asarray(q[row]), jnp.asarray(k[row]), jnp.int32(0)
-        _, lse = attention.causal(heads, keys, keys, first)
-        out.append(attention.column_sums(heads, keys, jnp.where(jnp.arange(len(lse[0, 0])) < n, lse, jnp.inf), first))
-    return jnp.stack(out)
+    return jnp.stack([_sums(jnp.asarray(q[row]), jnp.asarray(k[row]), n) for row, n in enumerate(lengths.tolist())])
 
 
 def oracle_kept(row: Row, q, k, lengths, budget):

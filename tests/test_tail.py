@@ -22,6 +22,7 @@ POLICIES = {
     "ragged": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
+    "again": jaxkv.SnapKV(budget=16, window=8, every=64),
 }
 
 
@@ -63,6 +64,9 @@ def test_both_loops_agree(name):
     np.testing.assert_allclose(tail_last[running], last[running], atol=1e-4)
     np.testing.assert_array_equal(np.asarray(gathered.seen), np.asarray(direct.seen))
     assert tiny.kept(gathered) == tiny.kept(direct)
+    # Queries remembered for the next compression: of a sequence that has ended, none that came after.
+    for ours, theirs in zip(jax.tree.leaves(gathered.state), jax.tree.leaves(direct.state), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5)
     for ours, theirs in zip(gathered.pools, direct.pools, strict=True):
         np.testing.assert_allclose(np.asarray(ours.k), np.asarray(theirs.k), atol=1e-5)
         np.testing.assert_allclose(np.asarray(ours.v), np.asarray(theirs.v), atol=1e-5)
