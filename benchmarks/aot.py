@@ -178,6 +178,7 @@ def whole_programs(device):
     from jaxkv.attention import Implementation
     from jaxkv.models.decode import Live, step
     from jaxkv.models.layer import layer
+    from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
     flat = shapes.abstract(config)

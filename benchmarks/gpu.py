@@ -32,6 +32,7 @@ from jaxkv.cache import Pool, lay_out
 from jaxkv.models.decode import Live, step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer import layer
+from jaxkv.policies.protocol import Needs
 
 GPU = jax.default_backend() == "gpu"
 INTERPRET = not GPU

@@ -13,7 +13,8 @@ from jaxkv import AdaKV, FullKV, Greedy, MinP, PyramidKV, SnapKV, StreamingLLM, 
 from jaxkv.policies import LinearLayers, MaxPool, NoPool
 from jaxkv.policies.registry import POLICIES
 
-NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "localwindow", "knorm", "random"]
+NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "h2o", "d2o", "roco", "tova", "cam", "criticalkv"]
+NAMES += ["pyramidinfer", "localwindow", "knorm", "random"]
 TINY = str(running.GOLDEN / "models" / "llama_gqa")
 REAL = ["generate", "--prompt", "What is the capital of France?", "--policy", "adakv", "--budget", "24"]
 REAL += ["--window", "8", "--max-new-tokens", "8"]
