@@ -293,8 +293,8 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     begin = time.perf_counter()
     with _bar(request.progress, request.max_new_tokens, "decode") as bar:
         look = request.look or not bar.disable
-        # A row behind a stop string is taken back, which cannot be done once another had to go for it.
-        pace = 1 if request.stops and policy.evicts else LOOK if look else block
+        # A row behind a stop string is taken back: not once another had to go for it, or was scored by it.
+        pace = 1 if request.stops and (program.evicts or program.scored) else LOOK if look else block
         left = request.max_new_tokens
         while left and not bool(draw.done.all()):
             steps = min(left, pace, block)

@@ -163,7 +163,6 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
             window = set(range(n - policy.kept_last, n))
             spans = {p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))}
             assert set(range(policy.kept_first)) | window | spans <= set(pos.tolist()), (layer, head)
-    assert step == more.shape[1] - 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxkv
-from jaxkv.policies import AdaptiveHeads, AvgPool, ExponentialLayers, LinearLayers, MaxPool, ProtectedHeads
+from jaxkv.policies import AdaptiveHeads, AvgPool, ExponentialLayers, LinearLayers, MaxPool, ProtectedHeads, ValueMerge
 from jaxkv.policies import StreamingLLM as Streaming
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
@@ -355,6 +355,7 @@ AGAIN = {
         lambda: jaxkv.AdaKV(base=jaxkv.SnapKV(merge=jaxkv.Merge(decision="shared_position"))),
         "merge=.*decision='token'",
     ),
+    "merge values": (lambda: jaxkv.H2O(merge=ValueMerge()), "merge=.*folds prompts only"),
     "merge cam": (lambda: jaxkv.CaM(merge=jaxkv.Merge()), "merge=.*its own"),
     "metric": (lambda: jaxkv.Merge(metric="norm"), "metric='norm'.*key, value, both"),
     "beta": (lambda: jaxkv.Merge(beta=1.5), "beta=1.5.*between 0 and 1"),

@@ -7,7 +7,8 @@ import oracles as o
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policy_table import TABLE, Row, critical_norms
+from policy_table import TABLE, Row
+from table_oracles import critical_norms
 
 from jaxkv import attention
 from jaxkv.models.compress import choose, observe

@@ -232,7 +232,7 @@ def prefill(
             layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
             if shared:
                 held.append(layer)
-                weights.append(np.asarray(weight))
+                weights.append(weight)
                 tick()
                 continue
             assert needed.rows is not None
@@ -255,15 +255,16 @@ def prefill(
         tick()
     rows = needed.rows
     if shared:
+        claims = np.stack([np.asarray(weight) for weight in weights])
         rows = policy.layers.rows(
             needed.budget,
             np.asarray(lengths, np.int64),
             needed.forced,
             layers=layers,
             window=policy.kept_last,
-            weights=np.stack(weights),
+            weights=claims,
         )
-        recents = policy.recents(rows, lengths, needed.forced, np.stack(weights))
+        recents = policy.recents(rows, lengths, needed.forced, claims)
         pool, start, kept = _into_shared(held, choosing, config, needed, pool_rows[0], rows, recents, scored)
         pools = [pool]
     else:

@@ -77,6 +77,9 @@ class Policy:
         if merge is not None:
             require(isinstance(merge, Merger), "merge", merge, "give Merge(...), or None")
             require(self.scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
+            require(
+                merge.while_decoding or not self.evicts, "merge", merge, "it folds prompts only: give Merge(), or None"
+            )
             require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
             require(
                 not merge.needs_equal_heads or self.heads.uniform,

@@ -18,7 +18,8 @@ class D2O(HeavyPolicy):
     """Heavy hitters to recent tokens 3:1 behind four sinks; more rows for layers of even attention; merging.
 
     `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
-    ablations of the paper's Table 6.
+    ablations of the paper's Table 6. A prompt shorter than a budget in rows has nothing to divide yet: its layers may
+    all grow to that budget.
 
     Attributes:
         allocation: budgets of the layers; those by variance share one pool, so that their sum is exact.

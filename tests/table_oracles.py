@@ -1,0 +1,126 @@
+"""What each row of the policy table should keep, put together from the oracles' pieces."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import oracles as o
+
+WINDOW = 8
+# (q, k, budget) of all layers, without batch or padding, to (kept[L][K], gap).
+Oracle = Callable[[list[np.ndarray], list[np.ndarray], int | float], tuple[list[list[list[int]]], float]]
+
+
+def each(select) -> Oracle:
+    """Layers that do not know of each other: `select(layer, q, k, budget)` for each, and the smallest gap."""
+
+    def oracle(qs, ks, budget):
+        picked = [select(layer, q, k, budget) for layer, (q, k) in enumerate(zip(qs, ks, strict=True))]
+        return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+    return oracle
+
+
+def ada_knorm(layer, q, k, budget):
+    n = k.shape[1]
+    return o.ada_select(o.knorm_scores(k), o.resolve_budget(budget, n), [], n)
+
+
+def random(layer, q, k, budget):
+    # The draws are the library's promise: by key, layer, position and head; which of them win is worked out here.
+    heads, n, _ = k.shape
+    key = jax.random.fold_in(jax.random.key(0), layer)
+    draws = np.stack([jax.random.uniform(jax.random.fold_in(key, j), (heads,)) for j in range(n)], axis=1)
+    rows = o.resolve_budget(budget, n)
+    picked = [o.top_select(row, rows, [], n) for row in draws.astype(np.float64)]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
+def recent(rows, sinks, share):
+    return max(1, int((rows - sinks) * share))
+
+
+def heavy(sinks=0, share=0.5, mean=False, ada=False):
+    """Cumulative attention, uniform layers: sinks, recent rows, and the best of the others."""
+
+    def select(layer, q, k, budget):
+        n = k.shape[1]
+        rows = o.resolve_budget(budget, n)
+        scores = o.cumulative_scores(q, k)
+        if mean:
+            scores = scores / (n - np.arange(n))
+        forced = o.forced_positions(n, sinks, recent(rows, sinks, share), ())
+        if ada:
+            return o.ada_select(scores, rows, forced, n)
+        picked = [o.top_select(row, rows, forced, n) for row in scores]
+        return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+    return each(select)
+
+
+def d2o(kind):
+    """Layers by variance of column sums, sinks and a quarter of the rest for recent rows."""
+
+    def oracle(qs, ks, budget):
+        n = ks[0].shape[1]
+        stats = [o.layer_statistic(q, k, kind) for q, k in zip(qs, ks, strict=True)]
+        rows, margin = o.variance_rows(stats, n, budget, kind, len(o.forced_positions(n, 4, 1, ())))
+        kept, gap = [], margin / n
+        for q, k, r in zip(qs, ks, rows, strict=True):
+            forced = o.forced_positions(n, 4, recent(r, 4, 0.25), ())
+            picked = [o.top_select(row, r, forced, n) for row in o.cumulative_scores(q, k)]
+            kept.append([positions for positions, _ in picked])
+            gap = min(gap, *(own for _, own in picked))
+        return kept, gap
+
+    return oracle
+
+
+def ada_variance(qs, ks, budget):
+    n = ks[0].shape[1]
+    stats = [o.layer_statistic(q, k, "headnorm") for q, k in zip(qs, ks, strict=True)]
+    forced = o.forced_positions(n, 0, WINDOW, ())
+    rows, margin = o.variance_rows(stats, n, budget, "headnorm", len(forced))
+    picked = [
+        o.ada_select(o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first"), r, forced, n)
+        for q, k, r in zip(qs, ks, rows, strict=True)
+    ]
+    return [kept for kept, _ in picked], min(margin / n, *(gap for _, gap in picked))
+
+
+def tova(layer, q, k, budget):
+    n = k.shape[1]
+    rows = o.resolve_budget(budget, n)
+    scores = o.last_scores(q, k)
+    picked = [o.top_select(row, rows, [n - 1], n) for row in scores]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
+def critical_norms(k):
+    """What stands for the values' norms where there is no model: any positive numbers will do."""
+    return 1 + np.abs(k).sum(axis=-1)
+
+
+def critical(ada=False):
+    def select(layer, q, k, budget):
+        n = k.shape[1]
+        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+        scores = o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first")
+        budgets, gap = [rows] * len(k), np.inf
+        if ada:
+            kept, gap = o.ada_select(scores, rows, forced, n)
+            budgets = [len(head) for head in kept]
+        kept, own = o.critical_select(scores, critical_norms(k), budgets, forced, n)
+        return kept, min(gap, own)
+
+    return each(select)
+
+
+def window(oracle=o.snapkv, **options: Any) -> Oracle:
+    """An oracle of the SnapKV family with these options."""
+
+    def select(qs, ks, budget):
+        return oracle(qs, ks, budget, window=WINDOW, **options)
+
+    return select
