@@ -1,7 +1,7 @@
 """How a budget spreads over layers: exact integer schedules, computed on the host."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +126,9 @@ def round_remainders(real: Float[np.ndarray, "L N"], total: Counts, most: Counts
 class Exact:
     """What budgets share whose sum over layers is kept."""
 
+    exact: ClassVar[bool] = True
+    needs_sums: ClassVar[bool] = False
+
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
         """See `LayerBudgets.bound`."""
         return layers * np.asarray(budget, np.int64)
@@ -143,17 +146,7 @@ class Exact:
 class _HostLayers(Exact):
     """What schedules share that know their spread before the model runs."""
 
-    @property
-    def from_scores(self) -> bool:
-        return False
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
-    def needs_sums(self) -> bool:
-        return False
+    from_scores: ClassVar[bool] = False
 
     def weight(
         self,
@@ -244,17 +237,7 @@ class ExponentialLayers(_Decreasing):
 class _FromScores(Exact):
     """Spreads in proportion to a statistic of each layer's attention."""
 
-    @property
-    def from_scores(self) -> bool:
-        return True
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
-    def needs_sums(self) -> bool:
-        return False
+    from_scores: ClassVar[bool] = True
 
     def rows(
         self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
@@ -321,14 +304,12 @@ class GiniLayers(_FromScores):
 class _Published(_HostLayers):
     """Arithmetic as a published code has it: the sum over layers is not always the budget."""
 
+    exact: ClassVar[bool] = False
+
     beta: int | float = 20.0
 
     def __post_init__(self) -> None:
         require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
-
-    @property
-    def exact(self) -> bool:
-        return False
 
     def rows(
         self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None

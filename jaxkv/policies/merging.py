@@ -5,7 +5,7 @@ import enum
 import math
 from fractions import Fraction
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,8 @@ class Merge:
         to one.
     """
 
+    while_decoding: ClassVar[bool] = True
+
     beta: float = 0.7
     metric: Metric | str = Metric.KEY
     weights: Weights | str = Weights.SOFTMAX
@@ -158,11 +160,6 @@ class Merge:
     def needs_equal_heads(self) -> bool:
         """Where heads' i-th dropped rows are judged together."""
         return self.decision is Decision.SHARED_POSITION
-
-    @property
-    def while_decoding(self) -> bool:
-        """Yes."""
-        return True
 
     @property
     def targets(self) -> tuple[tuple[str, str], ...]:
@@ -322,6 +319,10 @@ class ValueMerge:
         KVCache-Factory, applied to a copy: the prompt's own attention sees values as they were.
     """
 
+    thresholds: ClassVar[int] = 0
+    needs_equal_heads: ClassVar[bool] = False
+    while_decoding: ClassVar[bool] = False
+
     window: int = 32
     start: float = 0.1
     expected: bool = False
@@ -329,21 +330,6 @@ class ValueMerge:
     def __post_init__(self) -> None:
         require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "give at least 1 token")
         require(0 <= self.start < 1, "start", self.start, "give a share from 0 up to, but not, 1")
-
-    @property
-    def thresholds(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def needs_equal_heads(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def while_decoding(self) -> bool:
-        """No: what is dropped one by one is dropped."""
-        return False
 
     def merge(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -100,26 +100,16 @@ def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> U
 class _Equal:
     """What choices share that give every head as many rows."""
 
-    @property
-    def uniform(self) -> bool:
-        return True
-
-    @property
-    def needs_norms(self) -> bool:
-        return False
+    uniform: ClassVar[bool] = True
+    needs_norms: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Uneven:
     """What choices share that give each head its own number of rows."""
 
-    @property
-    def uniform(self) -> bool:
-        return False
-
-    @property
-    def needs_norms(self) -> bool:
-        return False
+    uniform: ClassVar[bool] = False
+    needs_norms: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,6 +245,8 @@ class TwoStageHeads:
         arXiv:2502.03805, algorithm 1.
     """
 
+    needs_norms: ClassVar[bool] = True
+
     budgets: HeadBudgets = UniformHeads()
     first: float = 0.5
     epsilon: float = 1e-4
@@ -267,11 +259,6 @@ class TwoStageHeads:
     def uniform(self) -> bool:
         """As the budgets are."""
         return self.budgets.uniform
-
-    @property
-    def needs_norms(self) -> bool:
-        """Always."""
-        return True
 
     def choose(
         self,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +46,9 @@ class VarianceLayers(Exact):
         D2O, arXiv:2406.13035, equations 4 and 5, Table 4.
     """
 
+    from_scores: ClassVar[bool] = True
+    needs_sums: ClassVar[bool] = True
+
     statistic: Statistic | str = Statistic.HEADNORM
     dense_layers: tuple[int, ...] = ()
 
@@ -54,21 +58,6 @@ class VarianceLayers(Exact):
         require(isinstance(given, Statistic) or given in known, "statistic", given, f"use one of {', '.join(known)}")
         object.__setattr__(self, "statistic", Statistic(given))
         object.__setattr__(self, "dense_layers", tuple(int(layer) for layer in self.dense_layers))
-
-    @property
-    def from_scores(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def exact(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def needs_sums(self) -> bool:
-        """Yes."""
-        return True
 
     def weight(
         self,
@@ -193,13 +182,10 @@ class OfficialVarianceLayers(VarianceLayers):
         recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
     """
 
+    exact: ClassVar[bool] = False
+
     dense_layers: tuple[int, ...] = (0, 1, -1)
     recent_share: float = 0.5
-
-    @property
-    def exact(self) -> bool:
-        """No."""
-        return False
 
     def sizes(self, budget: int, length: int, stat: np.ndarray) -> Int[np.ndarray, "2 L"]:
         """Rows chosen by score, and most recent rows, of each layer; together the prompt where nothing is dropped."""
