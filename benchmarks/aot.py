@@ -176,8 +176,9 @@ def whole_programs(device):
     import shapes
 
     from jaxkv.attention import Implementation
-    from jaxkv.models.decode import Live, step
+    from jaxkv.models.decode import step
     from jaxkv.models.layer import layer
+    from jaxkv.models.moving import Live
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()

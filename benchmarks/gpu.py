@@ -29,9 +29,10 @@ from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out
-from jaxkv.models.decode import Live, step
+from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer import layer
+from jaxkv.models.moving import Live
 from jaxkv.policies.protocol import Needs
 
 GPU = jax.default_backend() == "gpu"

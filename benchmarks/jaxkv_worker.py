@@ -16,10 +16,10 @@ from memory import reset_peak, status_bytes
 
 import jaxkv
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Live, program_for
 from jaxkv.plan import bucket
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -84,9 +84,9 @@ class Cell:
         kept = cache.kept
         spare = len(self.ids) * kept.shape[0] * kept.shape[2] * room * model.config.head_dim * 2 * model.dtype.itemsize
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
-        program = decoding.program_for(flat, cache)
+        program = program_for(flat, cache)
         draw = looping.Draw(logits=logits, done=jnp.zeros(len(self.ids), bool), key=jax.random.key(0))
-        running = looping.begin(decoding.Live.of(cache), program=program, size=self.room)
+        running = looping.begin(Live.of(cache), program=program, size=self.room)
         del cache
         # The loop draws first and runs the token after. Its first step compiles, and makes the pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.

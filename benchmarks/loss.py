@@ -27,8 +27,9 @@ import jaxkv
 from benchmarks import record
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import prefill as prefilling
-from jaxkv.models.decode import Live, program_for, step
+from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Live, program_for
 from jaxkv.models.room import first_room
 from jaxkv.plan import check_memory
 from jaxkv.policies import UniformLayers

@@ -9,8 +9,8 @@ from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool
 from jaxkv.config import ModelConfig
-from jaxkv.models.decode import Live, Program
 from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.models.moving import Live, Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Turn(enum.Enum):
     RAW = "raw"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "pos", "score"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "pos", "score", "norm"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pool:
     """Rows of segments. Within a segment they lie in order of position until one is dropped by itself.
@@ -44,12 +44,14 @@ class Pool:
         v: `[B, P, D]` values.
         pos: `i32[B, P]` original position of each row; -1 where no row is.
         score: `f32[B, P]` what the policy has observed of each row, if it goes on observing; 0 where no row is.
+        norm: `f32[B, P]` length of each key, only while tokens are drawn for a policy that compares keys.
     """
 
     k: Float[Array, "B P D"]
     v: Float[Array, "B P D"]
     pos: Int[Array, "B P"]
     score: Float[Array, "B P"] | None = None
+    norm: Float[Array, "B P"] | None = None
 
     @property
     def rows(self) -> int:
@@ -216,7 +218,14 @@ def append(
     if scores is not None:
         scores = _scatter(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
     pos = _scatter(pool.pos, row, spread)
-    return Pool(k=put_rows(pool.k, row, flat(k)), v=put_rows(pool.v, row, flat(v)), pos=pos, score=scores)
+    norm = None if pool.norm is None else _scatter(pool.norm, row, row_lengths(flat(k).astype(pool.k.dtype)))
+    return Pool(k=put_rows(pool.k, row, flat(k)), v=put_rows(pool.v, row, flat(v)), pos=pos, score=scores, norm=norm)
+
+
+def row_lengths(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
+    """Euclidean length of each row, float32; never so near zero that it could not be divided by."""
+    wide = rows.astype(jnp.float32)
+    return jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1)), 1e-6)
 
 
 def take_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"]) -> Float[Array, "B N D"]:

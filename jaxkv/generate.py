@@ -22,6 +22,7 @@ from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.again import again, due
 from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Live, program_for
 from jaxkv.models.room import first_room, make_room, steps_that_fit
 from jaxkv.plan import LOOK, Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
@@ -275,7 +276,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen, request.key)
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
-    program = decoding.program_for(flat, cache, chosen.decode)
+    program = program_for(flat, cache, chosen.decode)
     draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
     eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
     ends = jnp.asarray(eos or [-2], jnp.int32)
@@ -283,11 +284,11 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     begin = time.perf_counter()
 
     draw_steps = partial(looping.decode, flat, program=program, sampling=request.sampling, size=block)
-    running = looping.begin(decoding.Live.of(cache), program=program, size=block)
+    running = looping.begin(Live.of(cache), program=program, size=block)
     # A run of no steps compiles and changes nothing: the clock of decoding starts after it.
     running, draw, _, _ = draw_steps(running, draw, ends, 0)
     cache = looping.settle(running, program=program).into(cache)
-    running = looping.begin(decoding.Live.of(cache), program=program, size=block)
+    running = looping.begin(Live.of(cache), program=program, size=block)
     held, steps_left = 0, steps_that_fit(cache)  # Rows drawn since the last settling; steps before the next.
     compile_seconds += time.perf_counter() - begin
     begin = time.perf_counter()
@@ -302,7 +303,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
                 cache = looping.settle(running, program=program).into(cache)
                 if steps_left < 1:
                     cache = make_room(flat, cache, block, key=request.key)
-                running = looping.begin(decoding.Live.of(cache), program=program, size=block)
+                running = looping.begin(Live.of(cache), program=program, size=block)
                 held, steps_left = 0, steps_that_fit(cache)
             steps = min(steps, steps_left)
             running, draw, drawn, count = draw_steps(running, draw, ends, steps)
@@ -366,13 +367,11 @@ def _extend(
     cache = repack(given, room=room, batch=batch)
     size = min(_BLOCK, bucket(longest))
     tokens = encoded.padded(-(-longest // size) * size)
-    program = decoding.program_for(flat, cache, chosen.decode)
+    program = program_for(flat, cache, chosen.decode)
     begin = time.perf_counter()
     # A run over no tokens compiles and changes nothing.
     nothing = jnp.zeros((batch,), jnp.int32)
-    logits, live = decoding.extend(
-        flat, decoding.Live.of(cache), jnp.zeros((batch, size), jnp.int32), nothing, program=program
-    )
+    logits, live = decoding.extend(flat, Live.of(cache), jnp.zeros((batch, size), jnp.int32), nothing, program=program)
     jax.block_until_ready(logits)
     spent = time.perf_counter() - begin
     for first in range(0, tokens.shape[1], size):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 # Before jax starts its backend: tests of anything sharded need several devices, and the count cannot change later.
 _DEVICES = "--xla_force_host_platform_device_count=8"
@@ -20,9 +21,21 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _let_go_of_programs():
-    """Frees compiled programs file by file: thousands of them in one process exhaust the kernel's memory mappings."""
-    yield
-    jax.clear_caches()
-    gc.collect()
+# The kernel gives a process 65,530 memory mappings, and XLA takes a few for every function it compiles.
+_MOST_MAPPINGS = 30_000
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Frees compiled programs file by file, sooner where a file compiles thousands: out of mappings XLA crashes."""
+    if nextitem is None or nextitem.path != item.path or _mappings() > _MOST_MAPPINGS:
+        # Not at the top: jaxtyping must see the package being imported.
+        from jaxkv.models.prefill import forget_compiled
+
+        jax.clear_caches()
+        forget_compiled()
+        gc.collect()
+
+
+def _mappings() -> int:
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0

@@ -16,6 +16,7 @@ from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Live, Program
 from jaxkv.plan import bucket, plan
 from jaxkv.sampling import Greedy
 
@@ -76,11 +77,9 @@ def prefill(
     return cache, np.asarray(logits)
 
 
-def program(model: LanguageModel, cache: KVCache) -> decoding.Program:
+def program(model: LanguageModel, cache: KVCache) -> Program:
     """What decoding on top of this cache is compiled for."""
-    return decoding.Program(
-        graphs=flat(model).graphs, config=model.config, form=cache.form, rolling=cache.policy.rolling
-    )
+    return Program(graphs=flat(model).graphs, config=model.config, form=cache.form, rolling=cache.policy.rolling)
 
 
 def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -> tuple[list[np.ndarray], KVCache]:
@@ -92,7 +91,7 @@ def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -
     steps = -(-int(lengths.max()) // chunk)
     tokens = padded(ids, steps * chunk)
     copy = repack(cache, room=steps * chunk, batch=len(ids))
-    live, seen = decoding.Live.of(copy), [[] for _ in ids]
+    live, seen = Live.of(copy), [[] for _ in ids]
     for step in range(steps):
         count = np.clip(lengths - step * chunk, 0, chunk).astype(np.int32)
         part = jnp.asarray(tokens[:, step * chunk : (step + 1) * chunk])
@@ -125,7 +124,7 @@ def greedy(model: LanguageModel, cache: KVCache, logits: np.ndarray, steps: int)
     static = program(model, copy)
     _, _, out, _ = looping.decode(
         flat(model),
-        looping.begin(decoding.Live.of(copy), program=static, size=steps),
+        looping.begin(Live.of(copy), program=static, size=steps),
         draw,
         never,
         steps,

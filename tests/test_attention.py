@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv import attention
+from jaxkv.attention import columns
 from jaxkv.attention.xla import Form
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
@@ -185,17 +186,34 @@ def test_a_pool_s_scores(form, dtype):
             expected[row, span] += weights / max(weights.sum(), 1e-30) / group
     begin, rows = jnp.asarray(start), jnp.asarray(length)
     plain, plain_lse = attention.over_pool(q, k, v, begin, rows, form=form)
-    for widest in (None, 150):
-        out, lse, ours = attention.over_pool_scored(
-            q, k, v, begin, rows, score, jnp.asarray([True, True]), form=form, widest=widest
-        )
+    other = draw(4, 2, heads, dim, dtype=dtype)
+
+    def scored(counts, **options):
+        out, found = attention.over_pool_scored(q, k, v, begin, rows, score, counts, form=form, **options)
+        if isinstance(found, attention.Heard):
+            return out, attention.add_heard(score, found, begin, counts), found
+        return out, found, None
+
+    for options in ({}, {"widest": 150}, {"widest": 150, "other": other}):
+        out, ours, heard = scored(jnp.asarray([True, True]), **options)
         np.testing.assert_allclose(ours, expected, atol=5 * TOLERANCE[dtype])
         np.testing.assert_allclose(wide(out), wide(plain), atol=5 * TOLERANCE[dtype])
-        np.testing.assert_allclose(lse, plain_lse, atol=5 * TOLERANCE[dtype])
-        counts = jnp.asarray([False, True])
-        _, _, ours = attention.over_pool_scored(q, k, v, begin, rows, score, counts, form=form, widest=widest)
+        _, ours, _ = scored(jnp.asarray([False, True]), **options)
         np.testing.assert_array_equal(ours[0], score[0])
         np.testing.assert_allclose(ours[1], expected[1], atol=5 * TOLERANCE[dtype])
+        assert (heard is not None) == (form is Form.SHARED and "widest" in options)
+        if heard is None:
+            continue
+        np.testing.assert_allclose(heard.lse, plain_lse, atol=5 * TOLERANCE[dtype])
+        assert (heard.products is not None) == ("other" in options)
+        if "other" in options:
+            first, _ = columns.span(begin, k.shape[1], 150)
+            for row, head in np.ndindex(2, heads):
+                at = slice(int(begin[row, head] - first[row, head]), None)
+                ends = at.start + int(rows[row, head])
+                span = slice(start[row, head], start[row, head] + length[row, head])
+                theirs = wide(k)[row, span] @ wide(other)[row, head]
+                np.testing.assert_allclose(heard.products[row, head, at.start : ends], theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_sums_over_a_long_prompt_take_no_more_memory():

@@ -13,7 +13,7 @@ from policy_table import BY_NAME
 
 from jaxkv import attention
 from jaxkv.models import compress, prefill
-from jaxkv.models import decode as decoding
+from jaxkv.models.moving import Live
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, select, snapkv
 from jaxkv.policies.scorers import WindowAttention
 
@@ -91,13 +91,13 @@ def padding_competes(patch):
 
 
 def positions_from_length(patch):
-    real = decoding.Live.of
+    real = Live.of
 
     def live(cls, cache):
         seen = cache.length[0, :, 0]
         return dataclasses.replace(real(cache), seen=seen)
 
-    patch.setattr(decoding.Live, "of", classmethod(live))
+    patch.setattr(Live, "of", classmethod(live))
 
 
 def segments_one_row_early(patch):

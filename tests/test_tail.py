@@ -11,9 +11,9 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.load import LanguageModel
-from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.moving import Live, program_for
 from jaxkv.policies import GiniLayers
 
 LENGTHS = [37, 21]
@@ -28,9 +28,9 @@ POLICIES = {
 
 def loop(model, cache, logits, calls, *, tail, eos=-2):
     """Decodes in compiled loops of so many steps each; gives tokens, final logits and the cache."""
-    program = dataclasses.replace(decoding.program_for(tiny.flat(model), cache), tail=tail)
+    program = dataclasses.replace(program_for(tiny.flat(model), cache), tail=tail)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(cache.batch, bool), key=jax.random.key(0))
-    running = looping.begin(jax.tree.map(jnp.copy, decoding.Live.of(cache)), program=program, size=16)
+    running = looping.begin(jax.tree.map(jnp.copy, Live.of(cache)), program=program, size=16)
     drawn = []
     for steps in calls:
         running, draw, out, _ = looping.decode(
@@ -83,10 +83,10 @@ def test_sixteen_bits_decode_close_to_thirty_two():
     for each in (model, half):
         cache, _, _ = tiny.run(each, short, jaxkv.FullKV(), room=16)
         forced = _Forced(tuple(map(tuple, last.tolist())))
-        program = decoding.program_for(tiny.flat(each), cache)
+        program = program_for(tiny.flat(each), cache)
         assert program.tail == (each is half)
         draw = looping.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
-        running = looping.begin(decoding.Live.of(cache), program=program, size=8)
+        running = looping.begin(Live.of(cache), program=program, size=8)
         at = jnp.asarray([-2], jnp.int32)
         for step in range(6):
             running, draw, _, _ = looping.decode(
@@ -101,8 +101,8 @@ def test_sixteen_bits_leave_the_embedding_as_it_is():
     """No loop carries a float32 copy of the table, which XLA would make at every call."""
     model = _cast(tiny.tiny(tiny.MODELS["mha"]))
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), jaxkv.FullKV(), room=16)
-    flat, program = tiny.flat(model), decoding.program_for(tiny.flat(model), cache)
-    running = looping.begin(decoding.Live.of(cache), program=program, size=16)
+    flat, program = tiny.flat(model), program_for(tiny.flat(model), cache)
+    running = looping.begin(Live.of(cache), program=program, size=16)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
     eos, steps = jnp.asarray([-2], jnp.int32), jnp.int32(4)
     moving, live = (running.index, running.written, draw), running.live

@@ -14,6 +14,7 @@ from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.models.moving import Live, program_for
 
 VOCAB = 64
 
@@ -85,8 +86,8 @@ def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
 def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
     copy = repack(cache, room=room)
-    live = decoding.Live.of(copy)
-    program = decoding.program_for(flat(model), cache)
+    live = Live.of(copy)
+    program = program_for(flat(model), cache)
     ones = jnp.ones((cache.batch,), jnp.int32)
     out = []
     for step in tokens:

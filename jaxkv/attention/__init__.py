@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention import columns, xla
 from jaxkv.attention.choice import KERNELS, Chosen, Implementation, choose, named
+from jaxkv.attention.columns import Heard
 
 
 def causal(
@@ -152,8 +153,9 @@ def over_pool_scored(
     *,
     form: xla.Form,
     widest: int | None = None,
+    other: Float[Array, "B K D"] | None = None,
     implementation: Implementation = Implementation.XLA,
-) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"], Float[Array, "B P"]]:
+) -> tuple[Float[Array, "B K R D"], Float[Array, "B P"] | Heard]:
     """`over_pool`, and each row's score with the attention that it received added: the mean over the R queries.
 
     Args:
@@ -165,21 +167,39 @@ def over_pool_scored(
         score: what rows have received so far.
         counts: sequences whose queries are to be counted.
         form: how segments lie in the pool.
-        widest: the most rows a segment of a shared pool can have, if that is known: then keys are read once.
+        widest: the most rows a segment of a shared pool can have, if that is known: then XLA reads keys once.
+        other: one more row per segment to multiply with the keys where they are read once.
         implementation: what computes it.
 
     Returns:
-        Output, log-sum-exp, and the scores.
+        The output, and the scores; where keys are read once, what `add_heard` makes them of.
     """
     if implementation in KERNELS:
         kernels, interpret = _kernels(implementation)
-        out, lse, mass = kernels.attend(q, k, v, start, length, mass=True, interpret=interpret)
-        return out, lse, score + jnp.where(counts[:, None], mass, 0.0)
+        out, _, mass = kernels.attend(q, k, v, start, length, mass=True, interpret=interpret)
+        return out, score + jnp.where(counts[:, None], mass, 0.0)
     if form is xla.Form.SHARED and widest is not None:
-        return columns.walk_scored(q, k, v, start, length, score, counts, widest=widest)
+        return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
     out, lse = xla.over_pool(q, k, v, start, length, form=form)
     heard = jnp.where(counts[:, None, None], lse, jnp.inf)
-    return out, lse, columns.pool_sums(q, k, heard, start, length, score, form=form, weight=1 / q.shape[2])
+    return out, columns.pool_sums(q, k, heard, start, length, score, form=form, weight=1 / q.shape[2])
+
+
+def add_heard(
+    score: Float[Array, "B P"], heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]
+) -> Float[Array, "B P"]:
+    """The second half of `over_pool_scored`, which need not happen before anything else goes on.
+
+    Args:
+        score: what rows have received so far.
+        heard: from the first half.
+        start: first row of each segment.
+        counts: sequences whose queries are to be counted.
+
+    Returns:
+        The scores.
+    """
+    return columns.add_heard(score, heard, start, counts)
 
 
 def pool_sums(
@@ -316,6 +336,8 @@ __all__ = [
     "KERNELS",
     "Chosen",
     "Implementation",
+    "Heard",
+    "add_heard",
     "causal",
     "choose",
     "column_sums",

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,20 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.xla import KEY_BLOCK, LOG2E, MASKED, WALK_BLOCK, Form, inside_segments, rows_dot, windows
+
+
+class Heard(NamedTuple):
+    """What one token's attention over segments of a shared pool leaves behind.
+
+    Attributes:
+        logits: `f32[B, K, G, n]` in the rows of `span`; MASKED where no row of the segment is.
+        lse: `f32[B, K, G]` their log-sum-exp.
+        products: `f32[B, K, n]` of one more row per segment with the keys, if there was one.
+    """
+
+    logits: Float[Array, "B K G n"]
+    lse: Float[Array, "B K G"]
+    products: Float[Array, "B K n"] | None
 
 
 def column_sums(
@@ -109,12 +125,11 @@ def walk_scored(
     v: Float[Array, "B P D"],
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
-    score: Float[Array, "B P"],
-    counts: Bool[Array, " B"],
     *,
     widest: int,
-) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Float[Array, "B P"]]:
-    """`walk` for one token, its logits kept until their sum is known: no second pass over the keys.
+    other: Float[Array, "B K D"] | None = None,
+) -> tuple[Float[Array, "B K G D"], Heard]:
+    """`walk` for one token that keeps its logits: `add_heard` needs no second pass over the keys.
 
     Args:
         q: queries as they come, not scaled.
@@ -122,39 +137,42 @@ def walk_scored(
         v: pool rows.
         start: first row of each segment.
         length: rows of each segment, at most `widest`.
-        score: what rows have received so far.
-        counts: sequences whose queries are to be counted.
         widest: the most rows a segment can have.
+        other: one more row per segment to multiply with the keys while they are at hand.
 
     Returns:
-        Output, log-sum-exp, and the scores.
+        Output, and what else was found.
     """
     batch, heads, group, dim = q.shape
     block = min(WALK_BLOCK, k.shape[1])
-    width = min(-(-widest // block) * block, k.shape[1] // block * block)
     scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
-    if group == 1 and q.dtype.itemsize == 2:
+    dot = lax.dot_general
+    if other is not None:
+        scaled = jnp.concatenate([scaled, other[:, :, None].astype(scaled.dtype)], axis=2)
+        # Exact products of float32, which a CPU gives anyhow: asked for them, XLA would take a slower path there.
+        dot = dot if jax.default_backend() == "cpu" else partial(dot, precision=lax.Precision.HIGHEST)
+    elif group == 1 and q.dtype.itemsize == 2:
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
-    # Every segment is seen through a window of the same width, moved back where it would leave the pool.
-    first = jnp.minimum(start, k.shape[1] - width)
-    offsets = jnp.arange(width, dtype=jnp.int32)
-    row = first[..., None] + offsets
+    first, width = span(start, k.shape[1], widest)
+    row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = (row >= start[..., None]) & (row < (start + length)[..., None])
 
     def step(index, carry):
-        maximum, total, acc, held = carry
+        maximum, total, acc, held, products = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
-        logits = lax.dot_general(scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        logits = jnp.where(mine, logits[:, :, :group], MASKED)
+        every = dot(scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = jnp.where(mine, every[:, :, :group], MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
+        if products is not None:
+            products = lax.dynamic_update_slice_in_dim(products, every[:, :, group], index * block, axis=2)
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
         shrink = jnp.exp(maximum - top)
         part = lax.dot_general(
             weights.astype(v.dtype), values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        return top, total * shrink + weights.sum(axis=-1), acc * shrink[..., None] + part, held
+        return top, total * shrink + weights.sum(axis=-1), acc * shrink[..., None] + part, held, products
 
     shape = (batch, heads, group)
     carry = (
@@ -162,14 +180,49 @@ def walk_scored(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
         jnp.full((*shape, width), MASKED, jnp.float32),
+        None if other is None else jnp.zeros((batch, heads, width), jnp.float32),
     )
     trips = ((start - first + length).max() + block - 1) // block
-    maximum, total, acc, held = lax.fori_loop(0, trips, step, carry)
+    maximum, total, acc, held, products = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
-    heard = jnp.where(counts[:, None, None], lse, jnp.inf)
-    mass = _summed(held, heard, inside) / group
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    return out, lse, add_windows(score, first, mass)
+    return out, Heard(logits=held, lse=lse, products=products)
+
+
+def add_heard(
+    score: Float[Array, "B P"], heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]
+) -> Float[Array, "B P"]:
+    """Adds the attention of one token to each row's score, the mean over the group.
+
+    Args:
+        score: what rows have received so far.
+        heard: from `walk_scored`.
+        start: first row of each segment.
+        counts: sequences whose token is to be counted.
+
+    Returns:
+        The scores.
+    """
+    group, width = heard.logits.shape[2:]
+    first, _ = span(start, score.shape[1], width)
+    lse = jnp.where(counts[:, None, None], heard.lse, jnp.inf)
+    return add_windows(score, first, _summed(heard.logits, lse, heard.logits[:, :, 0] > MASKED) / group)
+
+
+def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:
+    """Windows of one width for segments of a shared pool, in whole blocks, moved back where they would leave the pool.
+
+    Args:
+        start: first row of each segment.
+        rows: P.
+        widest: the most rows a segment can have.
+
+    Returns:
+        The first row of each window, and their width.
+    """
+    block = min(WALK_BLOCK, rows)
+    width = min(-(-widest // block) * block, rows // block * block)
+    return jnp.minimum(start, rows - width), width
 
 
 def _summed(logits, lse, inside):

@@ -1,46 +1,66 @@
 """A step's bookkeeping: the weakest row of each segment makes room for the new one, merged into another or dropped.
 
-Everything is a reduction over a layer's rows, written once and run over them as they lie: in one piece where the pool
-is the layer's own, in blocks of a dynamic number where layers share it.
+Everything is a reduction over the rows of segments, written once and run over them as they lie: in one piece where the
+pool is a layer's own, in windows where layers share it. Those of all layers are then looked at together.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
-from jaxkv.cache import Pool, put_cells, put_rows, take_rows
-from jaxkv.policies.merging import Merge, unit
+from jaxkv.cache import Pool, put_cells, put_rows, row_lengths, take_rows
+from jaxkv.policies.merging import Merge
 from jaxkv.policies.protocol import Upkeep
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """One layer's segments, as a step sees them.
+    """The segments of a layer, or of all layers that share a pool one after the other, as a step sees them.
 
     Attributes:
         start: `i32[B, K]`.
         length: `i32[B, K]` rows, the new one included.
         limit: `i32[B, K]`.
-        recent: `i32[B]` most recent rows that stay.
+        recent: `i32[B, K]` most recent rows that stay.
         tau: `f32[B, K, n]` merging's thresholds, or None.
         prompt: `i32[B]` tokens of the prompt.
         seen: `i32[B]` tokens seen, the new one included.
+        likely: `i32[B, K]` the row most likely to go at this step, -1 for none known; None if nobody asks.
     """
 
     start: Int[Array, "B K"]
     length: Int[Array, "B K"]
     limit: Int[Array, "B K"]
-    recent: Int[Array, " B"]
+    recent: Int[Array, "B K"]
     tau: Float[Array, "B K n"] | None
     prompt: Int[Array, " B"]
     seen: Int[Array, " B"]
+    likely: Int[Array, "B K"] | None = None
+
+
+class Evicted(NamedTuple):
+    """What a step leaves of some segments.
+
+    Attributes:
+        pool: their pool.
+        length: `i32[B, K]` their rows.
+        tau: merging's thresholds, or None.
+        likely: `i32[B, K]` the row of each most likely to go next, -1 for none.
+    """
+
+    pool: Pool
+    length: Int[Array, "B K"]
+    tau: Float[Array, "B K n"] | None
+    likely: Int[Array, "B K"]
 
 
 def fold(
@@ -53,7 +73,7 @@ def fold(
     form: Form,
     block: int,
 ) -> tuple:
-    """Runs a reduction over the rows of a layer's segments.
+    """Runs a reduction over the rows of segments.
 
     Args:
         body: takes the carry, rows `i32[B|1, K|1, n]`, whether each lies in the segment `[B, K, n]`, and each leaf's
@@ -97,43 +117,52 @@ def fold(
 
 
 def weakest(
-    pool: Pool, segments: Segments, *, upkeep: Upkeep, form: Form, widest: int | None
-) -> tuple[Int[Array, "B K"], Bool[Array, "B K"]]:
-    """The row of each segment that has to go, if one has to.
+    pool: Pool, segments: Segments, *, heads: int, upkeep: Upkeep, form: Form, widest: int | None
+) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
+    """The row of each segment that has to go, if one has to; and the one that may have to at the next step.
 
     Args:
-        pool: the layer's pool, its scores up to date.
-        segments: the layer's segments.
+        pool: their pool, its scores up to date.
+        segments: which rows.
+        heads: segments of one layer.
         upkeep: the policy's.
         form: how segments lie.
         widest: the most rows a segment of a shared pool can have, if that is known.
 
     Returns:
-        The lowest score among rows that may go, the latest position among equals; and whether there is any.
+        The lowest score among rows that may go, the latest position among equals; whether there is any; and, where
+        segments are looked at whole, the lowest of the others, -1 for none.
     """
     carry = upkeep.carry
     assert carry is not None
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
-    last = seen - segments.recent[:, None, None]
+    last = seen - segments.recent[..., None]
 
     def body(best, row, inside, pos, *score):
-        lowest, latest, at = best
-        free = inside & (pos < last) & ~upkeep.protected(pos, prompt)
-        rank = carry.ranked(score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
+        lowest, latest, *_ = best
+        may = inside & ~upkeep.protected(pos, prompt)
+        free = may & (pos < last)
+        every = carry.ranked(score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
         if upkeep.together:
-            rank = jnp.broadcast_to(rank.mean(axis=1, keepdims=True), free.shape)
-        rank = jnp.where(free, rank, jnp.inf)
+            layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
+            every = jnp.broadcast_to(layers.mean(axis=2, keepdims=True), layers.shape).reshape(free.shape)
+        rank = jnp.where(free, every, jnp.inf)
         mine = rank.min(axis=-1)
         position = jnp.where(free & (rank == mine[..., None]), pos, -1).max(axis=-1)
         place = jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
+        # By the next step one more row will have left the most recent ones.
+        others = jnp.where(may & (pos <= last) & (row != place[..., None]), every, jnp.inf)
+        least = others.min(axis=-1, keepdims=True)
+        second = jnp.where((others == least) & (others < jnp.inf), row, -1).max(axis=-1)
         better = (mine < lowest) | ((mine == lowest) & (position > latest))
-        return tuple(jnp.where(better, new, old) for new, old in zip((mine, position, place), best, strict=True))
+        found = (mine, position, place, second)
+        return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
 
     shape = segments.start.shape
-    none = (jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32), jnp.full(shape, -1, jnp.int32))
+    none = (jnp.full(shape, jnp.inf, jnp.float32), *(jnp.full(shape, -1, jnp.int32) for _ in range(3)))
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
-    _, _, at = fold(body, none, leaves, segments.start, segments.length, form=form, block=widest or WALK_BLOCK)
-    return at, at >= 0
+    _, _, at, second = fold(body, none, leaves, segments.start, segments.length, form=form, block=widest or WALK_BLOCK)
+    return at, at >= 0, second
 
 
 def nearest(
@@ -144,6 +173,7 @@ def nearest(
     segments: Segments,
     *,
     form: Form,
+    norm: Float[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """The row of each segment with the largest cosine to a given one.
 
@@ -152,26 +182,20 @@ def nearest(
         pos: their positions.
         of: what they are compared with.
         but: a row that does not count: the given one itself.
-        segments: the layer's segments.
+        segments: which rows to look at.
         form: how they lie.
+        norm: lengths of the rows, if they are known.
 
     Returns:
         The cosine, and the row: the earliest position among equals.
     """
-    own = unit(of)
 
-    def body(best, row, inside, rows, pos):
+    def body(best, row, inside, rows, pos, *norm):
         wide = rows.astype(jnp.float32)
-        length = jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1)), 1e-6)
-        cosine = _dots(own, wide) / length
-        other = inside & (row != but[..., None])
-        cosine = jnp.where(other, cosine, -jnp.inf)
-        top = cosine.max(axis=-1)
-        none = jnp.iinfo(jnp.int32).max
-        position = jnp.where(other & (cosine == top[..., None]), pos, none).min(axis=-1)
-        place = jnp.where(other & (pos == position[..., None]), row, -1).max(axis=-1)
-        better = (top > best[0]) | ((top == best[0]) & (position < best[1]))
-        return tuple(jnp.where(better, new, old) for new, old in zip((top, position, place), best, strict=True))
+        cosine = _cosines(_dots(of, wide), of, norm[0] if norm else row_lengths(wide))
+        found = _most(cosine, pos, row, inside & (row != but[..., None]))
+        better = (found[0] > best[0]) | ((found[0] == best[0]) & (found[1] < best[1]))
+        return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
 
     shape = of.shape[:2]
     carry = (
@@ -179,8 +203,63 @@ def nearest(
         jnp.full(shape, jnp.iinfo(jnp.int32).max, jnp.int32),
         jnp.full(shape, -1, jnp.int32),
     )
-    cosine, _, at = fold(body, carry, (rows, pos), segments.start, segments.length, form=form, block=WALK_BLOCK)
+    leaves = (rows, pos) if norm is None else (rows, pos, norm)
+    cosine, _, at = fold(body, carry, leaves, segments.start, segments.length, form=form, block=WALK_BLOCK)
     return cosine, at
+
+
+def nearest_of_products(
+    pool: Pool,
+    of: Float[Array, "B K D"],
+    but: Int[Array, "B K"],
+    products: Float[Array, "B K n"],
+    wrong: Bool[Array, "B K"],
+    segments: Segments,
+) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """`nearest` among keys whose products are known for most segments: only the others' rows are read.
+
+    Args:
+        pool: their pool.
+        of: the key of each segment that is compared.
+        but: its row.
+        products: what attention found while it read the keys, in the rows of `attention.columns.span`.
+        wrong: segments where that was another row's key.
+        segments: which rows to look at.
+
+    Returns:
+        As `nearest`.
+    """
+    assert pool.norm is not None
+    first, width = span(segments.start, pool.rows, products.shape[-1])
+    at = lambda a, b, s: lax.dynamic_slice(a, (b, s, *(0,) * (a.ndim - 2)), (1, 1, *a.shape[2:]))  # noqa: E731
+
+    def mend(state):
+        wrong, products = state
+        index = jnp.argmax(wrong.reshape(-1)).astype(jnp.int32)
+        b, s = index // wrong.shape[1], index % wrong.shape[1]
+        keys = lax.dynamic_slice(pool.k, (b, first[b, s], 0), (1, width, pool.k.shape[2])).astype(jnp.float32)
+        product = _dots(at(of, b, s), keys[:, None])
+        return wrong.at[b, s].set(False), lax.dynamic_update_slice(products, product, (b, s, 0))
+
+    _, products = lax.while_loop(lambda state: state[0].any(), mend, (wrong, products))
+    row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
+    inside = (row >= segments.start[..., None]) & (row < (segments.start + segments.length)[..., None])
+    pos, norm = (windows(leaf, first, width) for leaf in (pool.pos, pool.norm))
+    cosine, _, found = _most(_cosines(products, of, norm), pos, row, inside & (row != but[..., None]))
+    return cosine, found
+
+
+def _cosines(products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]) -> Array:
+    return products / (row_lengths(of)[..., None] * length)
+
+
+def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -> tuple[Array, Array, Array]:
+    """The largest cosine, its position, the earliest among equals, and its row."""
+    cosine = jnp.where(counts, cosine, -jnp.inf)
+    top = cosine.max(axis=-1)
+    none = jnp.iinfo(jnp.int32).max
+    position = jnp.where(counts & (cosine == top[..., None]), pos, none).min(axis=-1)
+    return top, position, jnp.where(counts & (pos == position[..., None]), row, -1).max(axis=-1)
 
 
 def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
@@ -195,24 +274,28 @@ def evict(
     segments: Segments,
     attended: Float[Array, "B K"],
     *,
+    heads: int,
     upkeep: Upkeep,
     form: Form,
     widest: int | None = None,
-) -> tuple[Pool, Array, Array | None]:
+    products: Float[Array, "B K n"] | None = None,
+) -> Evicted:
     """Brings segments that hold one row too many back to their limit.
 
     Args:
-        pool: the layer's pool, its scores up to date; the last row of a segment is the newest.
-        segments: the layer's segments.
+        pool: their pool, its scores up to date; the last row of a segment is the newest.
+        segments: which ones.
         attended: any number of each head's attention output: NaN keeps the rows as they are.
+        heads: segments of one layer.
         upkeep: the policy's.
         form: how segments lie.
         widest: the most rows a segment of a shared pool can have, if that is known.
+        products: those of the likely rows' keys with all keys; the result is the same without.
 
     Returns:
-        The pool, the new lengths `i32[B, K]`, and the thresholds.
+        What is left.
     """
-    victim, there = weakest(pool, segments, upkeep=upkeep, form=form, widest=widest)
+    victim, there, second = weakest(pool, segments, heads=heads, upkeep=upkeep, form=form, widest=widest)
     # Rows are written behind everything that reads them, in place; where XLA sees no order it copies the pool instead.
     over = (segments.length > segments.limit) & there & ~jnp.isnan(attended)
     last = segments.start + segments.length - 1
@@ -226,11 +309,20 @@ def evict(
         assert tau is not None
         dropped = {"k": take_rows(pool.k, jnp.maximum(victim, 0)), "v": take_rows(pool.v, jnp.maximum(victim, 0))}
         for index, (metric, targets) in enumerate(merge.targets):
-            cosine, target = nearest(getattr(pool, metric), pool.pos, dropped[metric], victim, segments, form=form)
+            by_key, rows, one = metric == "k", getattr(pool, metric), dropped[metric]
+            if by_key and products is not None:
+                wrong = over & (victim != segments.likely)
+                cosine, target = nearest_of_products(pool, one, victim, products, wrong, segments)
+            else:
+                norm = pool.norm if by_key else None
+                cosine, target = nearest(rows, pool.pos, one, victim, segments, form=form, norm=norm)
             target, over = jnp.maximum(target, 0), over & ~jnp.isnan(cosine)
-            level = merge.moved(tau[..., index], cosine[..., None], over[..., None])
-            joins = merge.joins(level, cosine[..., None], over[..., None])[..., 0]
-            tau = tau.at[..., index].set(level)
+            # The heads of a layer may decide together.
+            by_layer = lambda a: a.reshape(-1, heads, *a.shape[2:])  # noqa: E731
+            similarity, goes = by_layer(cosine)[..., None], by_layer(over)[..., None]
+            level = merge.moved(by_layer(tau[..., index]), similarity, goes)
+            joins = merge.joins(level, similarity, goes).reshape(over.shape)
+            tau = tau.at[..., index].set(level.reshape(over.shape))
             add, divide, own = merge.shares(cosine)
             for name in targets:
                 kept = take_rows(getattr(pool, name), target)
@@ -247,6 +339,11 @@ def evict(
         row = jnp.concatenate([row for row, _ in parts], axis=1)
         return put_rows(leaf, row, jnp.concatenate([new for _, new in parts], axis=1).astype(leaf.dtype))
 
+    def measured(norm: Array) -> Array:
+        parts = [(place, moved["k"]), *updates["k"]]
+        new = jnp.concatenate([row_lengths(new.astype(pool.k.dtype)) for _, new in parts], axis=1)
+        return put_cells(norm, jnp.concatenate([row for row, _ in parts], axis=1), new)
+
     emptied = jnp.where(over, last, nowhere)
     cells = lambda leaf: jnp.take_along_axis(leaf, last, axis=1)  # noqa: E731
     both = jnp.concatenate([place, emptied], axis=1)
@@ -256,4 +353,7 @@ def evict(
     if score is not None:
         zero = jnp.zeros(last.shape, jnp.float32)
         score = put_cells(score, both, jnp.concatenate([cells(score), zero], axis=1))
-    return Pool(k=write("k"), v=write("v"), pos=pos, score=score), segments.length - over.astype(jnp.int32), tau
+    norm = None if pool.norm is None else measured(pool.norm)
+    after = Pool(k=write("k"), v=write("v"), pos=pos, score=score, norm=norm)
+    length = segments.length - over.astype(jnp.int32)
+    return Evicted(after, length, tau, jnp.where(over, second, victim))

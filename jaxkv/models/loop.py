@@ -12,8 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv import attention
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, append
-from jaxkv.models.decode import Live, Program, pool_attention, project, remembered, rolled, step
+from jaxkv.models.decode import pool_attention, project, remembered, rolled, step
 from jaxkv.models.decoder import Block, Flat
+from jaxkv.models.limits import bare, prepared
+from jaxkv.models.moving import Live, Program
 from jaxkv.rope import rotate
 from jaxkv.sampling import Sampling
 
@@ -186,7 +188,7 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, *, program, sam
         live = dataclasses.replace(rest, pools=read)
         store: Any = (written, rest.state.rings if rest.state is not None else ())
     else:
-        store = dataclasses.replace(rest, pools=written)
+        store = prepared(dataclasses.replace(rest, pools=written), program)
 
     def going(carry):
         index, _, draw, _, _ = carry
@@ -210,6 +212,7 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, *, program, sam
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
     if not program.tail:
+        store = bare(store)
         return store.pools, dataclasses.replace(store, pools=()), (first, jnp.zeros_like(fed), draw), out, index
     tails, rings = store
     state = None if rest.state is None else dataclasses.replace(rest.state, rings=rings)

@@ -75,6 +75,7 @@ class Merger(Protocol):
         thresholds: running thresholds per kv head; 0 for none.
         needs_equal_heads: whether every head must drop as many rows.
         while_decoding: whether rows that are dropped one by one are merged, too.
+        compares_keys: whether keys are compared then.
     """
 
     @property
@@ -88,6 +89,10 @@ class Merger(Protocol):
     @property
     def while_decoding(self) -> bool:
         """Whether single dropped rows are merged."""
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether by their keys."""
 
     def merge(
         self,
@@ -160,6 +165,11 @@ class Merge:
     def needs_equal_heads(self) -> bool:
         """Where heads' i-th dropped rows are judged together."""
         return self.decision is Decision.SHARED_POSITION
+
+    @property
+    def compares_keys(self) -> bool:
+        """Unless values alone decide."""
+        return self.metric is not Metric.VALUE
 
     @property
     def targets(self) -> tuple[tuple[str, str], ...]:
@@ -322,6 +332,7 @@ class ValueMerge:
     thresholds: ClassVar[int] = 0
     needs_equal_heads: ClassVar[bool] = False
     while_decoding: ClassVar[bool] = False
+    compares_keys: ClassVar[bool] = False
 
     window: int = 32
     start: float = 0.1

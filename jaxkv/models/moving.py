@@ -1,0 +1,139 @@
+"""The moving part of a cache, and what the programs that move it are compiled for."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxkv.attention import KERNELS, Implementation
+from jaxkv.attention.xla import Form
+from jaxkv.cache import KVCache, Pool, State
+from jaxkv.config import ModelConfig
+from jaxkv.models.decoder import Flat, Graphs
+from jaxkv.plan import bucket, widest
+from jaxkv.policies.protocol import Upkeep
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pools", "start", "length", "seen", "limit", "state", "next"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Live:
+    """The moving part of a cache: what jitted code takes, gives back, and may write in place.
+
+    Attributes:
+        pools: as in KVCache.
+        start: `i32[L, B, K]`.
+        length: `i32[L, B, K]`.
+        seen: `i32[B]`.
+        limit: `i32[L, B, K]`.
+        state: as in KVCache.
+        next: `i32[L, B, K]` rows likely to go next, only while tokens are drawn by a program that looks ahead.
+    """
+
+    pools: tuple[Pool, ...]
+    start: Int[Array, "L B K"]
+    length: Int[Array, "L B K"]
+    seen: Int[Array, " B"]
+    limit: Int[Array, "L B K"]
+    state: State | None
+    next: Int[Array, "L B K"] | None = None
+
+    @classmethod
+    def of(cls, cache: KVCache) -> "Live":
+        """The moving part of a cache, which must own its pools if a donating function takes it."""
+        return cls(
+            pools=cache.pools,
+            start=cache.start,
+            length=cache.length,
+            seen=cache.seen,
+            limit=cache.limit,
+            state=cache.state,
+        )
+
+    def into(self, cache: KVCache) -> KVCache:
+        """The cache with this as its moving part."""
+        return dataclasses.replace(
+            cache, pools=self.pools, start=self.start, length=self.length, seen=self.seen, state=self.state
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a decode program is compiled for, besides shapes.
+
+    Attributes:
+        graphs: the decoder's static half.
+        config: its shape.
+        form: how segments lie in their pools.
+        rolling: positions are those within the cache.
+        tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
+            16-bit pool in place, so there one write for many tokens beats one per token.
+        upkeep: what the policy does after each token; None if it only appends.
+        widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
+        implementation: what computes attention over the pool.
+    """
+
+    graphs: Graphs
+    config: ModelConfig
+    form: Form
+    rolling: bool
+    tail: bool = False
+    upkeep: Upkeep | None = None
+    widest: int | None = None
+    implementation: Implementation = Implementation.XLA
+
+    @property
+    def scored(self) -> bool:
+        """Whether rows' scores go on."""
+        return self.upkeep is not None and self.upkeep.scored
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a row goes for each that comes."""
+        return self.upkeep is not None and self.upkeep.evicts
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether a dropped row's key is compared with the others'."""
+        merge = None if self.upkeep is None or not self.upkeep.evicts else self.upkeep.merge
+        return merge is not None and merge.while_decoding and merge.compares_keys
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether that is done for a likely row while attention reads the keys: rows of a shared pool are far."""
+        known = self.form is Form.SHARED and self.widest is not None and self.scored and not self.rolling
+        return self.compares_keys and known and self.implementation not in KERNELS
+
+
+def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
+    """The program that decodes on top of a cache, on the default device.
+
+    Args:
+        flat: the decoder's parameters.
+        cache: any cache of this decoder.
+        implementation: what computes attention over its segments.
+
+    Returns:
+        What is static about it.
+    """
+    upkeep = cache.policy.upkeep
+    # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
+    appends = upkeep is None or not (upkeep.evicts or upkeep.scored)
+    most = None
+    if upkeep is not None and cache.form is Form.SHARED and cache.state is not None:
+        most = widest(cache.policy, bucket(int(np.asarray(cache.state.prompt).max())), cache.config.layers)
+    return Program(
+        graphs=flat.graphs,
+        config=cache.config,
+        form=cache.form,
+        rolling=cache.policy.rolling,
+        tail=appends and jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
+        upkeep=upkeep,
+        widest=most,
+        implementation=implementation,
+    )
