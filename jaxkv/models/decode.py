@@ -164,7 +164,7 @@ def step(
     others = likely_keys(live)
     if others is not None:
         # Rows are written behind everything that reads them, see `evict`.
-        x = jnp.where(jnp.isnan(others.sum()), jnp.nan, x)
+        x = jnp.where(jnp.isnan(others.sum(axis=(0, 2, 3)))[:, None, None], jnp.nan, x)
     for index, leaves in enumerate(blocks):
         at = 0 if program.form is Form.SHARED else index
         block = program.graphs.block(leaves)
