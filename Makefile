@@ -47,7 +47,7 @@ demo: $(STAMP)
 
 test: lint
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	@echo "== ruff"

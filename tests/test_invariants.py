@@ -202,7 +202,7 @@ def check_constant(row: Row, model, seed, lengths, budget, steps=6):
 
 @two_models
 @every_row
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=seeds, lengths=two_lengths)
 def test_prefill_keeps_the_cache_in_order(row, config, seed, lengths):
     # Rows of the budgets are shapes: one model has one kind of budget, the other the other.
@@ -210,14 +210,14 @@ def test_prefill_keeps_the_cache_in_order(row, config, seed, lengths):
 
 
 @spread
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
 def test_neither_batch_mates_nor_padding_matter(row, config, seed, lengths):
     check_alone(row, tiny.tiny(config), seed, lengths, 20)
 
 
 @every_decoded
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=seeds, lengths=st.tuples(st.integers(33, 64), st.integers(17, 32)))
 def test_decoding_appends_or_replaces(row, seed, lengths):
     (check_constant if row.evicts else check_decode)(row, tiny.tiny(GQA), seed, lengths, 20)
