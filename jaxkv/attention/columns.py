@@ -10,7 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.xla import KEY_BLOCK, LOG2E, MASKED, WALK_BLOCK, Form, inside_segments, rows_dot, windows
+from jaxkv.attention.xla import (
+    KEY_BLOCK,
+    LOG2E,
+    MASKED,
+    WALK_BLOCK,
+    Form,
+    inside_segments,
+    rows_dot,
+    walk_block,
+    windows,
+)
 
 
 class Heard(NamedTuple):
@@ -144,7 +154,7 @@ def walk_scored(
         Output, and what else was found.
     """
     batch, heads, group, dim = q.shape
-    block = min(WALK_BLOCK, k.shape[1])
+    block = walk_block(k, heads)
     scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
     dot = lax.dot_general
     if other is not None:
@@ -231,7 +241,7 @@ def _summed(logits, lse, inside):
 
 
 def _walk_sums(q, k, lse, start, length, score, rows, weight):
-    block = min(WALK_BLOCK, k.shape[1])
+    block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, score):

@@ -6,7 +6,6 @@ The formulation goes by shape; what was measured stands beside each choice, `ben
 import enum
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -17,6 +16,8 @@ _LN2 = math.log(2.0)
 MASKED = -1e30
 KEY_BLOCK = 512
 WALK_BLOCK = 128
+# Windows of a pool are copied before they are multiplied: while a block's fit here they come from a core's own cache.
+_WINDOW_BYTES = 2 << 20
 # Rows from which, and chunks in which, a product of weights and values is cut so that every core has a share of it.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
@@ -169,7 +170,7 @@ def walk(
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Walks each segment in blocks, as many as the longest has, queries already scaled: work goes by length, not P."""
     batch, heads, rows, dim = q.shape
-    block = min(WALK_BLOCK, k.shape[1])
+    block = walk_block(k, heads)
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):
@@ -198,9 +199,24 @@ def walk(
 
 
 def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Shaped[Array, "B K n *D"]:
-    """Neighbouring rows of a pool from each first row on."""
-    one = lambda r, b: lax.dynamic_slice_in_dim(r, b, size)  # noqa: E731
-    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows, begin)
+    """Neighbouring rows of a pool from each first row on, all of them within the pool."""
+    batch, count, *rest = rows.shape
+    first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(2, 3 + len(rest))), collapsed_slice_dims=(), start_index_map=(0,)
+    )
+    # As one long pool: with an axis of sequences the compiler's copy is a fifth slower.
+    flat = rows.reshape(batch * count, *rest)
+    return lax.gather(flat, first[..., None], numbers, (size, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
+    """Rows of each segment that a walk looks at together: a divisor of WALK_BLOCK, or all rows of a small pool."""
+    row_bytes = pool.shape[0] * heads * pool.shape[2] * pool.dtype.itemsize
+    block = WALK_BLOCK
+    while block > WALK_BLOCK // 4 and block * row_bytes > _WINDOW_BYTES:
+        block //= 2
+    return block if pool.shape[1] >= WALK_BLOCK else pool.shape[1]
 
 
 def inside_segments(row: Int[Array, " P"], start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, "B K P"]:
