@@ -23,7 +23,7 @@ LATEST_STAMP := .venv-latest/.made-0.12
 LATEST_TESTS := tests/test_kernels.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest lint format bench bench-peer bench-gpu \
-  loss decode-step throughput tune aot aot-quick needle clean
+  loss decode-step throughput omnikv two-stage tune aot aot-quick needle clean
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -36,6 +36,8 @@ help:
 	@echo "make loss         D2O's table 6 as loss: documents continued over caches of every kind, on this machine"
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
+	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
+	@echo "make two-stage    2StageRetr: answers, and attention that stays visible, at 30% of the cache"
 	@echo "make tune         search for the fastest tiles on this machine's GPU"
 	@echo "make aot          compile every kernel for H100, H200 and A100, and read what ptxas says; aot-quick: H100, one each"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
@@ -79,11 +81,18 @@ decode-step: $(STAMP)
 throughput: $(STAMP)
 	@$(BIN)/python -m benchmarks.throughput
 
+omnikv: $(STAMP)
+	@$(BIN)/python -m benchmarks.omnikv
+
+two-stage: $(STAMP)
+	@$(BIN)/python -m benchmarks.two_stage
+
 tune:
 	@python3 -m benchmarks.tune --out pallas_kernels/tuned
 
 aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --out benchmarks/results/aot.md
+	@$(AOT)/python benchmarks/aot_offload.py --out benchmarks/results/aot_offload.md
 
 aot-quick: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --quick

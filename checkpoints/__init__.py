@@ -2,7 +2,7 @@
 
 from checkpoints.fetch import cache_dir, fetch
 from checkpoints.gguf_tokenizer import GgufTokenizer
-from checkpoints.manifest import Manifest, WheelSource, manifest, names
+from checkpoints.manifest import Manifest, WheelSource, manifest, names, save_filter_layers
 from checkpoints.source import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "manifest",
     "names",
     "open_checkpoint",
+    "save_filter_layers",
 ]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import tempfile
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from checkpoints._errors import require
@@ -49,6 +52,7 @@ class Manifest:
         license: licence of the weights.
         notes: what a user should know before using it.
         hub_id: the model's home on the Hugging Face hub; information only, never fetched.
+        filter_layers: layers whose attention tells best what those above them attend to, as `jaxkv filters` found.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Manifest:
     license: str
     notes: str
     hub_id: str | None = None
+    filter_layers: tuple[int, ...] | None = None
 
 
 def names() -> tuple[str, ...]:
@@ -83,6 +88,33 @@ def manifest(name: str) -> Manifest:
     return _manifests()[name]
 
 
+def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
+    """Writes a model's filter layers into its manifest, whole or not at all.
+
+    Args:
+        name: one of `names()`.
+        filters: the layers, ascending.
+
+    Raises:
+        ValueError: for a name that is not known.
+        OSError: if the package's files cannot be written.
+    """
+    manifest(name)
+    path = Path(str(resources.files("checkpoints") / "manifests" / f"{name}.json"))
+    raw = json.loads(path.read_text("utf-8"))
+    raw["filter_layers"] = list(filters)
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{name}", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(raw, indent=2) + "\n")
+        os.chmod(part, path.stat().st_mode & 0o777)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+    _manifests.cache_clear()
+
+
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
     folder = resources.files("checkpoints") / "manifests"
@@ -94,4 +126,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     source = dict(raw["source"])
     kind = source.pop("kind")
     require(kind == "wheel", "source.kind", kind, f"the manifest of {raw['name']} must name a wheel")
-    return Manifest(**{**raw, "source": WheelSource(**source)})
+    filters = raw.get("filter_layers")
+    return Manifest(
+        **{**raw, "source": WheelSource(**source), "filter_layers": None if filters is None else tuple(filters)}
+    )

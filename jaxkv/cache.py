@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.attention.xla import Form
+from jaxkv.bank import Bank
 from jaxkv.config import ModelConfig
 
 
@@ -66,11 +67,12 @@ class State:
 
     Attributes:
         prompt: `i32[B]` tokens of the prompt, which protected spans refer to.
-        budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt.
+        budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt; where nothing is dropped, tokens
+            of it that are read.
         recent: `i32[L, B]` most recent rows that are never dropped.
         tau: `f32[L, B, K, n]` merging's running thresholds, -inf before the first dropped row; None without merging.
-        rings: one per layer `f32[B, K, G, R, D]`: the query at position p stands in slot p % R; none where scores are
-            not computed anew.
+        rings: one per layer, or per filter layer, `f32[B, K, G, R, D]`: the query at position p stands in slot p % R;
+            none where nobody asks for queries of before.
     """
 
     prompt: Int[Array, " B"]
@@ -82,7 +84,7 @@ class State:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pools", "start", "length", "limit", "seen", "state"],
+    data_fields=["pools", "start", "length", "limit", "seen", "state", "bank"],
     meta_fields=["form", "policy", "config", "model", "turn"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ class KVCache:
             does not drop rows.
         seen: `i32[B]` tokens the sequence has had, and so the next position. Never derived from length.
         state: what the policy remembers; None for policies that only act on the prompt.
+        bank: prompts of layers whose rows wait in host memory; their pools hold what came after.
         form: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
@@ -110,6 +113,7 @@ class KVCache:
     limit: Int[Array, "L B K"]
     seen: Int[Array, " B"]
     state: State | None = None
+    bank: Bank | None = None
     form: Form
     policy: Any
     config: ModelConfig
@@ -123,12 +127,34 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every array of the cache, slack, bookkeeping and policy state included."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        """Bytes of every array of the cache on the device, slack, bookkeeping and policy state included."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(dataclasses.replace(self, bank=None)))
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return 0 if self.bank is None else self.bank.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of a pool, positions and scores included."""
+        return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(self.pools[0]))
+
+    @property
+    def full_nbytes(self) -> int:
+        """What the tokens seen would weigh in a full, unpadded cache."""
+        each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].k.dtype.itemsize
+        return int(np.asarray(self.seen).sum()) * each
+
+    @property
+    def slack_nbytes(self) -> int:
+        """Bytes of rows that hold nothing."""
+        rows = self.batch * sum(pool.rows for pool in self.pools)
+        return (rows - int(self.kept.sum())) * self.row_bytes
 
     @property
     def kept(self) -> np.ndarray:
-        """Rows held, `i32[L, B, K]`, on the host."""
+        """Rows held on the device, `i32[L, B, K]`, as an array on the host."""
         return np.asarray(self.length)
 
     def free(self) -> Int[np.ndarray, " L"]:

@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv models`, `jaxkv policies`."""
+"""The command line: `jaxkv generate`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
 
 import argparse
 import contextlib
@@ -16,10 +16,11 @@ import jax
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.compilation import enable_compilation_cache
+from jaxkv.finding import add_filter_options, print_filters
 from jaxkv.generate import generate
 from jaxkv.listing import print_models, print_policies
 from jaxkv.load import load
-from jaxkv.policies import LinearLayers, MaxPool, NoPool, Policy
+from jaxkv.policies import LinearLayers, MaxPool, NoPool, OmniKV, Policy
 from jaxkv.policies.registry import POLICIES, defaults, policy_class
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
@@ -108,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_prompt_options(asking)
     _add_policy_options(asking)
     _add_drawing_options(asking)
+    finding = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
+    finding.set_defaults(run=print_filters)
+    add_filter_options(finding)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=lambda options: print_models(as_json=options.json))
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults")
@@ -163,6 +167,11 @@ def _add_policy_options(parser: argparse.ArgumentParser) -> None:
         metavar="A:B",
         help="tokens that always stay, as a Python slice; may be given again; write negative ones --protect=-9:-1",
     )
+    group.add_argument("--filters", type=int, nargs="+", metavar="L", help="omnikv: layers that choose for others")
+    group.add_argument("--mem", type=float, metavar="S", help="omnikv: share of the cache at hand, instead of --budget")
+    group.add_argument("--selector", metavar="S", help="omnikv: whose queries choose: last, exponential or uniform")
+    group.add_argument("--prefill-ratio", type=float, metavar="R", help="omnikv: tokens read per token of a chunk")
+    group.add_argument("--offload", action="store_true", default=None, help="omnikv: rows wait in host memory")
     group.add_argument(
         "--min-budget",
         choices=("raise", "clamp"),
@@ -203,7 +212,8 @@ def _span(text: str) -> tuple[int, int]:
 def _policy(options: argparse.Namespace) -> Policy:
     """The policy that was asked for; what it does not have is refused, never passed over."""
     cls = policy_class(options.policy)
-    nested = "base" in defaults(cls)
+    # OmniKV may have a base, and then two budgets: that is said in Python.
+    nested = "base" in defaults(cls) and cls is not OmniKV
     require(options.base is None or nested, "--base", options.base, f"{options.policy} is not built on a policy")
     inner = policy_class(options.base or "snapkv") if nested else cls
     name = options.base or "snapkv" if nested else options.policy
@@ -221,7 +231,7 @@ def _policy(options: argparse.Namespace) -> Policy:
         keeps_all = inner is POLICIES["full"]
         has = field in fields and not keeps_all and (option != "beta" or "LinearLayers" in fields[field])
         require(has, flag, value, f"{name} has no such option; leave it out")
-        given[field] = tuple(value) if option == "protect" else _FROM_NUMBER.get(option, lambda number: number)(value)
+        given[field] = _FROM_OPTION.get(option, lambda same: same)(value)
     return cls(base=inner(**given), **own) if nested else cls(**given)  # type: ignore[call-arg]
 
 
@@ -242,8 +252,18 @@ _FIELDS = {
     "every": "every",
     "protect": "protect",
     "min_budget": "min_budget",
+    "filters": "filter_layers",
+    "mem": "mem",
+    "selector": "selector",
+    "prefill_ratio": "prefill_ratio",
+    "offload": "offload",
 }
-_FROM_NUMBER: dict[str, Any] = {"pool_kernel": _pooling, "beta": lambda beta: LinearLayers(beta=beta)}
+_FROM_OPTION: dict[str, Any] = {
+    "pool_kernel": _pooling,
+    "beta": lambda beta: LinearLayers(beta=beta),
+    "protect": tuple,
+    "filters": tuple,
+}
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
@@ -343,6 +363,14 @@ def _print_stats(result: Generation) -> None:
         f"({stats.kept:.1f} rows per kv head; {stats.slack_bytes / 1e6:.2f} MB unused)",
     )
     print(*lines, sep="\n", file=sys.stderr)
+    if stats.filter_layers:
+        print(f"filters  layers {', '.join(map(str, stats.filter_layers))} choose what others read", file=sys.stderr)
+    if stats.host_bytes:
+        sent = stats.transferred_bytes / max(1, stats.new_tokens)
+        print(
+            f"host     {stats.host_bytes / 1e6:.2f} MB there; {stats.transfers} transfers, {sent / 1e6:.3f} MB a token",
+            file=sys.stderr,
+        )
 
 
 def _write_whole(path: Path, text: str) -> None:

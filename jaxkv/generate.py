@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,10 @@ from tqdm import tqdm
 
 from jaxkv._errors import require
 from jaxkv.attention import Chosen, Implementation, choose
+from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.load import LanguageModel
+from jaxkv.models import chunked, staged
 from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
@@ -27,6 +29,7 @@ from jaxkv.models.room import first_room, make_room, steps_that_fit
 from jaxkv.plan import LOOK, Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
 from jaxkv.policies.full import FullKV
+from jaxkv.policies.omnikv import OmniKV
 from jaxkv.prompts import Encoded, Prompt, encode
 from jaxkv.results import Answers, Generation, Stats, Stream
 from jaxkv.sampling import Greedy, Sampling
@@ -65,7 +68,7 @@ def prefill(
         ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    policy = FullKV() if policy is None else policy
+    policy = (FullKV() if policy is None else policy).for_model(params.config.layers, params.filter_layers)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
     _require_fits(params, encoded.lengths, 0)
     chosen = _choose(params, policy, implementation)
@@ -126,6 +129,7 @@ def generate(
     require(all(stops), "stop", stop, "a stop string has at least one character")
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
     turn = Turn.START if cache is None else cache.turn
+    policy = None if policy is None else policy.for_model(params.config.layers, params.filter_layers)
     if cache is not None:
         _require_ours(params, cache, policy)
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
@@ -237,21 +241,19 @@ def _prefill(
     needed = plan(config, policy, encoded.lengths.tolist(), dtype=params.dtype, room=room)
     check_memory(needed)
     begin = time.perf_counter()
-    prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
+    tokens = encoded.padded(needed.slots)
+    by_chunks = isinstance(policy, OmniKV) and policy.prefill_ratio is not None
+    if not by_chunks:
+        prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
     compiled = time.perf_counter()
     with _bar(progress, config.layers, "prefill") as bar:
-        cache, logits = prefilling.prefill(
-            flat,
-            config,
-            encoded.padded(needed.slots),
-            encoded.lengths,
-            policy,
-            needed,
-            key=jax.random.key(0) if key is None else key,
-            model=params.fingerprint,
-            implementation=chosen.prefill,
-            tick=bar.update,
-        )
+        options: dict[str, Any] = {"model": params.fingerprint, "tick": bar.update}
+        if by_chunks:
+            run: Callable[..., Any] = partial(chunked.prefill, implementation=chosen.decode)
+        else:
+            given = jax.random.key(0) if key is None else key
+            run = partial(prefilling.prefill, key=given, implementation=chosen.prefill)
+        cache, logits = run(flat, config, tokens, encoded.lengths, policy, needed, **options)
     jax.block_until_ready(logits)
     return cache, logits, needed, (time.perf_counter() - compiled, compiled - begin)
 
@@ -261,19 +263,19 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     params, encoded = request.params, request.encoded
     flat, batch, chosen = Flat(params.decoder), len(request.encoded.ids), request.chosen
     block = min(_BLOCK, bucket(request.max_new_tokens))
-    policy = request.policy
+    policy, traffic = request.policy, Traffic()
     if request.cache is None:
         room = first_room(policy, params.config.layers, encoded.lengths, block)
         cache, logits, needed, (prefill_seconds, compile_seconds) = _prefill(
             params, flat, encoded, policy, chosen, key=request.key, room=room, progress=request.progress
         )
-        spare = batch * params.config.kv_heads * sum(room) * _row_bytes(cache)
+        spare = batch * params.config.kv_heads * sum(room) * cache.row_bytes
         sizes = (needed.full_bytes, cache.nbytes - spare, needed.slack_bytes)
     else:
         given = request.cache
-        sizes = (_full_bytes(given), given.nbytes, _slack_bytes(given))
+        sizes = (given.full_nbytes, given.nbytes, given.slack_nbytes)
         begin = time.perf_counter()
-        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen, request.key)
+        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen, request.key, traffic)
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
     program = program_for(flat, cache, chosen.decode)
@@ -283,7 +285,10 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     answers = Answers(params.text, batch, request.stops)
     begin = time.perf_counter()
 
-    draw_steps = partial(looping.decode, flat, program=program, sampling=request.sampling, size=block)
+    draw_steps: Callable[..., Any] = partial(looping.decode, flat)
+    if cache.bank is not None:
+        draw_steps = partial(staged.decode, flat, bank=cache.bank, traffic=traffic)
+    draw_steps = partial(draw_steps, program=program, sampling=request.sampling, size=block)
     running = looping.begin(Live.of(cache), program=program, size=block)
     # A run of no steps compiles and changes nothing: the clock of decoding starts after it.
     running, draw, _, _ = draw_steps(running, draw, ends, 0)
@@ -339,6 +344,10 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         kept=kept,
         attention=str(chosen),
         decode_form=cache.form.value,
+        host_bytes=cache.host_nbytes,
+        transfers=traffic.transfers,
+        transferred_bytes=traffic.bytes,
+        filter_layers=() if program.reading is None else program.reading.filters,
     )
     tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
     text = None if params.text is None else answers.text
@@ -352,7 +361,13 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
 
 
 def _extend(
-    flat: Flat, given: KVCache, encoded: Encoded, block: int, chosen: Chosen, key: PRNGKeyArray
+    flat: Flat,
+    given: KVCache,
+    encoded: Encoded,
+    block: int,
+    chosen: Chosen,
+    key: PRNGKeyArray,
+    traffic: Traffic,
 ) -> tuple[KVCache, Float[Array, "B V"], float]:
     """Forks a cache, with room, and runs the prompts on top of it; also returns the seconds spent compiling."""
     batch, longest = len(encoded.ids), int(encoded.lengths.max())
@@ -362,39 +377,27 @@ def _extend(
     grown = bool((given.kept > np.asarray(given.limit)).any())
     room = 0 if grown and given.free().min() >= wanted else -(-wanted // 64) * 64
     segments = given.config.layers * given.config.kv_heads
-    copied = given.nbytes * batch // given.batch + batch * segments * room * _row_bytes(given)
+    copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
     check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")
     cache = repack(given, room=room, batch=batch)
     size = min(_BLOCK, bucket(longest))
     tokens = encoded.padded(-(-longest // size) * size)
     program = program_for(flat, cache, chosen.decode)
+    run = partial(decoding.extend, flat, program=program)
+    if cache.bank is not None:
+        run = partial(staged.step, flat, bank=cache.bank, program=program, traffic=traffic)
     begin = time.perf_counter()
     # A run over no tokens compiles and changes nothing.
     nothing = jnp.zeros((batch,), jnp.int32)
-    logits, live = decoding.extend(flat, Live.of(cache), jnp.zeros((batch, size), jnp.int32), nothing, program=program)
+    logits, live = run(live=Live.of(cache), tokens=jnp.zeros((batch, size), jnp.int32), count=nothing)
     jax.block_until_ready(logits)
     spent = time.perf_counter() - begin
     for first in range(0, tokens.shape[1], size):
         count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
-        new, live = decoding.extend(
-            flat, live, jnp.asarray(tokens[:, first : first + size]), jnp.asarray(count), program=program
-        )
+        part = jnp.asarray(tokens[:, first : first + size])
+        new, live = run(live=live, tokens=part, count=jnp.asarray(count))
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
     jax.block_until_ready(logits)
     cache = live.into(cache)
     # A long question leaves nothing behind but what the policy keeps of it.
     return (make_room(flat, cache, block, key=key) if goes_on else cache), logits, spent
-
-
-def _row_bytes(cache: KVCache) -> int:
-    return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(cache.pools[0]))
-
-
-def _full_bytes(cache: KVCache) -> int:
-    each = cache.config.layers * cache.config.kv_heads * 2 * cache.config.head_dim * cache.pools[0].k.dtype.itemsize
-    return int(np.asarray(cache.seen).sum()) * each
-
-
-def _slack_bytes(cache: KVCache) -> int:
-    rows = cache.batch * sum(pool.rows for pool in cache.pools)
-    return (rows - int(cache.kept.sum())) * _row_bytes(cache)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from checkpoints import Checkpoint, fetch, open_checkpoint
+from checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv._errors import require
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder
@@ -56,13 +56,15 @@ class LanguageModel(nnx.Module):
         decoder: the parameters, a Flax NNX module.
         text: tokenizer and chat template, or None where the checkpoint has none; it never enters jitted code.
         name: what was loaded.
+        filter_layers: those that choose best what the layers above them read (OmniKV), where they have been found.
         fingerprint: tells these weights from others of the same shape; caches carry it.
     """
 
-    def __init__(self, decoder: Decoder, *, text: Text | None, name: str):
+    def __init__(self, decoder: Decoder, *, text: Text | None, name: str, filter_layers: tuple[int, ...] | None = None):
         self.decoder = decoder
         self.text = text
         self.name = name
+        self.filter_layers = filter_layers
         self.fingerprint = _fingerprint(decoder)
 
     @property
@@ -105,7 +107,9 @@ def load(name_or_path: str | os.PathLike[str], dtype: Any = None, *, progress: b
     config = ModelConfig.from_hf(checkpoint.config)
     decoder = Decoder(config, dtype=kind)
     fill(decoder, checkpoint)
-    return LanguageModel(decoder, text=Text.from_checkpoint(checkpoint), name=os.fspath(name_or_path))
+    name = os.fspath(name_or_path)
+    filters = manifest(name).filter_layers if name in names() else None
+    return LanguageModel(decoder, text=Text.from_checkpoint(checkpoint), name=name, filter_layers=filters)
 
 
 def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:

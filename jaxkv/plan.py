@@ -13,6 +13,7 @@ from jaxkv._errors import require
 from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
 from jaxkv.policies.base import Policy
+from jaxkv.policies.reading import Reading
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -65,6 +66,8 @@ class Plan:
         full_bytes: what these prompts weigh uncompressed and unpadded.
         slack_bytes: part of cache_bytes that no promised row fills: short prompts in long buckets.
         peak_bytes: cache and activations of prefill together, weights excluded.
+        host_bytes: what waits in host memory.
+        loaded_bytes: the most of it that is on the device at once while tokens are drawn.
     """
 
     slots: int
@@ -78,6 +81,8 @@ class Plan:
     full_bytes: int
     slack_bytes: int
     peak_bytes: int
+    host_bytes: int = 0
+    loaded_bytes: int = 0
 
     def pool_rows(self, heads: int) -> tuple[int, ...]:
         """P of each pool."""
@@ -119,13 +124,21 @@ def plan(
     if not policy.layers.from_scores:
         rows = policy.layers.rows(budget, length, forced, layers=layers, window=policy.kept_last, weights=None)
         rows = np.minimum(rows, length)
+    reading = policy.reading(layers, slots)
+    away = () if reading is None else reading.offloaded
+    if rows is not None:
+        rows[list(away)] = 0
     buckets = tuple(sorted({bucket(n) for n in length.tolist()}))
     capacity = _capacity(policy, buckets, layers, heads)
+    # Pools of offloaded layers hold what comes after the prompt; no array is ever empty.
+    capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     item = jnp.dtype(dtype).itemsize
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
     upkeep = policy.upkeep
     row_bytes = 2 * config.head_dim * item + 4 + (4 if upkeep is not None and upkeep.scored else 0)
-    tables = 4 * (3 * layers * len(lengths) * heads + len(lengths)) + _state_bytes(policy, config, len(lengths))
+    tables = 4 * (3 * layers * len(lengths) * heads + len(lengths)) + _state_bytes(
+        policy, config, len(lengths), reading
+    )
     pool_rows = capacity[0] if policy.form is Form.SHARED else heads * sum(capacity)
     promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
     spare = heads * sum(rooms) * len(lengths)
@@ -136,6 +149,7 @@ def plan(
     activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
     # Merging compares float32 copies of one layer's rows.
     activations += 4 * layer_kv // item * (policy.merge is not None)
+    loaded = 0 if reading is None else reading.loaded * len(lengths) * 2 * heads * config.head_dim * item
     return Plan(
         slots=slots,
         capacity=capacity,
@@ -147,7 +161,9 @@ def plan(
         cache_bytes=cache_bytes,
         full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * item,
         slack_bytes=int((pool_rows * len(lengths) - promised) * row_bytes),
-        peak_bytes=cache_bytes + held * layer_kv + layer_kv + activations,
+        peak_bytes=cache_bytes + max(loaded, (held + bool(away)) * layer_kv + layer_kv + activations),
+        host_bytes=len(away) * layer_kv,
+        loaded_bytes=loaded,
     )
 
 
@@ -208,10 +224,14 @@ def ring_rows(queries: int) -> int:
     return queries + LOOK
 
 
-def _state_bytes(policy: Policy, config: ModelConfig, batch: int) -> int:
+def _state_bytes(policy: Policy, config: ModelConfig, batch: int, reading: Reading | None) -> int:
     upkeep = policy.upkeep
-    if upkeep is None:
+    if upkeep is None and reading is None:
         return 0
+    if upkeep is None:
+        assert reading is not None
+        rows = len(reading.filters) * ring_rows(reading.ring) if reading.ring else 0
+        return 4 * batch * (2 + config.layers + config.heads * rows * config.head_dim)
     thresholds = 0 if upkeep.merge is None else upkeep.merge.thresholds
     ring = config.heads * ring_rows(upkeep.ring) * config.head_dim if upkeep.ring else 0
     return 4 * batch * (2 + config.layers * (1 + config.kv_heads * thresholds + ring))

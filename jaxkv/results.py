@@ -28,6 +28,10 @@ class Stats:
         kept: rows per kv head and layer after prefill, averaged.
         attention: the implementation that ran.
         decode_form: how segments lie in the pool, which decides decoding's formulation.
+        host_bytes: what waits in host memory.
+        transfers: transfers of its rows to the device, counted where they are made.
+        transferred_bytes: their bytes.
+        filter_layers: layers that chose what others read.
     """
 
     prompt_tokens: int
@@ -42,6 +46,10 @@ class Stats:
     kept: float
     attention: str
     decode_form: str
+    host_bytes: int = 0
+    transfers: int = 0
+    transferred_bytes: int = 0
+    filter_layers: tuple[int, ...] = ()
 
     @property
     def decode_tokens_per_second(self) -> float:

@@ -18,6 +18,7 @@ from jaxkv import (
     KNorm,
     LocalWindow,
     Merge,
+    OmniKV,
     Policy,
     PyramidInfer,
     PyramidKV,
@@ -303,6 +304,12 @@ TABLE += (
         window=WINDOW,
         uniform=False,
         like="adakv",
+    ),
+    Row(
+        name="omnikv",
+        make=lambda budget, **kw: OmniKV(filter_layers=(0,), adjacent=0, budget=budget),
+        oracle=t.each(lambda layer, q, k, budget: o.full(*k.shape[:2])),
+        keeps_all=True,
     ),
     Row(
         name="pyramidinfer",

@@ -118,21 +118,31 @@ def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Policy | None = Non
 
 def greedy(model: LanguageModel, cache: KVCache, logits: np.ndarray, steps: int) -> np.ndarray:
     """Tokens `[B, steps]` drawn in one loop from a copy of the cache, the first one from the logits given."""
-    copy = repack(cache, room=steps)
+    _, out = _drawn(model, cache, logits, (steps,), steps)
+    return out
+
+
+def greedy_after_one(
+    model: LanguageModel, cache: KVCache, logits: np.ndarray, steps: int
+) -> tuple[np.ndarray, list[int]]:
+    """One sequence's logits after the first token drawn, and all tokens."""
+    after, out = _drawn(model, cache, logits, (1, steps - 1), steps)
+    return after[0][0], out[0].tolist()
+
+
+def _drawn(model, cache, logits, runs, size):
+    """One program, run for so many steps and again so many: the logits after each run, and the tokens."""
+    copy = repack(cache, room=size)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
-    never = jnp.asarray([-2], jnp.int32)
-    static = program(model, copy)
-    _, _, out, _ = looping.decode(
-        flat(model),
-        looping.begin(Live.of(copy), program=static, size=steps),
-        draw,
-        never,
-        steps,
-        program=static,
-        sampling=Greedy(),
-        size=steps,
-    )
-    return np.asarray(out)
+    static, never = program(model, copy), jnp.asarray([-2], jnp.int32)
+    state, after, tokens = looping.begin(Live.of(copy), program=static, size=size), [], []
+    for steps in runs:
+        state, draw, out, _ = looping.decode(
+            flat(model), state, draw, never, steps, program=static, sampling=Greedy(), size=size
+        )
+        after.append(np.asarray(draw.logits))
+        tokens.append(np.asarray(out)[:, :steps])
+    return after, np.concatenate(tokens, axis=1)
 
 
 def kept(cache: KVCache, slots: int) -> np.ndarray:

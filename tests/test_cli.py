@@ -9,12 +9,12 @@ import jax
 import pytest
 import running
 
-from jaxkv import AdaKV, FullKV, Greedy, MinP, PyramidKV, SnapKV, StreamingLLM, Temperature, TopK, TopP, cli
+from jaxkv import AdaKV, FullKV, Greedy, MinP, OmniKV, PyramidKV, SnapKV, StreamingLLM, Temperature, TopK, TopP, cli
 from jaxkv.policies import LinearLayers, MaxPool, NoPool
 from jaxkv.policies.registry import POLICIES
 
 NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "h2o", "d2o", "roco", "tova", "cam", "criticalkv"]
-NAMES += ["pyramidinfer", "localwindow", "knorm", "random"]
+NAMES += ["pyramidinfer", "omnikv", "brutaloffload", "localwindow", "knorm", "random"]
 TINY = str(running.GOLDEN / "models" / "llama_gqa")
 REAL = ["generate", "--prompt", "What is the capital of France?", "--policy", "adakv", "--budget", "24"]
 REAL += ["--window", "8", "--max-new-tokens", "8"]
@@ -102,6 +102,10 @@ def test_models(capsys):
         (
             ["--policy", "adakv", "--base", "pyramidkv", "--beta", "14", "--protect", "1:3", "--protect=-9:-4"],
             AdaKV(base=PyramidKV(allocation=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
+        ),
+        (
+            ["--policy", "omnikv", "--mem", "0.3", "--filters", "2", "6", "--selector", "uniform", "--offload"],
+            OmniKV(mem=0.3, filter_layers=(2, 6), selector="uniform", offload=True),
         ),
     ],
 )

@@ -22,7 +22,6 @@ from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
 from jaxkv.rope import rotate
 
 BUDGETS = (20, 0.5)
-every_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 every_decoded = pytest.mark.parametrize("row", DECODED, ids=lambda row: row.name)
 seeds = st.integers(0, 2**32 - 1)
 # Buckets 64 and 32 together, the second sequence at times shorter than its window.
@@ -30,11 +29,15 @@ two_lengths = st.tuples(st.integers(33, 64), st.one_of(st.integers(17, 32), st.i
 
 
 # One model for most rows, so that they share programs, and every model for one row of each kind of pool.
-GQA = tiny.MODELS["gqa3"]
-two_models = pytest.mark.parametrize("config", (GQA, tiny.MODELS["mqa8"]), ids=("gqa3", "mqa8"))
+GQA, MQA = tiny.MODELS["gqa3"], tiny.MODELS["mqa8"]
+two_models = pytest.mark.parametrize(
+    ("row", "config"),
+    [(row, GQA) for row in TABLE] + [(row, MQA) for row in DECODED],
+    ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
+)
 spread = pytest.mark.parametrize(
     ("row", "config"),
-    [(row, GQA) for row in TABLE]
+    [(row, GQA) for row in DECODED]
     + [
         (BY_NAME[name], config)
         for name in ("snapkv", "adakv", "d2o")
@@ -201,7 +204,6 @@ def check_constant(row: Row, model, seed, lengths, budget, steps=6):
 
 
 @two_models
-@every_row
 @settings(max_examples=2)
 @given(seed=seeds, lengths=two_lengths)
 def test_prefill_keeps_the_cache_in_order(row, config, seed, lengths):
@@ -238,7 +240,7 @@ def test_a_budget_of_the_length_changes_nothing(row, config, seed, lengths, budg
     assert results[0][2] == results[1][2]
 
 
-@every_row
+@every_decoded
 @settings(max_examples=1)
 @given(seed=seeds)
 def test_jit_is_eager(row, seed):
@@ -289,7 +291,7 @@ def _bytes(cache):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
 
 
-@every_row
+@every_decoded
 def test_a_cache_is_a_pytree(row):
     cache, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), row.policy(20))
     leaves, structure = jax.tree.flatten(cache)
@@ -343,7 +345,7 @@ def _live() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@every_row
+@every_decoded
 def test_nothing_but_weights_and_cache_lives_after_prefill(row):
     config = tiny.shape(layers=4, kv_heads=2, group=3, dim=16)
     model = tiny.tiny(config)
@@ -372,7 +374,7 @@ def compilations():
         open_[0] = False  # jax has no public way to take a listener back
 
 
-@every_row
+@every_decoded
 def test_one_compilation_serves_a_bucket(row):
     model = tiny.tiny(GQA)
     policy = row.policy(20)

@@ -67,10 +67,8 @@ def run(case):
         patch.setattr(prefilling, "observe", recording)
         cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case))
     kept = running.kept(cache, len(IDS))[:, 0]
-    token = int(logits[0].argmax())
-    steps, cache = running.extend(model, cache, [[token]])
-    rest = running.greedy(model, cache, steps[0], 31)[0].tolist()
-    return Run(logits=logits[0], kept=kept, scores=scores, step1=steps[0][0], tokens=[token, *rest])
+    step1, tokens = running.greedy_after_one(model, cache, logits, 32)
+    return Run(logits=logits[0], kept=kept, scores=scores, step1=step1, tokens=tokens)
 
 
 def differing(case):

@@ -37,10 +37,10 @@ MODELS = {
 
 
 @functools.cache
-def tiny(config: jaxkv.ModelConfig, seed: int = 0) -> LanguageModel:
+def tiny(config: jaxkv.ModelConfig, seed: int = 0, dtype: str = "float32") -> LanguageModel:
     """A decoder of random weights and no tokenizer; queries and keys are large, so that attention is far from flat."""
     rng = np.random.default_rng(seed)
-    decoder = Decoder(config, dtype=jnp.float32)
+    decoder = Decoder(config, dtype=jnp.dtype(dtype))
 
     def value(path, parameter):
         name, size = path[-1], parameter.shape
@@ -54,7 +54,7 @@ def tiny(config: jaxkv.ModelConfig, seed: int = 0) -> LanguageModel:
         at = decoder
         for part in name:
             at = at[part] if isinstance(part, int) else getattr(at, part)
-        at.set_value(jnp.asarray(value(name, parameter.get_value()), jnp.float32))
+        at.set_value(jnp.asarray(value(name, parameter.get_value()), dtype))
     return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
 
 

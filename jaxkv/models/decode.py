@@ -12,42 +12,13 @@ from jaxkv import attention
 from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, append
-from jaxkv.models.decoder import Block, Flat, Leaves
+from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.models.evict import Segments
 from jaxkv.models.limits import forgetful, likely_keys, segments_of, with_heard, within_limits
 from jaxkv.models.moving import Live, Program
+from jaxkv.models.sparse import chosen_and_own, chosen_at
+from jaxkv.models.tokens import Token, pool_attention, project, rolled
 from jaxkv.policies.protocol import Carry
-from jaxkv.rope import rotate
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Token:
-    """N new tokens of every sequence, as one block of the decoder sees them."""
-
-    q: Float[Array, "B K G N D"]
-    k: Float[Array, "B K N D"]
-    v: Float[Array, "B K N D"]
-    stored: Float[Array, "B K N D"]
-
-
-def project(block: Block, program: Program, x: Float[Array, "B N E"], place: Int[Array, "B N"]) -> Token:
-    """Queries, keys and values of new tokens at their places."""
-    raw, v = block.keys_values(x)
-    k = block.rotated(raw, place)
-    return Token(q=block.queries(x, place), k=k, v=v, stored=raw if program.rolling else k)
-
-
-def pool_attention(
-    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, program: Program
-) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """New queries against one layer's segments."""
-    batch, heads, group, tokens, dim = q.shape
-    folded = q.reshape(batch, heads, group * tokens, dim)
-    out, lse = attention.over_pool(
-        folded, keys, values, start, length, form=program.form, implementation=program.implementation
-    )
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
 def over_rows(
@@ -129,12 +100,6 @@ def _several(program: Program, new: Token, pool: Pool, segments: Segments, count
     return joined, (score, sums.mean(axis=2))
 
 
-def rolled(keys: Float[Array, "B P D"], start: Int[Array, "B K"], program: Program) -> Float[Array, "B P D"]:
-    """Un-rotated keys, rotated by their place within the cache."""
-    place = jnp.arange(keys.shape[1], dtype=jnp.int32) % (keys.shape[1] // start.shape[1])
-    return rotate(keys, place, program.config.rope)
-
-
 def step(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -165,6 +130,7 @@ def step(
     if others is not None:
         # Rows are written behind everything that reads them, see `evict`.
         x = jnp.where(jnp.isnan(others.sum(axis=(0, 2, 3)))[:, None, None], jnp.nan, x)
+    chosen = None
     for index, leaves in enumerate(blocks):
         at = 0 if program.form is Form.SHARED else index
         block = program.graphs.block(leaves)
@@ -172,8 +138,21 @@ def step(
         held = live.length[index][:, :1]
         place = held + positions - live.seen[:, None] if program.rolling else positions
         new = project(block, program, x, place)
-        mine, other = segments_of(live, index), None if others is None else others[index]
-        out, pools[at], heard = over_rows(program, new, pools[at], mine, count, positions, other)
+        ring = None if live.state is None else program.ring_of(index)
+        if ring is not None:
+            assert live.state is not None
+            rings.append(remembered(live.state.rings[ring], new.q, positions, count))
+        if program.sparse(index, tokens.shape[1]):
+            assert chosen is not None
+            out, pools[at] = chosen_and_own(new, pools[at], live, index, chosen, None, positions, count, program)
+            heard = None
+        else:
+            mine, other = segments_of(live, index), None if others is None else others[index]
+            out, pools[at], heard = over_rows(program, new, pools[at], mine, count, positions, other)
+        if program.chooses(index, tokens.shape[1]):
+            # From the pool as it is now: a reader of what it was before would cost a copy.
+            queries = None if ring is None else rings[-1]
+            chosen = chosen_at(live, index, pools[at], new.q, queries, positions, count, program)
         x = block.finish(x, out)
         outs.append(out[:, :, 0, 0, 0])
         if heard is not None:
@@ -181,8 +160,6 @@ def step(
             counts = (count > 0) & ~jnp.isnan(x[:, 0, 0])
             pools[at] = with_heard(pools[at], heard, live.start[index], counts)
             products += [] if heard.products is None else [heard.products]
-        if live.state is not None and live.state.rings:
-            rings.append(remembered(live.state.rings[index], new.q, positions, count))
     last = jnp.maximum(count - 1, 0)
     logits = outer.logits(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
     state = None if live.state is None else dataclasses.replace(live.state, rings=tuple(rings))

@@ -12,10 +12,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv import attention
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, append
-from jaxkv.models.decode import pool_attention, project, remembered, rolled, step
-from jaxkv.models.decoder import Block, Flat
+from jaxkv.models.choosing import Chosen
+from jaxkv.models.decode import remembered, step
+from jaxkv.models.decoder import Flat
 from jaxkv.models.limits import bare, prepared
 from jaxkv.models.moving import Live, Program
+from jaxkv.models.sparse import candidates_of, chosen_at, over_chosen, over_rest
+from jaxkv.models.tokens import Token, pool_attention, project, rolled
 from jaxkv.rope import rotate
 from jaxkv.sampling import Sampling
 
@@ -126,6 +129,16 @@ class Draw:
     key: PRNGKeyArray
 
 
+def drawn(
+    draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """The next token of every sequence, and which sequences have then ended."""
+    rows = jnp.arange(seen.shape[0], dtype=jnp.int32)
+    keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen)
+    token = sampling(draw.logits, keys)
+    return token, draw.done | (token[:, None] == eos).any(axis=1)
+
+
 def decode(
     flat: Flat,
     running: Running,
@@ -177,12 +190,48 @@ def decode(
     return Running(live=live, tails=tails, index=index, written=fed), draw, out, ran
 
 
+def bytes_accessed(
+    flat: Flat, running: Running, draw: Draw, *, program: Program, sampling: Sampling, size: int
+) -> float:
+    """Bytes that the compiled loop reads and writes, as the compiler counts them, each step's once.
+
+    Args:
+        flat: as for `decode`.
+        running: as for `decode`; not consumed.
+        draw: as for `decode`.
+        program: as for `decode`.
+        sampling: as for `decode`.
+        size: as for `decode`.
+
+    Returns:
+        The bytes.
+    """
+    written, read = (running.tails, running.live.pools) if running.tails else (running.live.pools, ())
+    rest = dataclasses.replace(running.live, pools=())
+    moving = (running.index, running.written, draw)
+    none = jnp.asarray([-2], jnp.int32)
+    lowered = _loop.lower(
+        flat.ends,
+        flat.blocks,
+        written,
+        read,
+        rest,
+        moving,
+        none,
+        jnp.int32(1),
+        program=program,
+        sampling=sampling,
+        size=size,
+    )
+    costs: Any = lowered.compile().cost_analysis()
+    return float(costs["bytes accessed"])
+
+
 @partial(jax.jit, static_argnames=("program", "sampling", "size"), donate_argnames=("written",))
 def _loop(ends, blocks, written, read, rest, moving, eos, steps, *, program, sampling, size):
     """The loop over what it writes: pools, or tails beside pools that are only read."""
     first, fed, draw = moving
     batch = fed.shape[0]
-    rows = jnp.arange(batch, dtype=jnp.int32)
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
     if program.tail:
         live = dataclasses.replace(rest, pools=read)
@@ -197,11 +246,8 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, *, program, sam
 
     def body(carry):
         index, store, draw, fed, out = carry
-        seen = live.seen + fed if program.tail else store.seen
-        keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen)
-        token = sampling(draw.logits, keys)
+        token, done = drawn(draw, live.seen + fed if program.tail else store.seen, eos, sampling)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
-        done = draw.done | (token[:, None] == eos).any(axis=1)
         count = (~done).astype(jnp.int32)
         if program.tail:
             logits, store = _tail_step(ends, blocks, live, *store, first + index, token, count, program=program)
@@ -223,33 +269,37 @@ def _tail_step(ends, blocks, live, tails, rings, index, token, count, *, program
     """`step` for one token, which writes to the tails and only reads the pools."""
     outer = program.graphs.ends(ends)
     x = outer.embed(token[:, None])
-    after, kept = [], []
+    after, kept, chosen = [], [], None
+    positions = live.seen[:, None] + index
     for layer, leaves in enumerate(blocks):
         pool = live.pools[0 if program.form is Form.SHARED else layer]
         block = program.graphs.block(leaves)
-        x, tail, q = _over_tail(
-            block, program, x, pool, tails[layer], live.start[layer], live.length[layer], live.seen, index
-        )
+        place = (live.length[layer][:, :1] if program.rolling else live.seen[:, None]) + index
+        new = project(block, program, x, place)
+        ring = program.ring_of(layer) if rings else None
+        if ring is not None:
+            kept.append(remembered(rings[ring], new.q, positions, count))
+        if program.chooses(layer, 1):
+            queries = None if ring is None else kept[-1]
+            chosen = chosen_at(live, layer, pool, new.q, queries, positions, count, program)
+        out, tail = _over_tail(program, new, pool, tails[layer], live, layer, chosen, index)
+        x = block.finish(x, out)
         after.append(tail)
-        if rings:
-            kept.append(remembered(rings[layer], q, live.seen[:, None] + index, count))
     return outer.logits(x[:, 0]), (tuple(after), tuple(kept))
 
 
 def _over_tail(
-    block: Block,
     program: Program,
-    x: Float[Array, "B 1 E"],
+    new: Token,
     pool: Pool,
     tail: Tail,
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    seen: Int[Array, " B"],
+    live: Live,
+    layer: int,
+    chosen: Chosen | None,
     index: Int[Array, ""],
-) -> tuple[Float[Array, "B 1 E"], Tail, Float[Array, "B K G 1 D"]]:
-    """One block over one new token: its row joins the tail, and it attends to the pool and to the tail."""
-    place = (length[:, :1] if program.rolling else seen[:, None]) + index
-    new = project(block, program, x, place)
+) -> tuple[Float[Array, "B K G 1 D"], Tail]:
+    """One layer's attention of a new token: its row joins the tail, and it attends to the pool and to the tail."""
+    start, length = live.start[layer], live.length[layer]
     put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
     # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
     tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
@@ -259,7 +309,13 @@ def _over_tail(
         keys = rolled(pool.k, start, program)
         tail_places = length[:, :1] + jnp.arange(size, dtype=jnp.int32)
         tail_keys = rotate(tail.k, tail_places[:, None], program.config.rope)
-    out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
+    if program.sparse(layer, 1):
+        assert chosen is not None
+        known, _ = candidates_of(live, program, 1)
+        rest = over_rest(new.q, pool, live, layer, length, known, program)
+        out, lse = attention.joined(*rest, *over_chosen(new.q, pool, live, layer, chosen, None, program))
+    else:
+        out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     rows = jnp.broadcast_to(index + 1, (batch, heads))
@@ -267,4 +323,4 @@ def _over_tail(
     own, own_lse = pool_attention(
         wide, flat(tail_keys), flat(tail.v), first, rows, dataclasses.replace(program, form=Form.EQUAL)
     )
-    return block.finish(x, attention.merge(out, lse, own, own_lse)), tail, new.q
+    return attention.merge(out, lse, own, own_lse), tail

@@ -14,6 +14,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
 from jaxkv.plan import bucket, widest
 from jaxkv.policies.protocol import Upkeep
+from jaxkv.policies.reading import WHOLE, Reading
 
 
 @partial(
@@ -74,6 +75,8 @@ class Program:
         tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
             16-bit pool in place, so there one write for many tokens beats one per token.
         upkeep: what the policy does after each token; None if it only appends.
+        reading: which layers read what; None if all read everything.
+        chunked: layers that read what was chosen do so for several new tokens as well as for one.
         widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
         implementation: what computes attention over the pool.
     """
@@ -84,6 +87,8 @@ class Program:
     rolling: bool
     tail: bool = False
     upkeep: Upkeep | None = None
+    reading: Reading | None = None
+    chunked: bool = False
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
 
@@ -96,6 +101,23 @@ class Program:
     def evicts(self) -> bool:
         """Whether a row goes for each that comes."""
         return self.upkeep is not None and self.upkeep.evicts
+
+    def chooses(self, layer: int, tokens: int) -> bool:
+        """Whether a layer chooses what those above it read when so many tokens come at once."""
+        return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.chunked)
+
+    def sparse(self, layer: int, tokens: int) -> bool:
+        """Whether a layer reads only what was chosen when so many tokens come at once."""
+        reads = self.reading is not None and self.reading.sources[layer] != WHOLE
+        return reads and (tokens == 1 or self.chunked)
+
+    def ring_of(self, layer: int) -> int | None:
+        """Which of the cache's rings is this layer's, if any."""
+        if self.upkeep is not None and self.upkeep.ring:
+            return layer
+        if self.reading is not None and self.reading.ring and layer in self.reading.filters:
+            return self.reading.filters.index(layer)
+        return None
 
     @property
     def compares_keys(self) -> bool:
@@ -122,11 +144,15 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
         What is static about it.
     """
     upkeep = cache.policy.upkeep
-    # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
-    appends = upkeep is None or not (upkeep.evicts or upkeep.scored)
-    most = None
+    most, reading = None, None
+    if cache.state is not None:
+        slots = bucket(int(np.asarray(cache.state.prompt).max()))
+        reading = cache.policy.reading(cache.config.layers, slots)
     if upkeep is not None and cache.form is Form.SHARED and cache.state is not None:
-        most = widest(cache.policy, bucket(int(np.asarray(cache.state.prompt).max())), cache.config.layers)
+        most = widest(cache.policy, slots, cache.config.layers)
+    # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
+    settled = cache.bank is None and (reading is None or not reading.include_generated)
+    appends = settled and (upkeep is None or not (upkeep.evicts or upkeep.scored))
     return Program(
         graphs=flat.graphs,
         config=cache.config,
@@ -134,6 +160,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
         rolling=cache.policy.rolling,
         tail=appends and jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
         upkeep=upkeep,
+        reading=reading,
         widest=most,
         implementation=implementation,
     )

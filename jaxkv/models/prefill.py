@@ -5,7 +5,7 @@ so padding costs memory but no time. Alive at once: hidden states, one layer's K
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
+from jaxkv.bank import Bank, put_away
 from jaxkv.cache import KVCache, State, Turn, lay_out
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared
@@ -22,7 +23,8 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Observed
+from jaxkv.policies.protocol import Needs, Observed
+from jaxkv.policies.reading import Reading
 
 
 @partial(jax.jit, static_argnames=("graphs",))
@@ -54,6 +56,30 @@ def _run_layer(
 @partial(jax.jit, static_argnames=("graphs",))
 def _logits(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
     return graphs.ends(ends).logits(x)
+
+
+def read_layers(
+    flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, queries: int
+) -> Iterator[tuple[Float[Array, "B K G w D"], Float[Array, "B K S D"], Int[Array, "B w"]]]:
+    """Runs prompts through the model and shows what attention is made of, layer by layer.
+
+    Args:
+        flat: the decoder's parameters.
+        tokens: prompts, padded on the right.
+        length: tokens of each.
+        queries: w, the last ones to show.
+
+    Yields:
+        A layer's rotated queries and keys, and the queries' positions.
+    """
+    x = _embed(flat.ends, tokens, graphs=flat.graphs)
+    for index, leaves in enumerate(flat.blocks):
+        last = index == len(flat.blocks) - 1
+        run = _top_layer if last else _layer
+        needs = Needs(queries=queries)
+        out = run(leaves, x, length, graphs=flat.graphs, needs=needs, last=last, implementation=Implementation.XLA)
+        x = out.x
+        yield out.q, out.k, out.q_positions
 
 
 _compiled: set[tuple] = set()
@@ -93,7 +119,7 @@ def compile_ahead(
     mask, mass = jnp.zeros(out.k.shape[:3], bool), None
     k, v = out.k, out.v
     if policy.scorer is not None:
-        seen = _observed(out, length, 0, jax.random.key(0), implementation)
+        seen = _observed(out, policy.scorer.queries, length, 0, jax.random.key(0), implementation)
         scores, mass, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
         allowed = forced if policy.carries_over else None
         mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=policy.heads)
@@ -111,10 +137,14 @@ def forget_compiled() -> None:
     _compiled.clear()
 
 
-def _observed(out: LayerOut, length: Array, index: int, key: PRNGKeyArray, implementation: Implementation) -> Observed:
+def _observed(
+    out: LayerOut, queries: int, length: Array, index: int, key: PRNGKeyArray, implementation: Implementation
+) -> Observed:
+    # Others than the scorer may have asked for queries, too.
+    first = out.q.shape[3] - queries
     return Observed(
-        q=out.q,
-        q_positions=out.q_positions,
+        q=out.q[..., first:, :],
+        q_positions=out.q_positions[:, first:],
         k=out.k,
         v=out.v,
         length=length,
@@ -219,15 +249,18 @@ def prefill(
     )
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
     pools, starts, counts, held, weights, rings = [], [], [], [], [], []
+    reading, banked = policy.reading(layers, needed.slots), list[Array]()
+    remembering = _remembering(policy, reading, layers)
     for index in range(layers):
         out = _run_layer(flat, index, x, length, policy, implementation)
         x = out.x
         k = out.k if out.unrotated is None else out.unrotated
         v, mask, mass = out.v, inside, None
-        if upkeep is not None and upkeep.ring:
-            rings.append(_ring(out.q, length, rows=ring_rows(upkeep.ring)))
+        if remembering[index]:
+            last = out.q[..., out.q.shape[3] - remembering[index] :, :]
+            rings.append(_ring(last, length, rows=ring_rows(remembering[index])))
         if scorer is not None:
-            seen = _observed(out, length, index, key, implementation)
+            seen = _observed(out, scorer.queries, length, index, key, implementation)
             scores, mass, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
             layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
             if shared:
@@ -238,6 +271,11 @@ def prefill(
             assert needed.rows is not None
             mask = choosing.mask(layer, index, needed.rows[index], recents[index])
             k, v = choosing.rows(layer, index, mask)
+        if reading is not None and index in reading.offloaded:
+            # Before the next but one begins: two layers' rows are on their way at most.
+            jax.block_until_ready(banked[-1:])
+            banked.append(put_away(k, v))
+            mask = jnp.zeros_like(mask)
         pool, start, count = pack(
             k,
             v,
@@ -284,6 +322,13 @@ def prefill(
             tau=jnp.stack(choosing.taus) if choosing.taus else None,
             rings=tuple(rings),
         )
+    elif reading is not None:
+        state = State(
+            prompt=length,
+            budget=jnp.asarray(policy.tokens(np.asarray(lengths), layers), jnp.int32),
+            recent=jnp.zeros((layers, batch), jnp.int32),
+            rings=tuple(rings),
+        )
     cache = KVCache(
         pools=tuple(pools),
         start=start,
@@ -291,6 +336,7 @@ def prefill(
         limit=limit,
         seen=jnp.copy(length),
         state=state,
+        bank=Bank(rows=tuple(banked), layers=reading.offloaded) if reading is not None and banked else None,
         form=needed.form,
         policy=policy,
         config=config,
@@ -298,6 +344,14 @@ def prefill(
         turn=Turn.START,
     )
     return cache, _logits(flat.ends, x, graphs=graphs)
+
+
+def _remembering(policy: Policy, reading: Reading | None, layers: int) -> list[int]:
+    """How many of each layer's last queries the cache remembers."""
+    if policy.upkeep is not None:
+        return [policy.upkeep.ring] * layers
+    asked = () if reading is None else reading.filters
+    return [reading.ring if reading is not None and layer in asked else 0 for layer in range(layers)]
 
 
 def _limits(policy, rows, nominal, lengths, kept):

@@ -19,9 +19,11 @@ from jaxkv.policies.d2o import D2O
 from jaxkv.policies.full import FullKV
 from jaxkv.policies.heavy import H2O, TOVA, Mode, RoCo
 from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.omnikv import BrutalOffload, OmniKV
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.pyramidinfer import PyramidInfer
 from jaxkv.policies.pyramidkv import PyramidKV
+from jaxkv.policies.reading import Selector
 from jaxkv.policies.scorers import AvgPool, GroupReduce, MaxPool, NoPool, PoolOrder, WindowAttention
 from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.snapkv import SnapKV
@@ -34,6 +36,7 @@ __all__ = [
     "AdaKV",
     "AdaptiveHeads",
     "AvgPool",
+    "BrutalOffload",
     "CaM",
     "CriticalKV",
     "D2O",
@@ -56,6 +59,7 @@ __all__ = [
     "Observed",
     "OfficialLayers",
     "OfficialVarianceLayers",
+    "OmniKV",
     "Policy",
     "PoolOrder",
     "ProtectedHeads",
@@ -65,6 +69,7 @@ __all__ = [
     "RoCo",
     "Scope",
     "Scorer",
+    "Selector",
     "SharedHeads",
     "SnapKV",
     "Statistic",

@@ -12,6 +12,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merging import Merger
 from jaxkv.policies.protocol import Carry, Needs, Scorer, Span, Upkeep
+from jaxkv.policies.reading import Reading
 from jaxkv.policies.select import HeadBudgets, SharedHeads, UniformHeads
 
 
@@ -195,6 +196,37 @@ class Policy:
             merge=self.merge,
             ring=scorer.queries if scorer.carry is None else 0,
         )
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
+        """This policy with what it takes from the model filled in.
+
+        Args:
+            layers: L.
+            found: the model's filter layers, if they have been found.
+
+        Returns:
+            A policy that needs nothing more.
+
+        Raises:
+            ValueError: if the model cannot honour it.
+        """
+        return self
+
+    def reading(self, layers: int, slots: int) -> Reading | None:
+        """Which layers read what while tokens are drawn.
+
+        Args:
+            layers: L.
+            slots: the prompts' bucket.
+
+        Returns:
+            None where every layer reads all that is kept.
+        """
+        return None
+
+    def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
+        """Tokens of each prompt that a layer reads which does not read everything."""
+        return np.asarray(lengths, np.int64)
 
     def nominal(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows a cache may grow to: for prompts shorter than a budget in rows, that budget."""

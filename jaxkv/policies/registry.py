@@ -11,6 +11,7 @@ from jaxkv.policies.criticalkv import CriticalKV
 from jaxkv.policies.d2o import D2O
 from jaxkv.policies.full import FullKV
 from jaxkv.policies.heavy import H2O, TOVA, RoCo
+from jaxkv.policies.omnikv import BrutalOffload, OmniKV
 from jaxkv.policies.pyramidinfer import PyramidInfer
 from jaxkv.policies.pyramidkv import PyramidKV
 from jaxkv.policies.snapkv import SnapKV
@@ -29,6 +30,8 @@ _CLASSES: tuple[type[Policy], ...] = (
     CaM,
     CriticalKV,
     PyramidInfer,
+    OmniKV,
+    BrutalOffload,
     LocalWindow,
     KNorm,
     Random,

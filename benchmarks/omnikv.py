@@ -1,0 +1,211 @@
+"""OmniKV's decode step against FullKV's over the same cache: budgets, host memory, bytes that the programs touch.
+
+    python -m benchmarks.omnikv                            8000 tokens, batch 1 and 8, float32
+    python -m benchmarks.omnikv --batches 8 --budgets 512  the file keeps the figures of other settings
+
+One prefill under full attention serves all: rows are the same, only who reads them differs. All ways of reading live in
+one process and take turns of some steps, round after round; a ratio is taken within a round, the figure is the rounds'
+median. Steps are drawn and taken back, so that no cache grows.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from benchmarks import record
+from jaxkv.bank import Traffic
+from jaxkv.cache import State
+from jaxkv.compilation import enable_compilation_cache
+from jaxkv.models import loop as looping
+from jaxkv.models import prefill as prefilling
+from jaxkv.models import staged
+from jaxkv.models.chunked import banked
+from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Live, program_for
+
+MODEL = "smollm2-135m-instruct"
+NONE = (-2,)  # An id no token has: a run ends by its steps alone.
+ROOM = 64
+
+
+def cache_of(model, flat, batch, tokens):
+    """A full cache of random prompts with room for a turn, and the logits behind it."""
+    ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, tokens)).astype(np.int32)
+    lengths = np.full(batch, tokens, np.int32)
+    needed = jaxkv.plan(model.config, jaxkv.FullKV(), lengths.tolist(), dtype=model.dtype, room=ROOM)
+    padded = np.zeros((batch, needed.slots), np.int32)
+    padded[:, :tokens] = ids
+    cache, logits = prefilling.prefill(
+        flat, model.config, padded, lengths, jaxkv.FullKV(), needed, key=jax.random.key(0)
+    )
+    return cache, logits, needed
+
+
+def read_by(cache, policy):
+    """The same cache, as if this policy had prefilled it."""
+    lengths = np.asarray(cache.seen)
+    layers = cache.config.layers
+    state = State(
+        prompt=jnp.asarray(lengths, jnp.int32),
+        budget=jnp.asarray(policy.tokens(lengths, layers), jnp.int32),
+        recent=jnp.zeros((layers, cache.batch), jnp.int32),
+    )
+    return dataclasses.replace(cache, policy=policy, state=state)
+
+
+class Way:
+    """One way of reading the cache."""
+
+    def __init__(self, name, flat, cache, logits, needed, steps):
+        """Takes the cache's tables; its pools are passed around."""
+        self.name, self.flat, self.size, self.bank = name, flat, 16 * -(-steps // 16), None
+        self.draw = looping.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
+        self.live, self.away = Live.of(cache), ()
+        reading = cache.policy.reading(cache.config.layers, needed.slots)
+        if reading is not None and reading.offloaded:
+            self.live, self.bank = banked(self.live, reading, cache.config, needed)
+            cache, self.away = dataclasses.replace(cache, bank=self.bank), reading.offloaded
+        # Pools of offloaded layers are this way's own; the others are everybody's.
+        self.own = {layer: self.live.pools[layer] for layer in self.away}
+        self.live = dataclasses.replace(self.live, pools=())
+        self.program = program_for(flat, cache)
+        self.traffic = Traffic()
+
+    def run(self, pools, steps):
+        """Draws and takes back; returns pools and seconds."""
+        none = jnp.asarray(NONE, jnp.int32)
+        options = {"program": self.program, "sampling": jaxkv.Greedy(), "size": self.size}
+        mine = tuple(self.own.get(layer, pool) for layer, pool in enumerate(pools))
+        running = looping.begin(dataclasses.replace(self.live, pools=mine), program=self.program, size=self.size)
+        jax.block_until_ready((running.live.pools, running.tails))
+        begin = time.perf_counter()
+        if self.bank is not None:
+            more = {"bank": self.bank, "traffic": self.traffic}
+            running, _, drawn, _ = staged.decode(self.flat, running, self.draw, none, steps, **more, **options)
+        else:
+            running, _, drawn, _ = looping.decode(self.flat, running, self.draw, none, steps, **options)
+        jax.block_until_ready(running.live.length)
+        np.asarray(drawn)
+        seconds = time.perf_counter() - begin
+        after = running.live if running.tails else looping.settle(running, program=self.program)
+        self.own = {layer: after.pools[layer] for layer in self.away}
+        back = (pool if layer in self.own else after.pools[layer] for layer, pool in enumerate(pools))
+        return tuple(back), seconds
+
+    def bytes_accessed(self, pools):
+        """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
+        if self.bank is not None:
+            return None
+        live = dataclasses.replace(self.live, pools=pools)
+        running = looping.begin(live, program=self.program, size=self.size)
+        return looping.bytes_accessed(
+            self.flat, running, self.draw, program=self.program, sampling=jaxkv.Greedy(), size=self.size
+        )
+
+
+def ways(budgets, filters):
+    """Name to policy."""
+    found = {"FullKV": jaxkv.FullKV()}
+    for budget in budgets:
+        found[f"OmniKV-{budget}"] = jaxkv.OmniKV(budget=budget, filter_layers=filters)
+    middle = budgets[len(budgets) // 2] if 512 not in budgets else 512
+    found[f"OmniKV-{middle}-offloaded"] = jaxkv.OmniKV(budget=middle, filter_layers=filters, offload=True)
+    found["BrutalOffload"] = jaxkv.BrutalOffload(resident_layers=10)
+    return found
+
+
+def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
+    """Milliseconds per step, ratios and bytes of every way."""
+    flat, where = Flat(model.decoder), record.machine()
+    cache, logits, needed = cache_of(model, flat, batch, tokens)
+    policies = ways(budgets, filters)
+    each = {}
+    for name, policy in policies.items():
+        mine = cache if name == "FullKV" else read_by(cache, policy)
+        each[name] = Way(name, flat, mine, logits, needed, steps)
+    pools, touched = cache.pools, {}
+    for name, way in each.items():
+        touched[name] = way.bytes_accessed(pools)
+        # No steps compile; a turn makes the pages of code and scratch present.
+        for some in (0, 2):
+            pools, _ = way.run(pools, some)
+    spent = {name: [] for name in each}
+    for way in each.values():
+        way.traffic.transfers = way.traffic.bytes = 0
+    for _ in range(rounds):
+        for name, way in each.items():
+            pools, seconds = way.run(pools, steps)
+            spent[name].append(1e3 * seconds / steps)
+    out = {}
+    for name, values in spent.items():
+        ratios = [theirs / mine for mine, theirs in zip(values, spent["FullKV"], strict=True)]
+        traffic = each[name].traffic
+        out[name] = {
+            "policy": repr(policies[name]),
+            "milliseconds": values,
+            "step": record.spread(values),
+            "speed_over_full": record.spread(ratios),
+            "bytes_accessed": touched[name],
+            "transfers_per_token": traffic.transfers / (rounds * steps),
+            "bytes_per_token": traffic.bytes / (rounds * steps),
+        }
+    return {"ways": out, "machine": where}
+
+
+def show(title, found):
+    """Prints one table."""
+    print(f"\n{title}")
+    print(f"{'way':24}{'ms/step':>9}{'speed':>8}{'least':>8}{'most':>8}{'MB touched':>12}{'sent':>6}{'MB sent':>9}")
+    for name, cell in found["ways"].items():
+        speed, touched = cell["speed_over_full"], cell["bytes_accessed"]
+        row = f"{name:24}{statistics.median(cell['milliseconds']):9.1f}"
+        row += "".join(f"{speed[key]:8.2f}" for key in ("median", "least", "most"))
+        row += f"{touched / 1e6:12.0f}" if touched else f"{'-':>12}"
+        print(f"{row}{cell['transfers_per_token']:6.0f}{cell['bytes_per_token'] / 1e6:9.2f}")
+
+
+def main():
+    """Measures batch by batch, saves after each, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--filters", type=int, nargs="+", help="filter layers (default: those found for the model)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "omnikv.json")
+    options = parser.parse_args()
+    if options.steps > ROOM:
+        parser.error(f"--steps is at most {ROOM}")
+    enable_compilation_cache()
+    model = jaxkv.load(MODEL, options.dtype)
+    filters = tuple(options.filters) if options.filters else model.filter_layers
+    settings = {"model": model.name, "tokens": options.tokens, "filters": filters}
+    results = record.resume(options.out, settings)
+    for batch in options.batches:
+        title = f"{model.dtype.name}, batch {batch}, {options.tokens} tokens"
+        found = measure(
+            model,
+            batch=batch,
+            tokens=options.tokens,
+            budgets=options.budgets,
+            filters=filters,
+            rounds=options.rounds,
+            steps=options.steps,
+        )
+        results.setdefault("measured", {})[title] = found
+        record.save(options.out, results)
+        show(title, found)
+    print(f"\nsaved to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""2StageRetr: a sum to work out, then its result to look up in a dictionary that stands far above it."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxkv._errors import require
+
+COLOURS = (
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "purple",
+    "orange",
+    "pink",
+    "brown",
+    "black",
+    "white",
+    "gray",
+    "gold",
+    "silver",
+    "cyan",
+    "magenta",
+    "lime",
+    "teal",
+    "navy",
+    "maroon",
+    "olive",
+    "violet",
+    "indigo",
+    "turquoise",
+)
+SIZES = tuple(range(40, 201, 10))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """One case.
+
+    Attributes:
+        prompt: the dictionary, the sum, and at the end what to do with them.
+        answer: the colour.
+        key: the sum's result, under which it stands.
+        size: entries of the dictionary.
+    """
+
+    prompt: str
+    answer: str
+    key: int
+    size: int
+
+    def found_in(self, output: str) -> bool:
+        """Whether the answer occurs in the output, whatever the case; inside another word counts, as in the paper."""
+        return self.answer.lower() in output.lower()
+
+
+def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False) -> list[Question]:
+    """Makes cases.
+
+    Args:
+        count: how many.
+        seed: of the draws; the same cases every time.
+        sizes: entries of the dictionaries, used in turn.
+        reason: ask for the sum to be worked out first, step by step.
+
+    Returns:
+        The cases.
+
+    Raises:
+        ValueError: for no cases, or dictionaries of fewer than three entries.
+
+    References:
+        OmniKV, appendix A: keys are 0 to n - 1, and every sum of the equation is one of them.
+    """
+    require(count >= 1, "count", count, "make at least 1 case")
+    require(bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries")
+    rng = np.random.default_rng(seed)
+    cases = []
+    for size in itertools.islice(itertools.cycle(sizes), count):
+        colours = rng.choice(COLOURS, size)
+        key = int(rng.integers(2, size))
+        first = int(rng.integers(1, key))
+        entries = ", ".join(f"{number}: {colour}" for number, colour in enumerate(colours))
+        task = "Answer the corresponding color based on the addition result."
+        if reason:
+            task = "First work out the addition step by step, then look its result up and say the corresponding color."
+        prompt = (
+            "Let's play a game. You have a dictionary and an addition equation. The keys of the dictionary are "
+            "numbers. Find the value in the dictionary whose key is the result of the addition, and output it.\n"
+            f"The dictionary is {{{entries}}}\n"
+            f"The equation is {first} + {key - first} = ?\n{task}"
+        )
+        cases.append(Question(prompt=prompt, answer=str(colours[key]), key=key, size=size))
+    return cases

@@ -1,0 +1,259 @@
+"""Filter layers choose tokens, and the layers above read just those: one set of positions per sequence."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import attention
+from jaxkv.attention import Implementation
+from jaxkv.attention.xla import MASKED, Form, inside_segments
+from jaxkv.cache import Pool
+from jaxkv.policies.reading import Reading, Selector
+from jaxkv.policies.select import sortable, top
+
+# Logits that exist at once while tokens are scored: queries are taken in blocks.
+_LOGITS = 1 << 24
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What a filter layer has chosen.
+
+    Attributes:
+        positions: `i32[B, T]` ascending; beyond `count` anything that exists.
+        count: `i32[B]` how many there are.
+    """
+
+    positions: Int[Array, "B T"]
+    count: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asking:
+    """Queries that choose.
+
+    Attributes:
+        q: `[B, K, G, w, D]` rotated, in any order.
+        positions: `i32[B, w]` where they stand; negative ones do not exist.
+        weights: `f32[B, w]` what each counts.
+    """
+
+    q: Float[Array, "B K G w D"]
+    positions: Int[Array, "B w"]
+    weights: Float[Array, "B w"]
+
+
+def asking(
+    q: Float[Array, "B K G N D"],
+    ring: Float[Array, "B K G R D"] | None,
+    positions: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    reading: Reading,
+) -> Asking:
+    """The queries of a filter layer that choose for one new token; all new ones alike if there are several.
+
+    Args:
+        q: the new tokens' queries.
+        ring: the last queries, the new one's among them: that of position p in slot p % R; None if only the new count.
+        positions: the new tokens' positions.
+        count: how many of them are real.
+        reading: what the policy says of weights.
+
+    Returns:
+        Queries, positions and weights.
+    """
+    batch, tokens = positions.shape
+    if ring is None or tokens > 1:
+        real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(count, 1)[:, None]
+        return Asking(q=q, positions=jnp.where(real, positions, -1), weights=real.astype(jnp.float32))
+    rows, now = ring.shape[3], positions[:, :1]
+    age = (now - jnp.arange(rows, dtype=jnp.int32)) % rows
+    weights = jnp.asarray(reading.selector.weights(reading.window))
+    counts = jnp.where(age < reading.window, weights[jnp.minimum(age, reading.window - 1)], 0.0)
+    return Asking(q=ring.astype(q.dtype), positions=jnp.where(age < reading.window, now - age, -1), weights=counts)
+
+
+def choose(
+    asked: Asking,
+    pool: Pool,
+    start: Int[Array, "B K"],
+    kept: Int[Array, "B K"],
+    candidates: Int[Array, " B"],
+    budget: Int[Array, " B"],
+    now: Int[Array, " B"],
+    reading: Reading,
+) -> Chosen:
+    """Chooses the tokens that matter most to the queries asked.
+
+    Args:
+        asked: the queries.
+        pool: the filter layer's.
+        start: first row of each of its segments.
+        kept: rows of each that can be chosen.
+        candidates: tokens at positions below this can be chosen.
+        budget: how many.
+        now: position of the newest query: prompt tokens within its window are chosen whatever their score.
+        reading: what is static.
+
+    Returns:
+        The positions; ties go to the lowest.
+
+    References:
+        OmniKV, equations 3 and 4.
+    """
+    # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
+    if reading.every_row:
+        scores = _by_row(asked, pool.k, candidates)
+    else:
+        scores = _by_position(asked, pool, start, kept, reading.slots)
+    position = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    known = position < candidates[:, None]
+    keys = jnp.where(known, sortable(scores), jnp.uint32(0))
+    if reading.selector is not Selector.LAST and not reading.include_generated:
+        recent = known & (position > (now - reading.window)[:, None])
+        keys = jnp.where(recent, jnp.uint32(0xFFFFFFFF), keys)
+    count = jnp.minimum(budget, candidates)
+    running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, reading.width + 1, dtype=jnp.int32)
+    at = jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
+    return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
+
+
+def _by_row(asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"]) -> Float[Array, "B n"]:
+    """Scores where every segment holds every position, in its row of the same number."""
+    batch, heads, group, _, dim = asked.q.shape
+    keys = k.reshape(batch, heads, -1, dim)
+    row = jnp.arange(keys.shape[2], dtype=jnp.int32)
+
+    def heard(q: Array, positions: Array) -> Array:
+        queries = q.reshape(batch, heads, -1, dim)
+        logits = lax.dot_general(queries, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        logits = logits.reshape(batch, heads, group, -1, keys.shape[2])
+        seen = (row <= positions[..., None]) & (row < candidates[:, None, None])
+        return _softmax(logits, seen[:, None, None]).max(axis=(1, 2))
+
+    return _weighted(asked, heard, heads * group * keys.shape[2])
+
+
+def _by_position(
+    asked: Asking, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], slots: int
+) -> Float[Array, "B S"]:
+    """Scores where each head holds positions of its own: the largest among the heads that hold one, else 0."""
+    batch, heads, group, _, dim = asked.q.shape
+    inside = inside_segments(jnp.arange(pool.rows, dtype=jnp.int32), start, kept)
+    column = jnp.where(pool.pos < 0, slots, pool.pos)[:, None]
+    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+
+    def heard(q: Array, positions: Array) -> Array:
+        size = positions.shape[1]
+        queries = q.reshape(batch, -1, dim)
+        logits = lax.dot_general(queries, pool.k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        logits = logits.reshape(batch, heads, group, size, -1)
+        seen = inside[:, :, None, None] & (pool.pos[:, None, None, None] <= positions[:, None, None, :, None])
+        by_row = _softmax(logits, seen).max(axis=(1, 2))
+        query = jnp.arange(size, dtype=jnp.int32)[:, None]
+        return jnp.zeros((batch, size, slots), jnp.float32).at[sequence, query, column].max(by_row, mode="drop")
+
+    return _weighted(asked, heard, heads * group * pool.rows)
+
+
+def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:
+    """Probabilities among the rows that are seen; 0 everywhere where none is."""
+    logits = jnp.where(seen, logits, MASKED)
+    highest = logits.max(axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(logits - highest), 0.0)
+    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+
+
+def _weighted(asked: Asking, heard: Callable[[Array, Array], Array], logits: int) -> Float[Array, "B n"]:
+    """The weighted sum over queries of what each pays to every column, a few queries at a time."""
+    batch, _, _, window, dim = asked.q.shape
+    scaled = (asked.q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(asked.q.dtype)
+    most = max(1, _LOGITS // (batch * logits))
+    size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
+
+    def part(index: Array | int) -> Array:
+        of = lambda a, axis: lax.dynamic_slice_in_dim(a, index * size, size, axis)  # noqa: E731
+        mine = heard(of(scaled, 3), of(asked.positions, 1))
+        return (mine * of(asked.weights, 1)[..., None]).sum(axis=1)
+
+    first = part(0)
+    return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + part(i), first)
+
+
+def rows_of(
+    chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
+) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
+    """Where each head of a layer holds what was chosen.
+
+    Args:
+        chosen: positions, one set per sequence.
+        pool: the layer's.
+        start: first row of each of its segments.
+        kept: rows of each that can be chosen.
+        reading: what is static.
+
+    Returns:
+        Rows of the pool, those that a head holds first, and how many these are; -1 behind them.
+    """
+    positions, first = chosen.positions[:, None], start[..., None]
+    real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
+    if reading.every_row:
+        rows = jnp.where(real, first + positions, -1)
+        return rows, jnp.broadcast_to(chosen.count[:, None], start.shape)
+    batch, end = start.shape[0], first + kept[..., None]
+    shape = (*start.shape, positions.shape[-1])
+    low, high = jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
+    at = lambda row: jnp.take_along_axis(  # noqa: E731
+        pool.pos, jnp.minimum(row, pool.rows - 1).reshape(batch, -1), axis=1
+    ).reshape(shape)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        enough = at(middle) >= positions
+        return jnp.where(enough | (low >= high), low, middle + 1), jnp.where(enough & (low < high), middle, high)
+
+    # Rows of a segment ascend in position: bisect for each.
+    row, _ = lax.fori_loop(0, pool.rows.bit_length(), halve, (low, high))
+    held = real & (row < end) & (at(row) == positions)
+    order = jnp.argsort(~held, axis=-1, stable=True)
+    return jnp.take_along_axis(jnp.where(held, row, -1), order, axis=-1), held.sum(axis=-1, dtype=jnp.int32)
+
+
+def gathered(
+    pool: Pool, rows: Int[Array, "B K T"], implementation: Implementation
+) -> tuple[Float[Array, "B KT D"], Float[Array, "B KT D"]]:
+    """A few rows of a pool, T for each head.
+
+    Args:
+        pool: a layer's.
+        rows: which of its rows, from `rows_of`.
+        implementation: kernels gather in one pass.
+
+    Returns:
+        Keys and values.
+    """
+    source = rows.reshape(rows.shape[0], -1)
+    k, v, _ = attention.packed(pool.k[:, None], pool.v[:, None], source, implementation=implementation)
+    return k, v
+
+
+def over_gathered(
+    q: Float[Array, "B K R D"],
+    k: Float[Array, "B KT D"],
+    v: Float[Array, "B KT D"],
+    count: Int[Array, "B K"],
+    implementation: Implementation,
+) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    """Attention to rows that lie head by head, as many for each, of which `count` are real."""
+    heads = q.shape[1]
+    start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
+    return attention.over_pool(q, k, v, start, count, form=Form.EQUAL, implementation=implementation)

@@ -1,0 +1,142 @@
+"""Prefill chunk by chunk: above the filter layers a chunk reads only what was chosen of all that came before it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.attention import Implementation
+from jaxkv.bank import Bank, put_away
+from jaxkv.cache import KVCache, State, Turn
+from jaxkv.config import ModelConfig
+from jaxkv.models.compress import empty_pool
+from jaxkv.models.decode import extend
+from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Live, Program
+from jaxkv.plan import Plan, ring_rows
+from jaxkv.policies import OmniKV
+from jaxkv.policies.reading import Reading
+
+
+def prefill(
+    flat: Flat,
+    config: ModelConfig,
+    tokens: Int[np.ndarray, "B S"],
+    lengths: Int[np.ndarray, " B"],
+    policy: OmniKV,
+    needed: Plan,
+    *,
+    model: str = "",
+    implementation: Implementation = Implementation.XLA,
+    tick: Callable[[float], object] = lambda layers: None,
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """Runs prompts through the model, a chunk of every prompt at a time.
+
+    Args:
+        flat: the decoder's parameters.
+        config: its shape.
+        tokens: prompts padded on the right to the plan's slots.
+        lengths: tokens of each prompt.
+        policy: with a `prefill_ratio`.
+        needed: the plan for these lengths.
+        model: the weights' fingerprint.
+        implementation: what computes attention.
+        tick: called after each chunk with its share of the layers.
+
+    Returns:
+        The cache, and float32 logits of each prompt's last token.
+
+    References:
+        OmniKV, appendix D.10: each chunk chooses `prefill_ratio` tokens for each of its own, all queries alike.
+    """
+    reading = policy.reading(config.layers, needed.slots)
+    chunk = min(policy.prefill_chunk, needed.slots)
+    assert policy.prefill_ratio is not None
+    width = min(needed.slots, max(1, int(policy.prefill_ratio * chunk)))
+    program = Program(
+        graphs=flat.graphs,
+        config=config,
+        form=needed.form,
+        rolling=False,
+        reading=dataclasses.replace(reading, width=width, offloaded=()),
+        chunked=True,
+        implementation=implementation,
+    )
+    live = _empty(flat, config, len(lengths), needed, reading)
+    longest = int(np.max(lengths))
+    logits = jnp.zeros((len(lengths), config.vocab), jnp.float32)
+    for first in range(0, longest, chunk):
+        part = np.zeros((len(lengths), chunk), np.int32)
+        mine = tokens[:, first : first + chunk]
+        part[:, : mine.shape[1]] = mine
+        count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
+        new, live = extend(flat, live, jnp.asarray(part), jnp.asarray(count), program=program)
+        logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
+        tick(config.layers * chunk / longest)
+    live, bank = banked(live, reading, config, needed)
+    assert live.state is not None
+    state = dataclasses.replace(
+        live.state,
+        prompt=jnp.copy(live.seen),
+        budget=jnp.asarray(policy.tokens(np.asarray(lengths), config.layers), jnp.int32),
+    )
+    cache = KVCache(
+        pools=live.pools,
+        start=live.start,
+        length=live.length,
+        limit=jnp.copy(live.length),
+        seen=live.seen,
+        state=state,
+        bank=bank,
+        form=needed.form,
+        policy=policy,
+        config=config,
+        model=model,
+        turn=Turn.START,
+    )
+    return cache, logits
+
+
+def _empty(flat: Flat, config: ModelConfig, batch: int, needed: Plan, reading: Reading) -> Live:
+    """A cache of no tokens, with room for the prompts in every layer."""
+    dtype, heads, dim = flat.ends[0].dtype, config.kv_heads, config.head_dim
+    rows = tuple(heads * (needed.slots + room) for room in needed.room)
+    start = jnp.stack([jnp.arange(heads, dtype=jnp.int32) * (each // heads) for each in rows])
+    start = jnp.broadcast_to(start[:, None], (config.layers, batch, heads))
+    ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
+    nothing = jnp.zeros_like(start)
+    return Live(
+        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False) for each in rows),
+        start=start,
+        length=nothing,
+        limit=nothing,
+        seen=jnp.zeros((batch,), jnp.int32),
+        state=State(
+            prompt=jnp.zeros((batch,), jnp.int32),
+            budget=jnp.zeros((batch,), jnp.int32),
+            recent=jnp.zeros((config.layers, batch), jnp.int32),
+            rings=tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else (),
+        ),
+    )
+
+
+def banked(live: Live, reading: Reading, config: ModelConfig, needed: Plan) -> tuple[Live, Bank | None]:
+    """Moves rows to host memory, layer by layer, where they are to wait there."""
+    if not reading.offloaded:
+        return live, None
+    heads, batch = config.kv_heads, live.seen.shape[0]
+    pools, rows = list(live.pools), []
+    start, length = np.array(live.start), np.array(live.length)
+    for layer in reading.offloaded:
+        pool = pools[layer]
+        apart = lambda a: a.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]  # noqa: E731
+        rows.append(put_away(apart(pool.k), apart(pool.v)))
+        small = heads * (1 + needed.room[layer])
+        pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False)
+        start[layer], length[layer] = np.arange(heads) * (small // heads), 0
+        jax.block_until_ready(rows[-1])
+    moved = dataclasses.replace(live, pools=tuple(pools), start=jnp.asarray(start), length=jnp.asarray(length))
+    return moved, Bank(rows=tuple(rows), layers=reading.offloaded)

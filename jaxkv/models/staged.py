@@ -1,0 +1,278 @@
+"""Steps over a cache whose upper layers wait in host memory: programs on the device, and transfers between them.
+
+A step is staged in Python around explicit transfers. For each filter: it is asked, then its own attention and that of
+the layers behind it are under way while the host packs the chosen rows and sends them, then the layers that read those
+rows run and the next filter is asked.
+"""
+
+import dataclasses
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.bank import Bank, Traffic, fetch_rows, fetch_whole
+from jaxkv.cache import Pool
+from jaxkv.models.choosing import Chosen
+from jaxkv.models.decode import over_rows, remembered
+from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.limits import segments_of
+from jaxkv.models.loop import Draw, Running, drawn
+from jaxkv.models.moving import Live, Program
+from jaxkv.models.sparse import Loaded, chosen_and_own, chosen_at
+from jaxkv.models.tokens import project
+from jaxkv.policies.reading import Reading
+from jaxkv.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Layers that one program runs.
+
+    Attributes:
+        layers: which ones.
+        loaded: whether their rows come from host memory.
+        ask: the filter that chooses for what follows, or None.
+    """
+
+    layers: tuple[int, ...]
+    loaded: bool
+    ask: int | None
+
+
+@lru_cache(maxsize=64)
+def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
+    """How a step is cut.
+
+    Args:
+        reading: which layers read what.
+        layers: L.
+        whole: every layer reads everything: offloaded ones are loaded one by one.
+
+    Returns:
+        Stretches, from the bottom.
+    """
+    runs: list[list[int]] = []
+    for layer in range(layers):
+        away = layer in reading.offloaded
+        alone = whole and (away or layer - 1 in reading.offloaded)
+        same = bool(runs) and (runs[-1][-1] in reading.offloaded) == away
+        # A filter begins a run of its own: it is asked before its attention begins.
+        if runs and same and not alone and (whole or layer not in reading.filters):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    if not whole and reading.filters[0] == 0:
+        runs.insert(0, [])
+    after = [run[0] if run and run[0] in reading.filters else None for run in runs[1:]] + [None]
+    return tuple(
+        Stretch(layers=tuple(run), loaded=bool(run) and run[0] in reading.offloaded, ask=None if whole else ask)
+        for run, ask in zip(runs, after, strict=True)
+    )
+
+
+@partial(jax.jit, static_argnames=("graphs",))
+def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
+    return graphs.ends(ends).embed(tokens)
+
+
+@partial(jax.jit, static_argnames=("graphs",))
+def _logits(ends: Leaves, x: Float[Array, "B N E"], count: Int[Array, " B"], *, graphs: Graphs) -> Array:
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return graphs.ends(ends).logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
+
+
+@partial(jax.jit, static_argnames=("program", "layers", "ask"), donate_argnames=("pools",))
+def run_stretch(
+    blocks: tuple[Leaves, ...],
+    pools: tuple[Pool, ...],
+    rings: tuple[Float[Array, "B K G R D"] | None, ...],
+    rest: Live,
+    x: Float[Array, "B N E"],
+    loaded: Float[Array, "B n T 2 K D"] | None,
+    chosen: Chosen | None,
+    count: Int[Array, " B"],
+    ahead: tuple | None,
+    *,
+    program: Program,
+    layers: tuple[int, ...],
+    ask: int | None,
+) -> tuple:
+    """Runs a stretch of layers, and asks the filter that comes next.
+
+    Args:
+        blocks: the layers' parameters.
+        pools: their pools; donated.
+        rings: the queries that they remember, if any.
+        rest: the cache's moving part before the step, without pools.
+        x: hidden states.
+        loaded: chosen rows of these layers, if they are offloaded.
+        chosen: which those are.
+        count: how many of the N tokens are real.
+        ahead: the filter's parameters, pool and ring, if one is asked.
+        program: what is static.
+        layers: which layers these are.
+        ask: the filter.
+
+    Returns:
+        Hidden states, pools, rings, and the filter's choice or None.
+    """
+    positions = rest.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+    after, remembering = [], []
+    for index, (leaves, pool, ring, layer) in enumerate(zip(blocks, pools, rings, layers, strict=True)):
+        block = program.graphs.block(leaves)
+        new = project(block, program, x, positions)
+        if loaded is not None:
+            assert chosen is not None
+            rows: Loaded = loaded[:, index]
+            out, pool = chosen_and_own(new, pool, rest, layer, chosen, rows, positions, count, program)
+        else:
+            out, pool, _ = over_rows(program, new, pool, segments_of(rest, layer), count, positions)
+        x = block.finish(x, out)
+        after.append(pool)
+        remembering.append(None if ring is None else remembered(ring, new.q, positions, count))
+    choice = None
+    if ask is not None:
+        assert ahead is not None
+        leaves, pool, ring = ahead
+        q = program.graphs.block(leaves).queries(x, positions)
+        queries = None if ring is None else remembered(ring, q, positions, count)
+        choice = chosen_at(rest, ask, pool, q, queries, positions, count, program)
+    return x, tuple(after), tuple(remembering), choice
+
+
+def step(
+    flat: Flat,
+    live: Live,
+    bank: Bank,
+    tokens: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    *,
+    program: Program,
+    traffic: Traffic,
+) -> tuple[Float[Array, "B V"], Live]:
+    """Runs N new tokens per sequence through the model; several at once read everything.
+
+    Args:
+        flat: the decoder's parameters.
+        live: the cache's moving part, with room for N rows behind every segment; its pools are donated.
+        bank: what lies in host memory.
+        tokens: ids, padded on the right.
+        count: how many of the N are real; 0 leaves a sequence's cache as it is.
+        program: what is static.
+        traffic: counts transfers.
+
+    Returns:
+        Float32 logits of each sequence's last real token, and the moving part with the new rows.
+    """
+    reading, graphs = program.reading, program.graphs
+    assert reading is not None and live.state is not None
+    batch = tokens.shape[0]
+    whole = tokens.shape[1] > 1 or not reading.filters
+    cut = stretches(reading, program.config.layers, whole=whole)
+    rest = dataclasses.replace(live, pools=())
+    pools = list(live.pools)
+    rings: list[Array | None] = [None] * len(pools)
+    for layer, ring in zip(reading.filters, live.state.rings, strict=False):
+        rings[layer] = ring
+    device = next(iter(live.seen.devices()))
+    x = _embed(flat.ends, tokens, graphs=graphs)
+    everything = Chosen(positions=jnp.zeros((batch, 1), jnp.int32), count=live.state.prompt)
+    waiting = [part.layers[0] for part in cut if part.loaded] if whole else []
+    coming: list[Array] = []
+    chosen: Chosen | None = None
+    for part in cut:
+        loaded, ahead = None, None
+        if part.loaded and whole:
+            while waiting and len(coming) <= reading.ahead:
+                coming.append(fetch_whole(bank, waiting.pop(0), batch, device, traffic))
+            loaded, chosen = coming.pop(0), everything
+        elif part.loaded:
+            assert chosen is not None
+            # Only the choice is waited for: the filter's own stretch is under way.
+            loaded = fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic)
+        if part.ask is not None:
+            ahead = (flat.blocks[part.ask], pools[part.ask], rings[part.ask])
+        x, moved, remembering, choice = run_stretch(
+            tuple(flat.blocks[layer] for layer in part.layers),
+            tuple(pools[layer] for layer in part.layers),
+            tuple(rings[layer] for layer in part.layers),
+            rest,
+            x,
+            loaded,
+            chosen if part.loaded else None,
+            count,
+            ahead,
+            program=program,
+            layers=part.layers,
+            ask=part.ask,
+        )
+        for layer, pool, ring in zip(part.layers, moved, remembering, strict=True):
+            pools[layer], rings[layer] = pool, ring
+        chosen = choice if part.ask is not None else chosen
+    state = dataclasses.replace(live.state, rings=tuple(ring for ring in rings if ring is not None))
+    logits = _logits(flat.ends, x, count, graphs=graphs)
+    seen, length = _advanced(live.seen, live.length, count)
+    return logits, dataclasses.replace(live, pools=tuple(pools), state=state, seen=seen, length=length)
+
+
+@jax.jit
+def _advanced(seen: Array, length: Array, count: Array) -> tuple[Array, Array]:
+    return seen + count, length + count[:, None]
+
+
+def decode(
+    flat: Flat,
+    running: Running,
+    draw: Draw,
+    eos: Int[Array, " n"],
+    steps: int,
+    *,
+    bank: Bank,
+    program: Program,
+    sampling: Sampling,
+    size: int,
+    traffic: Traffic,
+) -> tuple[Running, Draw, Int[np.ndarray, "B size"], int]:
+    """`loop.decode`, its loop in Python.
+
+    Args:
+        flat: as there.
+        running: as there.
+        draw: as there.
+        eos: as there.
+        steps: as there; with 0 everything is compiled and nothing changes.
+        bank: what lies in host memory.
+        program: as there.
+        sampling: as there.
+        size: as there.
+        traffic: counts transfers.
+
+    Returns:
+        As there.
+    """
+    live, batch = running.live, draw.done.shape[0]
+    out = np.full((batch, size), -1, np.int32)
+    if steps == 0:
+        nothing = jnp.zeros((batch,), jnp.int32)
+        _draw(draw, live.seen, eos, sampling=sampling)
+        logits, live = step(flat, live, bank, nothing[:, None], nothing, program=program, traffic=Traffic())
+        jax.block_until_ready(logits)
+        return dataclasses.replace(running, live=live), draw, out, 0
+    ran = 0
+    while ran < steps and not bool(draw.done.all()):
+        token, done, count = _draw(draw, live.seen, eos, sampling=sampling)
+        out[:, ran] = np.asarray(token)
+        logits, live = step(flat, live, bank, jnp.maximum(token, 0)[:, None], count, program=program, traffic=traffic)
+        draw = Draw(logits=logits, done=done, key=draw.key)
+        ran += 1
+    return dataclasses.replace(running, live=live), draw, out, ran
+
+
+@partial(jax.jit, static_argnames=("sampling",))
+def _draw(draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], *, sampling: Sampling):
+    """One token per sequence, -1 after its end; which sequences have ended, and how many tokens go on."""
+    token, done = drawn(draw, seen, eos, sampling)
+    return jnp.where(draw.done, -1, token), done, (~done).astype(jnp.int32)
