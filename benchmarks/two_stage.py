@@ -98,7 +98,7 @@ def chosen_shares(policy, layers, prompt, steps):
             )
             asked = asking(q[:, :, :, step : step + 1], None, number(now)[None], number(1), reading)
             none = jnp.zeros((1, k.shape[1]), jnp.int32)
-            found = choose(asked, pool, none, none, number(prompt), budget, number(now), reading)
+            found = choose(asked, pool, none, none, number(prompt), budget, number(now), reading, windowed=True)
             chosen[layer] = np.asarray(found.positions)[0, : int(found.count[0])]
         for layer, source in enumerate(reading.sources):
             shares = layers[layer][2][step]
@@ -139,15 +139,16 @@ def visible(model, cases, drawn, steps):
     found = {name: [] for name in POLICIES if name != "FullKV"}
     for case, answer in zip(cases, drawn, strict=True):
         ids = ids_of(model, case, False)
-        after = (answer + [0] * steps)[:steps]
-        layers = full_attention(flat, ids + after, steps)
+        after = answer[:steps]
+        layers = full_attention(flat, ids + after, len(after))
         for name in found:
             policy = POLICIES[name].for_model(model.config.layers, model.filter_layers)
             if name == "OmniKV":
-                found[name].append(chosen_shares(policy, layers, len(ids), steps))
+                found[name].append(chosen_shares(policy, layers, len(ids), len(after)))
             else:
                 found[name].append(kept_shares(model, flat, policy, ids + after, len(ids), layers))
-    return {name: np.asarray(figures) for name, figures in found.items()}
+    # An answer may end early: steps of all cases, one after the other.
+    return {name: np.concatenate(figures) for name, figures in found.items()}
 
 
 def main():
@@ -178,7 +179,7 @@ def main():
     every = max(1, options.cases // options.seen_cases)
     figures = visible(model, two_stage(options.cases)[::every], drawn["at once"][::every], options.steps)
     results["visible"] = {
-        name: {"mean": float(each.mean()), "least": float(each.min()), "by_step": each.mean(axis=0).tolist()}
+        name: {"mean": float(each.mean()), "least": float(each.min()), "steps": len(each)}
         for name, each in figures.items()
     }
     highest = sorted(figures, key=lambda name: -figures[name].mean())

@@ -109,13 +109,15 @@ def similarity(
         OmniKV, section 3 (inter-layer attention similarity) and figure 8; a token's weight in a layer is its largest
         probability over the query heads, and these sum to one.
     """
-    require(bool(texts), "texts", texts, "give at least one text")
+    several = not isinstance(texts, str) and bool(texts)
+    require(several, "texts", texts, "give a list of one or more texts")
     require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
     require(queries >= 1, "queries", queries, "give at least 1 query")
     flat, most = Flat(params.decoder), params.config.max_positions
     total, lengths = np.zeros((params.config.layers,) * 2), []
     for text in texts:
         encoded = encode(text, params.text, params.config, raw=True, close=False)
+        require(encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts")
         count = int(encoded.lengths[0])
         require(count <= most, "texts", f"{count} tokens", f"the model was made for {most}: shorten the text")
         tokens = jnp.asarray(encoded.padded(bucket(count))[:1])
@@ -148,7 +150,7 @@ def _shared(weights: list[np.ndarray], positions: np.ndarray, share: float) -> n
     for row, at in enumerate(positions):
         seen = stacked[:, row, : at + 1]
         count = max(1, int(share * (at + 1)))
-        top = np.argpartition(-seen, count - 1, axis=1)[:, :count]
+        top = np.argsort(-seen, axis=1, kind="stable")[:, :count]
         for layer in range(layers):
             out[layer, layer:] += seen[layer:, top[layer]].sum(axis=1)
     return out / len(positions)
@@ -161,8 +163,7 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
         found: the map.
         m: how many filters.
         adjacent: layers behind each that read everything.
-        most_whole: layers that may read everything, by default a quarter of all, as in the paper: the more do, the
-            lower the first filter's place can be in the quality of its choice, and the more memory stays taken.
+        most_whole: layers that may read everything, by default a quarter of all, as in the paper.
 
     Returns:
         The best of all sets.
@@ -170,6 +171,8 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     Raises:
         ValueError: if no set leaves enough layers to read a choice.
     """
+    require(m >= 1, "m", m, "give at least 1 filter layer")
+    require(adjacent >= 0, "adjacent", adjacent, "give 0 or more layers")
     layers = len(found.mass)
     most = -(-layers // 4) if most_whole is None else most_whole
     best: tuple[float, tuple[int, ...]] | None = None
@@ -214,5 +217,6 @@ def filter_layers(
     Raises:
         ValueError: as those two.
     """
+    require(m >= 1, "m", m, "give at least 1 filter layer")
     found = similarity(params, texts, share=share, queries=queries)
     return best_filters(found, m=m, adjacent=adjacent, most_whole=most_whole)

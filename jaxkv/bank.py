@@ -4,6 +4,7 @@ import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,15 @@ class Traffic:
 def host_of(device: jax.Device) -> SingleDeviceSharding:
     """A device's pinned host memory."""
     return SingleDeviceSharding(device, memory_kind=_HOST)
+
+
+def at_home(tree: Any) -> Any:
+    """Arrays of the default device, as bound to it as rows are that come from host memory.
+
+    What is bound and what is not are compiled for apart: a cache that was neither from the beginning would have every
+    program of its first step compiled again for the second.
+    """
+    return jax.device_put(tree, jax.devices()[0])
 
 
 def put_away(k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]) -> Float[Array, "B S 2 K D"]:

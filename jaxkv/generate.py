@@ -29,7 +29,6 @@ from jaxkv.models.room import first_room, make_room, steps_that_fit
 from jaxkv.plan import LOOK, Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
 from jaxkv.policies.full import FullKV
-from jaxkv.policies.omnikv import OmniKV
 from jaxkv.prompts import Encoded, Prompt, encode
 from jaxkv.results import Answers, Generation, Stats, Stream
 from jaxkv.sampling import Greedy, Sampling
@@ -242,13 +241,12 @@ def _prefill(
     check_memory(needed)
     begin = time.perf_counter()
     tokens = encoded.padded(needed.slots)
-    by_chunks = isinstance(policy, OmniKV) and policy.prefill_ratio is not None
-    if not by_chunks:
+    if not policy.by_chunks:
         prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
     compiled = time.perf_counter()
     with _bar(progress, config.layers, "prefill") as bar:
         options: dict[str, Any] = {"model": params.fingerprint, "tick": bar.update}
-        if by_chunks:
+        if policy.by_chunks:
             run: Callable[..., Any] = partial(chunked.prefill, implementation=chosen.decode)
         else:
             given = jax.random.key(0) if key is None else key
@@ -378,24 +376,29 @@ def _extend(
     room = 0 if grown and given.free().min() >= wanted else -(-wanted // 64) * 64
     segments = given.config.layers * given.config.kv_heads
     copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
+    if given.bank is not None:
+        # Whole layers come to the device, one in use and one on its way, for every prompt.
+        copied += 2 * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
     check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")
     cache = repack(given, room=room, batch=batch)
     size = min(_BLOCK, bucket(longest))
     tokens = encoded.padded(-(-longest // size) * size)
     program = program_for(flat, cache, chosen.decode)
-    run = partial(decoding.extend, flat, program=program)
+    run: Callable[..., Any] = partial(decoding.extend, flat, program=program)
     if cache.bank is not None:
-        run = partial(staged.step, flat, bank=cache.bank, program=program, traffic=traffic)
+        run = partial(staged.step, flat, bank=cache.bank, program=program)
     begin = time.perf_counter()
     # A run over no tokens compiles and changes nothing.
     nothing = jnp.zeros((batch,), jnp.int32)
-    logits, live = run(live=Live.of(cache), tokens=jnp.zeros((batch, size), jnp.int32), count=nothing)
+    warm: dict[str, Any] = {} if cache.bank is None else {"traffic": Traffic()}
+    counted: dict[str, Any] = {} if cache.bank is None else {"traffic": traffic}
+    logits, live = run(live=Live.of(cache), tokens=jnp.zeros((batch, size), jnp.int32), count=nothing, **warm)
     jax.block_until_ready(logits)
     spent = time.perf_counter() - begin
     for first in range(0, tokens.shape[1], size):
         count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
         part = jnp.asarray(tokens[:, first : first + size])
-        new, live = run(live=live, tokens=part, count=jnp.asarray(count))
+        new, live = run(live=live, tokens=part, count=jnp.asarray(count), **counted)
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
     jax.block_until_ready(logits)
     cache = live.into(cache)

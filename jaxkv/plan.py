@@ -149,6 +149,8 @@ def plan(
     activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
     # Merging compares float32 copies of one layer's rows.
     activations += 4 * layer_kv // item * (policy.merge is not None)
+    # Prompts in chunks are whole on the device until their last chunk.
+    whole = len(away) * layer_kv * policy.by_chunks
     loaded = 0 if reading is None else reading.loaded * len(lengths) * 2 * heads * config.head_dim * item
     return Plan(
         slots=slots,
@@ -161,7 +163,7 @@ def plan(
         cache_bytes=cache_bytes,
         full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * item,
         slack_bytes=int((pool_rows * len(lengths) - promised) * row_bytes),
-        peak_bytes=cache_bytes + max(loaded, (held + bool(away)) * layer_kv + layer_kv + activations),
+        peak_bytes=cache_bytes + max(loaded, (held + bool(away)) * layer_kv + layer_kv + activations) + whole,
         host_bytes=len(away) * layer_kv,
         loaded_bytes=loaded,
     )

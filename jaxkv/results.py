@@ -25,7 +25,7 @@ class Stats:
         cache_bytes: what the cache weighs after prefill, room for new rows left out.
         allocated_bytes: what it weighs in the end, room included.
         slack_bytes: part of cache_bytes no row fills.
-        kept: rows per kv head and layer after prefill, averaged.
+        kept: rows per kv head and layer on the device after prefill, averaged.
         attention: the implementation that ran.
         decode_form: how segments lie in the pool, which decides decoding's formulation.
         host_bytes: what waits in host memory.

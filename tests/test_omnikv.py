@@ -11,7 +11,7 @@ import running
 import tiny
 
 import jaxkv
-from jaxkv import AdaKV, BrutalOffload, FullKV, OmniKV, PyramidKV, SnapKV
+from jaxkv import D2O, AdaKV, BrutalOffload, FullKV, OmniKV, PyramidKV, SnapKV
 from jaxkv import bank as banking
 from jaxkv.bank import Traffic
 from jaxkv.cache import Pool, repack
@@ -228,8 +228,8 @@ def record(monkeypatch):
     """What every filter asked and chose, in order: `(layer's queries, positions, count)`."""
     seen, original = [], sparse.choose
 
-    def recording(asked, pool, start, kept, known, budget, now, reading):
-        chosen = original(asked, pool, start, kept, known, budget, now, reading)
+    def recording(*given, windowed):
+        chosen = original(*given, windowed=windowed)
         keep = lambda *arrays: seen.append([np.asarray(each) for each in arrays])  # noqa: E731
         jax.debug.callback(keep, chosen.positions, chosen.count, ordered=True)
         return chosen
@@ -280,7 +280,8 @@ def test_ties_go_to_the_lowest_position():
     asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
     reading = omni(4).reading(8, 16)
     number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
-    chosen = choose(asked, pool, number(0)[None], number(16)[None], number(12), number(4), number(20), reading)
+    of = (number(0)[None], number(16)[None], number(12), number(4), number(20))
+    chosen = choose(asked, pool, *of, reading, windowed=True)
     assert chosen.positions[0, :4].tolist() == [0, 1, 2, 5]
 
 
@@ -299,6 +300,7 @@ def test_generated_tokens_can_have_to_be_chosen():
 BASES = {
     "snapkv": SnapKV(budget=24, window=8),
     "adakv": AdaKV(base=SnapKV(budget=24, window=8)),
+    "recents": D2O(budget=24, mode="prefill", official=True),
     "shared": PyramidKV(budget=24, window=8, allocation=EntropyLayers()),
 }
 
@@ -435,6 +437,8 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer():
         ({"prefill_ratio": 2, "base": SnapKV(budget=40)}, "prefill_ratio"),
         ({"base": jaxkv.H2O(budget=40)}, "base"),
         ({"base": FullKV()}, "base"),
+        ({"base": OmniKV(base=SnapKV(budget=40))}, "base"),
+        ({"prefill_ratio": float("inf")}, "prefill_ratio"),
     ],
     ids=str,
 )

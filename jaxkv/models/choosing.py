@@ -41,7 +41,7 @@ class Asking:
 
     Attributes:
         q: `[B, K, G, w, D]` rotated, in any order.
-        positions: `i32[B, w]` where they stand; negative ones do not exist.
+        positions: `i32[B, w]` where they stand; negative ones do not exist, and so see nothing.
         weights: `f32[B, w]` what each counts.
     """
 
@@ -74,10 +74,11 @@ def asking(
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(count, 1)[:, None]
         return Asking(q=q, positions=jnp.where(real, positions, -1), weights=real.astype(jnp.float32))
     rows, now = ring.shape[3], positions[:, :1]
-    age = (now - jnp.arange(rows, dtype=jnp.int32)) % rows
-    weights = jnp.asarray(reading.selector.weights(reading.window))
-    counts = jnp.where(age < reading.window, weights[jnp.minimum(age, reading.window - 1)], 0.0)
-    return Asking(q=ring.astype(q.dtype), positions=jnp.where(age < reading.window, now - age, -1), weights=counts)
+    stands = now - jnp.arange(reading.window, dtype=jnp.int32)
+    slot = jnp.where(stands < 0, 0, stands % rows)
+    mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
+    weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
+    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights)
 
 
 def choose(
@@ -89,6 +90,8 @@ def choose(
     budget: Int[Array, " B"],
     now: Int[Array, " B"],
     reading: Reading,
+    *,
+    windowed: bool,
 ) -> Chosen:
     """Chooses the tokens that matter most to the queries asked.
 
@@ -99,8 +102,9 @@ def choose(
         kept: rows of each that can be chosen.
         candidates: tokens at positions below this can be chosen.
         budget: how many.
-        now: position of the newest query: prompt tokens within its window are chosen whatever their score.
+        now: position of the newest query.
         reading: what is static.
+        windowed: prompt tokens within its window are chosen whatever their score.
 
     Returns:
         The positions; ties go to the lowest.
@@ -116,12 +120,12 @@ def choose(
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     known = position < candidates[:, None]
     keys = jnp.where(known, sortable(scores), jnp.uint32(0))
-    if reading.selector is not Selector.LAST and not reading.include_generated:
+    if windowed and reading.selector is not Selector.LAST and not reading.include_generated:
         recent = known & (position > (now - reading.window)[:, None])
         keys = jnp.where(recent, jnp.uint32(0xFFFFFFFF), keys)
     count = jnp.minimum(budget, candidates)
     running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
-    wanted = jnp.arange(1, reading.width + 1, dtype=jnp.int32)
+    wanted = jnp.arange(1, min(reading.width, scores.shape[1]) + 1, dtype=jnp.int32)
     at = jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
     return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.bank import Bank, put_away
+from jaxkv.bank import Bank, at_home, put_away
 from jaxkv.cache import KVCache, State, Turn
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import empty_pool
@@ -138,5 +138,7 @@ def banked(live: Live, reading: Reading, config: ModelConfig, needed: Plan) -> t
         pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False)
         start[layer], length[layer] = np.arange(heads) * (small // heads), 0
         jax.block_until_ready(rows[-1])
+        for leaf in jax.tree.leaves(pool):
+            leaf.delete()
     moved = dataclasses.replace(live, pools=tuple(pools), start=jnp.asarray(start), length=jnp.asarray(length))
-    return moved, Bank(rows=tuple(rows), layers=reading.offloaded)
+    return at_home(moved), Bank(rows=tuple(rows), layers=reading.offloaded)

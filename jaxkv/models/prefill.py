@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.bank import Bank, put_away
+from jaxkv.bank import Bank, at_home, put_away
 from jaxkv.cache import KVCache, State, Turn, lay_out
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared
@@ -336,13 +336,15 @@ def prefill(
         limit=limit,
         seen=jnp.copy(length),
         state=state,
-        bank=Bank(rows=tuple(banked), layers=reading.offloaded) if reading is not None and banked else None,
         form=needed.form,
         policy=policy,
         config=config,
         model=model,
         turn=Turn.START,
     )
+    if reading is not None and reading.offloaded:
+        bank = Bank(rows=tuple(banked), layers=reading.offloaded)
+        cache = dataclasses.replace(at_home(cache), bank=bank)
     return cache, _logits(flat.ends, x, graphs=graphs)
 
 

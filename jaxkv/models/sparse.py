@@ -63,7 +63,8 @@ def chosen_at(
     assert reading is not None
     asked = asking(q, ring, positions, count, reading)
     known, budget = candidates_of(live, program, q.shape[3])
-    return choose(asked, pool, live.start[layer], live.limit[layer], known, budget, positions[:, 0], reading)
+    of = (live.start[layer], live.limit[layer], known, budget, positions[:, 0])
+    return choose(asked, pool, *of, reading, windowed=q.shape[3] == 1)
 
 
 def over_chosen(

@@ -186,6 +186,8 @@ def step(
     for part in cut:
         loaded, ahead = None, None
         if part.loaded and whole:
+            # Whole layers are large: no more of them are on the device than the plan says.
+            jax.block_until_ready(x)
             while waiting and len(coming) <= reading.ahead:
                 coming.append(fetch_whole(bank, waiting.pop(0), batch, device, traffic))
             loaded, chosen = coming.pop(0), everything
@@ -254,10 +256,11 @@ def decode(
         As there.
     """
     live, batch = running.live, draw.done.shape[0]
+    draw = jax.device_put(draw, next(iter(live.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
-        nothing = jnp.zeros((batch,), jnp.int32)
-        _draw(draw, live.seen, eos, sampling=sampling)
+        _, _, nothing = _draw(draw, live.seen, eos, sampling=sampling)
+        nothing = nothing * 0
         logits, live = step(flat, live, bank, nothing[:, None], nothing, program=program, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, live=live), draw, out, 0

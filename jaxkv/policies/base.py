@@ -197,6 +197,11 @@ class Policy:
             ring=scorer.queries if scorer.carry is None else 0,
         )
 
+    @property
+    def by_chunks(self) -> bool:
+        """Whether prompts run through the model chunk by chunk."""
+        return False
+
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
         """This policy with what it takes from the model filled in.
 

@@ -1,11 +1,12 @@
 """OmniKV: every row is kept; filter layers choose the tokens that the layers above them read."""
 
 import dataclasses
+import math
 from fractions import Fraction
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.policies.base import Policy
@@ -62,10 +63,13 @@ class OmniKV(Policy):
         require(isinstance(given, Selector) or given in known, "selector", given, f"use one of {', '.join(known)}")
         object.__setattr__(self, "selector", Selector(given))
         if self.filter_layers is not None:
-            layers = tuple(self.filter_layers)
+            several = isinstance(self.filter_layers, (tuple, list))
+            layers = tuple(self.filter_layers) if several else ()
             whole = bool(layers) and all(isinstance(each, int) and each >= 0 for each in layers)
             ascending = whole and sorted(set(layers)) == list(layers)
-            require(ascending, "filter_layers", layers, "give one or more layers, ascending, such as (2, 8, 18)")
+            require(
+                ascending, "filter_layers", self.filter_layers, "give one or more layers, ascending, such as (2, 8, 18)"
+            )
             object.__setattr__(self, "filter_layers", layers)
         self._check_budget()
         for name, least in (("window", 1), ("adjacent", 0), ("prefill_chunk", 16)):
@@ -77,7 +81,7 @@ class OmniKV(Policy):
         require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of it")
         ratio = self.prefill_ratio
         require(
-            ratio is None or (isinstance(ratio, (int, float)) and ratio > 0),
+            ratio is None or (isinstance(ratio, (int, float)) and 0 < ratio < math.inf),
             "prefill_ratio",
             ratio,
             "give chosen tokens per token of a chunk, such as 2, or None for full attention",
@@ -115,6 +119,7 @@ class OmniKV(Policy):
         if base is None:
             return
         require(isinstance(base, Policy), "base", base, "give a policy that compresses the prompt, or None")
+        require(not isinstance(base, OmniKV), "base", base, "give the policy that it is built on")
         require(base.scorer is not None, "base", base, "it compresses nothing: leave it out")
         require(base.upkeep is None, "base", base, "it goes on compressing: give one that then appends")
         require(not base.rolling, "base", base, "positions within the cache change: leave rolling positions out")
@@ -157,6 +162,11 @@ class OmniKV(Policy):
         return 0.0 if self.base is None else self.base.recent_share
 
     @property
+    def by_chunks(self) -> bool:
+        """With a `prefill_ratio`."""
+        return self.prefill_ratio is not None
+
+    @property
     def carries_over(self) -> bool:
         """As the base does."""
         return self.base is not None and self.base.carries_over
@@ -179,6 +189,18 @@ class OmniKV(Policy):
     def forced(self, lengths: Int[np.ndarray, " B"], slots: int) -> Bool[np.ndarray, "B S"]:
         """Rows that stay whatever their score."""
         return super().forced(lengths, slots) if self.base is None else self.base.forced(lengths, slots)
+
+    def recents(
+        self,
+        rows: Int[np.ndarray, "L B"],
+        length: Int[np.ndarray, " B"],
+        forced: Int[np.ndarray, " B"],
+        weights: Float[np.ndarray, "L B"] | None = None,
+    ) -> Int[np.ndarray, "L B"]:
+        """The base's."""
+        if self.base is not None:
+            return self.base.recents(rows, length, forced, weights)
+        return super().recents(rows, length, forced, weights)
 
     # What is read.
 
@@ -216,8 +238,8 @@ class OmniKV(Policy):
     def _share(self, layers: int) -> Fraction:
         """The share of a prompt's tokens that is read, where it is one."""
         if self.mem is None:
-            return Fraction(repr(self.budget))
-        whole, mem = Fraction(len(self._whole(layers)), layers), Fraction(repr(self.mem))
+            return Fraction(repr(float(self.budget or 0)))
+        whole, mem = Fraction(len(self._whole(layers)), layers), Fraction(repr(float(self.mem)))
         remedy = f"layers that read everything hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
         return (mem - whole) / (1 - whole)
