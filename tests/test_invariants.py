@@ -30,20 +30,17 @@ two_lengths = st.tuples(st.integers(33, 64), st.one_of(st.integers(17, 32), st.i
 
 # One model for most rows, so that they share programs, and every model for one row of each kind of pool.
 GQA, MQA = tiny.MODELS["gqa3"], tiny.MODELS["mqa8"]
+# A row of each kind of pool, and of each way in which rows go.
+KINDS = ("full", "snapkv", "adakv", "pyramidkv-linear", "pyramidkv-entropy", "h2o", "d2o", "omnikv")
 two_models = pytest.mark.parametrize(
     ("row", "config"),
-    [(row, GQA) for row in TABLE] + [(row, MQA) for row in DECODED],
+    [(row, GQA) for row in TABLE] + [(BY_NAME[name], MQA) for name in KINDS],
     ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
 )
 spread = pytest.mark.parametrize(
     ("row", "config"),
     [(row, GQA) for row in DECODED]
-    + [
-        (BY_NAME[name], config)
-        for name in ("snapkv", "adakv", "d2o")
-        for config in tiny.MODELS.values()
-        if config != GQA
-    ],
+    + [(BY_NAME[name], config) for name in ("adakv", "d2o") for config in tiny.MODELS.values() if config != GQA],
     ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
 )
 

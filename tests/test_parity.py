@@ -33,8 +33,14 @@ MAKERS = {
     ),
     "stream_s4": lambda n: StreamingLLM(budget=n, sinks=4),
 }
-# A pyramid compiles a pool for each of its layers' sizes: one ratio of each will do.
-RATIOS = {"pyr_w32_k5_b20": ("r0.9",), "pyr_w8_k5_b20": ("r0.75",), "pyr_w8_k5_b5": ("r0.9",)}
+# A pyramid compiles a pool for each of its layers' sizes, and some cases differ in little: one ratio will do.
+RATIOS = {
+    "snap_w32_k7": ("r0.9",),
+    "stream_s4": ("r0.9",),
+    "pyr_w32_k5_b20": ("r0.9",),
+    "pyr_w8_k5_b20": ("r0.75",),
+    "pyr_w8_k5_b5": ("r0.9",),
+}
 CASES = [f"{name}_{ratio}" for name in MAKERS for ratio in RATIOS.get(name, ("r0.75", "r0.9"))]
 
 
