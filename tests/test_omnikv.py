@@ -323,7 +323,7 @@ def test_heads_read_those_of_their_rows_that_are_chosen(name):
     chosen = Chosen(positions=positions, count=jnp.asarray([9, 9], jnp.int32))
     reading = policy.reading(7, 64)
     for layer in (3, 6):
-        pool = cache.pools[0 if name == "shared" else layer]
+        pool = cache.pools[0 if len(cache.pools) == 1 else layer]
         rows, count = rows_of(chosen, pool, cache.start[layer], cache.length[layer], reading)
         for row, head in np.ndindex(2, CONFIG.kv_heads):
             mine = np.asarray(rows[row, head])[: count[row, head]]
