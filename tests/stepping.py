@@ -1,0 +1,192 @@
+"""One layer on random tensors, driven step by step by the library's own pieces: what the oracle is held against."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import test_oracle_agreement as agreement
+import tiny
+from jax import lax
+
+from jaxkv import TOVA, Policy
+from jaxkv.attention.xla import Form
+from jaxkv.cache import Pool, lay_out, row_lengths, take_rows
+from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
+from jaxkv.models.decode import over_rows
+from jaxkv.models.evict import Segments, evict
+from jaxkv.models.limits import forgetful, with_heard
+from jaxkv.models.moving import Program
+from jaxkv.models.tokens import Token
+
+HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
+LENGTHS = (37, 22)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A layer's tensors: prompts `[B, K, (G,) S, D]` and new tokens `[B, K, (G,) T, D]`."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    q_new: np.ndarray
+    k_new: np.ndarray
+    v_new: np.ndarray
+
+    def of(self, row, n):
+        """One sequence without padding, query heads flat, as the oracle takes it."""
+        flat = lambda a: a[row].reshape(-1, *a.shape[3:]).astype(np.float64)  # noqa: E731
+        cut = lambda a: a[row][..., :n, :].astype(np.float64)  # noqa: E731
+        return (
+            flat(self.q)[:, :n],
+            cut(self.k),
+            cut(self.v),
+            flat(self.q_new),
+            *(a[row].astype(np.float64) for a in (self.k_new, self.v_new)),
+        )
+
+
+def draw(seed, group, *, sharp=1.5, like=0.0):
+    """Random tensors; `like` pulls keys towards a common direction, so that cosines are far from zero."""
+    rng = np.random.default_rng(seed)
+    size = lambda n, *lead: (len(LENGTHS), HEADS, *lead, n, DIM)  # noqa: E731
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    common = like * normal(len(LENGTHS), HEADS, 1, DIM)
+    return Drawn(
+        sharp * normal(*size(SLOTS, group)),
+        normal(*size(SLOTS)) + common,
+        normal(*size(SLOTS)),
+        sharp * normal(*size(STEPS, group)),
+        normal(*size(STEPS)) + common,
+        normal(*size(STEPS)),
+    )
+
+
+def prefilled(policy: Policy, drawn: Drawn, lengths, form: Form):
+    """The layer's pool after the prompt, its segments and thresholds, put together from the library's pieces.
+
+    A shared pool holds rows of other layers before and behind this one's, which nothing may touch.
+    """
+    lengths = np.asarray(lengths)
+    forced = policy.forced(lengths, SLOTS)
+    anyway = forced.sum(axis=1)
+    rows = policy.budgets(lengths, anyway)[None]
+    limit = policy.nominal(lengths, rows[0])
+    recent = policy.recents(rows, lengths, anyway)[0]
+    sums = agreement.all_sums(drawn.q, drawn.k, lengths)
+    mass = sums.mean(axis=2)
+    length = jnp.asarray(lengths, jnp.int32)
+    if isinstance(policy, TOVA):
+        mass = jnp.asarray(
+            np.stack(
+                [
+                    np.pad(o.last_scores(*drawn.of(row, n)[:2])[:HEADS], ((0, 0), (0, SLOTS - n)))
+                    for row, n in enumerate(lengths)
+                ]
+            ),
+            jnp.float32,
+        )
+    scores = policy.scorer.scores(mass, length)
+    count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
+    mask = choose(scores, jnp.asarray(forced), length, count, last, heads=policy.heads)
+    k, v, tau = jnp.asarray(drawn.k), jnp.asarray(drawn.v), None
+    if policy.merge is not None:
+        k, v, tau = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.merge)
+    kept = mask.sum(axis=-1, dtype=jnp.int32)
+    around = 0 if form is Form.EQUAL else 7
+    each = int(max(limit.max(), lengths.max())) + 1
+    rows_in_all = HEADS * each + 2 * around
+    start = lay_out(kept, HEADS * each, form=Form.EQUAL) + around
+    pool = empty_pool(len(lengths), rows_in_all, DIM, jnp.dtype(jnp.float32), scored=True)
+    pool = pack_shared(pool, k, v, mask, start, mass)
+    segments = Segments(
+        start=start,
+        length=kept,
+        limit=jnp.asarray(np.broadcast_to(limit[:, None], kept.shape), jnp.int32),
+        recent=jnp.broadcast_to(
+            jnp.asarray(policy.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None], kept.shape
+        ),
+        tau=tau,
+        prompt=length,
+        seen=length,
+    )
+    return pool, segments
+
+
+def program_of(policy: Policy, form: Form, widest: int | None = None) -> Program:
+    """What a step is compiled for; of the model nothing is used here."""
+    model = tiny.tiny(tiny.MODELS["mha"])
+    return Program(
+        graphs=tiny.flat(model).graphs,
+        config=model.config,
+        form=form,
+        rolling=False,
+        upkeep=policy.upkeep,
+        widest=widest,
+    )
+
+
+def one_step(program: Program, token: Token, pool: Pool, segments: Segments, count):
+    """A layer's step: attention, scores, eviction."""
+    (pool,) = forgetful((pool,), count, program)
+    other = None if segments.likely is None else take_rows(pool.k, jnp.maximum(segments.likely, 0))
+    positions = segments.seen[:, None]
+    out, pool, heard = over_rows(program, token, pool, segments, count, positions, other)
+    if heard is not None:
+        pool = with_heard(pool, heard, segments.start, count > 0)
+    now = dataclasses.replace(segments, length=segments.length + count[:, None], seen=segments.seen + count)
+    left = evict(
+        pool,
+        now,
+        out[:, :, 0, 0, 0],
+        heads=HEADS,
+        upkeep=program.upkeep,
+        form=program.form,
+        widest=program.widest,
+        products=None if heard is None else heard.products,
+    )
+    return out, left if program.looks_ahead else left._replace(likely=None)
+
+
+def follow(policy: Policy, drawn: Drawn, lengths, form: Form, *, widest=None):
+    """Every step's pool, segments and output; the prompt's first, without output."""
+    pool, segments = prefilled(policy, drawn, lengths, form)
+    program = program_of(policy, form, widest)
+    if program.compares_keys:
+        pool = dataclasses.replace(pool, norm=row_lengths(pool.k))
+    if program.looks_ahead:
+        segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))
+    count = jnp.ones((len(lengths),), jnp.int32)
+
+    @jax.jit
+    def run(pool, segments, q, k, v):
+        def step(carry, new):
+            pool, segments = carry
+            q, k, v = new
+            token = Token(q=q, k=k, v=v, stored=k)
+            out, left = one_step(program, token, pool, segments, count)
+            segments = dataclasses.replace(
+                segments, length=left.length, tau=left.tau, seen=segments.seen + 1, likely=left.likely
+            )
+            return (left.pool, segments), jax.tree.leaves((left.pool, segments, out))
+
+        return lax.scan(step, (pool, segments), (q, k, v))[1]
+
+    by_step = lambda a: jnp.moveaxis(jnp.asarray(a), -2, 0)[..., None, :]  # noqa: E731
+    after = run(pool, segments, *map(by_step, (drawn.q_new, drawn.k_new, drawn.v_new)))
+    host, kind = [np.asarray(leaf) for leaf in after], jax.tree.structure((pool, segments, 0))
+    yield pool, segments, None
+    for t in range(STEPS):
+        pool, segments, out = jax.tree.unflatten(kind, [jnp.asarray(leaf[t]) for leaf in host])
+        yield pool, segments, np.asarray(out)[..., 0, :]
+
+
+def held(pool: Pool, segments: Segments, row: int, head: int):
+    """One segment's rows in order of position."""
+    first, count = int(segments.start[row, head]), int(segments.length[row, head])
+    span = slice(first, first + count)
+    pos, k, v, score = (np.asarray(leaf)[row, span] for leaf in (pool.pos, pool.k, pool.v, pool.score))
+    order = np.argsort(pos)
+    return pos[order].tolist(), k[order], v[order], score[order]
