@@ -11,6 +11,7 @@ BIN := .venv/bin
 PEER := .venv-peer/bin
 AOT := .venv-aot/bin
 LATEST := .venv-latest/bin
+PYTEST_FLAGS := -q -n auto --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 # The stamp's name holds a checksum, not a time: a fresh checkout gives files new times but the same content.
 STAMP := .venv/.made-$(shell cat requirements.lock pyproject.toml | cksum | cut -d ' ' -f 1)
@@ -49,7 +50,9 @@ demo: $(STAMP)
 
 test: lint
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not real"
+	@echo "== pytest: the real model"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) -m real
 
 lint: $(STAMP)
 	@echo "== ruff"

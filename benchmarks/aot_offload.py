@@ -71,12 +71,12 @@ def measure(device):
             chosen = Chosen(positions=of((1, reading.width), jnp.int32), count=one)
             most = max(most, weigh(loaded))
         if part.ask is not None:
-            ahead = (flat.blocks[part.ask], pools[part.ask], None)
+            ahead = staged.Ahead(leaves=flat.blocks[part.ask], pool=pools[part.ask], ring=None, layer=one)
 
-        def run(mine, blocks, rest, x, loaded, chosen, count, ahead, part=part):
+        def run(mine, blocks, rest, x, loaded, chosen, count, layers, ahead, part=part):
             rings = (None,) * len(part.layers)
-            options = {"program": program, "layers": part.layers, "ask": part.ask}
-            return staged.run_stretch(blocks, mine, rings, rest, x, loaded, chosen, count, ahead, **options)
+            given = (blocks, mine, rings, rest, x, loaded, chosen, count, layers, ahead)
+            return staged.run_stretch(*given, program=program)
 
         inputs = (
             tuple(pools[index] for index in part.layers),
@@ -86,6 +86,7 @@ def measure(device):
             loaded,
             chosen,
             one,
+            of((len(part.layers),), jnp.int32),
             ahead,
         )
         compiled = aot.compile_for(device, run, *inputs, donate=(0,))

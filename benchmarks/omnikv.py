@@ -2,6 +2,7 @@
 
     python -m benchmarks.omnikv                            8000 tokens, batch 1 and 8, float32
     python -m benchmarks.omnikv --batches 8 --budgets 512  the file keeps the figures of other settings
+    python -m benchmarks.omnikv --only prefill             prompts in chunks that read little, against whole prompts
 
 One prefill under full attention serves all: rows are the same, only who reads them differs. All ways of reading live in
 one process and take turns of some steps, round after round; a ratio is taken within a round, the figure is the rounds'
@@ -21,14 +22,13 @@ import numpy as np
 import jaxkv
 from benchmarks import record
 from jaxkv.bank import Traffic
-from jaxkv.cache import State
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models import staged
 from jaxkv.models.chunked import banked
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import Live, program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
 NONE = (-2,)  # An id no token has: a run ends by its steps alone.
@@ -50,13 +50,7 @@ def cache_of(model, flat, batch, tokens):
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    lengths = np.asarray(cache.seen)
-    layers = cache.config.layers
-    state = State(
-        prompt=jnp.asarray(lengths, jnp.int32),
-        budget=jnp.asarray(policy.tokens(lengths, layers), jnp.int32),
-        recent=jnp.zeros((layers, cache.batch), jnp.int32),
-    )
+    state = reading_state(policy, np.asarray(cache.seen), cache.config.layers)
     return dataclasses.replace(cache, policy=policy, state=state)
 
 
@@ -159,6 +153,29 @@ def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     return {"ways": out, "machine": where}
 
 
+def measure_prefill(model, *, tokens, filters, ratios, rounds):
+    """Seconds and ratios of a prompt's prefill, chunk by chunk and whole, in turns."""
+    ids = np.random.default_rng(0).integers(5, model.config.vocab, tokens).tolist()
+    policies = {"FullKV": jaxkv.FullKV()}
+    for ratio in ratios:
+        policies[f"OmniKV, {ratio} for each"] = jaxkv.OmniKV(filter_layers=filters, prefill_ratio=ratio)
+    spent = {name: [] for name in policies}
+    for number in range(rounds + 1):
+        for name, policy in policies.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(jaxkv.prefill(model, ids, policy=policy).pools)
+            # The first round compiles.
+            spent[name] += [time.perf_counter() - begin] if number else []
+    out = {}
+    for name, values in spent.items():
+        ratios = [theirs / mine for mine, theirs in zip(values, spent["FullKV"], strict=True)]
+        out[name] = {"policy": repr(policies[name]), "seconds": values, "speed_over_full": record.spread(ratios)}
+        speed = out[name]["speed_over_full"]
+        spreads = "".join(f"{speed[key]:8.2f}" for key in ("median", "least", "most"))
+        print(f"prefill  {name:24}{statistics.median(values):9.2f} s{spreads}")
+    return {"ways": out, "machine": record.machine()}
+
+
 def show(title, found):
     """Prints one table."""
     print(f"\n{title}")
@@ -178,6 +195,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--filters", type=int, nargs="+", help="filter layers (default: those found for the model)")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1, 2], help="chosen tokens per token of a chunk")
+    parser.add_argument("--only", choices=("decode", "prefill"), help="one of the two (default: both)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
@@ -190,7 +209,11 @@ def main():
     filters = tuple(options.filters) if options.filters else model.filter_layers
     settings = {"model": model.name, "tokens": options.tokens, "filters": filters}
     results = record.resume(options.out, settings)
-    for batch in options.batches:
+    if options.only != "decode":
+        asked = {"tokens": options.tokens, "filters": filters, "ratios": options.ratios, "rounds": options.rounds}
+        results["prefill"] = measure_prefill(model, **asked)
+        record.save(options.out, results)
+    for batch in options.batches if options.only != "prefill" else ():
         title = f"{model.dtype.name}, batch {batch}, {options.tokens} tokens"
         found = measure(
             model,

@@ -3,12 +3,15 @@
     python -m benchmarks.two_stage                    34 cases
     python -m benchmarks.two_stage --cases 6
 
-Cases are answered at once, after reasoning, and with the sum given: then the answer's first words are put into the
-model's mouth ("Since 8 + 10 = 18, the corresponding color is") and only the second stage is left.
+Cases are answered at once, after reasoning, and twice with words put into the model's mouth, which leave less and less
+of the second stage: "Since 8 + 10 = 18, the corresponding color is", and the entry itself begun, "18:".
 
 A small model fails many cases under full attention already. So besides, every policy's visible rows are held against
 full attention: the tokens that FullKV drew are fed to each policy, and at each of them the figure is the share of full
 attention's probability, averaged over layers and query heads, that falls on rows which the policy can see there.
+
+OmniKV stands there twice: by the paper's Mem%, where layers that read everything use up most of the 30%; and with 30%
+of the prompt's tokens read by every other layer, as many as those keep which drop the rest.
 """
 
 import argparse
@@ -36,30 +39,36 @@ MODEL = "smollm2-135m-instruct"
 SHARE = 0.3
 POLICIES = {
     "FullKV": jaxkv.FullKV(),
-    "OmniKV": jaxkv.OmniKV(mem=SHARE),
+    "OmniKV, Mem": jaxkv.OmniKV(mem=SHARE),
+    "OmniKV, tokens": jaxkv.OmniKV(budget=SHARE),
     "H2O": jaxkv.H2O(budget=SHARE),
     "SnapKV": jaxkv.SnapKV(budget=SHARE),
     "StreamingLLM": jaxkv.StreamingLLM(budget=SHARE),
 }
 
 
-# Way of asking: whether to ask for reasoning, whether to give the sum.
-WAYS = {"at once": (False, False), "after reasoning": (True, False), "the sum given": (False, True)}
+# Way of asking: whether to ask for reasoning, and the answer's first words.
+WAYS = {
+    "at once": (False, ""),
+    "after reasoning": (True, ""),
+    "the sum given": (False, "Since {sum} = {key}, the corresponding color is"),
+    "the entry begun": (False, "Since {sum} = {key}, the entry of the dictionary is {key}:"),
+}
 
 
-def ids_of(model, case, given):
-    """A case as the model sees it; with the answer's first words, if they are given."""
+def ids_of(model, case, said=""):
+    """A case as the model sees it, with the answer's first words."""
     text = model.text.chat([{"role": "user", "content": case.prompt}], generation_prompt=True)
-    said = f"Since {case.prompt.split('equation is ')[1].split(' =')[0]} = {case.key}, the corresponding color is"
-    return model.text.encode(text + (said if given else ""), bos=False)
+    addition = case.prompt.split("equation is ")[1].split(" =")[0]
+    return model.text.encode(text + said.format(sum=addition, key=case.key), bos=False)
 
 
-def answered(model, cases, policy, new, batch, given):
+def answered(model, cases, policy, new, batch, said):
     """Whether each answer is right, and the ids drawn."""
     right, drawn = [], []
     for first in range(0, len(cases), batch):
         part = cases[first : first + batch]
-        prompts = [ids_of(model, case, given) for case in part]
+        prompts = [ids_of(model, case, said) for case in part]
         out = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=new, progress=False)
         right += [case.found_in(text) for case, text in zip(part, out.text, strict=True)]
         drawn += [tokens.tolist() for tokens in out.tokens]
@@ -138,12 +147,12 @@ def visible(model, cases, drawn, steps):
     flat = Flat(model.decoder)
     found = {name: [] for name in POLICIES if name != "FullKV"}
     for case, answer in zip(cases, drawn, strict=True):
-        ids = ids_of(model, case, False)
+        ids = ids_of(model, case)
         after = answer[:steps]
         layers = full_attention(flat, ids + after, len(after))
         for name in found:
             policy = POLICIES[name].for_model(model.config.layers, model.filter_layers)
-            if name == "OmniKV":
+            if isinstance(policy, jaxkv.OmniKV):
                 found[name].append(chosen_shares(policy, layers, len(ids), len(after)))
             else:
                 found[name].append(kept_shares(model, flat, policy, ids + after, len(ids), layers))
@@ -166,11 +175,11 @@ def main():
     settings = {"model": model.name, "share": SHARE, "cases": options.cases, "new_tokens": options.new_tokens}
     results = record.resume(options.out, settings | {"filters": model.filter_layers})
     drawn = {}
-    for name, (reason, given) in WAYS.items():
-        cases, new = two_stage(options.cases, reason=reason), 8 if given else options.new_tokens
+    for name, (reason, said) in WAYS.items():
+        cases, new = two_stage(options.cases, reason=reason), 8 if said else options.new_tokens
         table = results.setdefault("right", {}).setdefault(name, {})
         for policy_name, policy in POLICIES.items():
-            right, ids = answered(model, cases, policy, new, options.batch, given)
+            right, ids = answered(model, cases, policy, new, options.batch, said)
             table[policy_name] = {"right": sum(right), "of": len(right), "policy": repr(policy)}
             drawn[name] = ids if policy_name == "FullKV" else drawn[name]
             record.save(options.out, results)
@@ -183,13 +192,16 @@ def main():
         for name, each in figures.items()
     }
     highest = sorted(figures, key=lambda name: -figures[name].mean())
-    wins = (figures["OmniKV"] >= np.stack([figures[name] for name in figures if name != "OmniKV"]).max(axis=0)).mean()
-    results["OmniKV_is_highest_at"] = float(wins)
+    others = np.stack([each for name, each in figures.items() if not name.startswith("OmniKV")]).max(axis=0)
+    wins = {name: float((figures[name] >= others).mean()) for name in figures if name.startswith("OmniKV")}
+    results["above_all_others_at"] = wins
     results["machine"] = record.machine()
     record.save(options.out, results)
     for name in highest:
         print(f"{name:14} visible attention {figures[name].mean():.4f}, least {figures[name].min():.4f}")
-    print(f"OmniKV's is the highest at {wins:.1%} of steps\nsaved to {options.out}")
+    for name, share in wins.items():
+        print(f"{name}: above H2O, SnapKV and StreamingLLM at {share:.1%} of steps")
+    print(f"saved to {options.out}")
 
 
 if __name__ == "__main__":

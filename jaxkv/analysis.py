@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,7 @@ class Similarity:
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
-        try:
-            import matplotlib
-
-            matplotlib.use("agg")
-            from matplotlib import pyplot
-        except ImportError:
-            raise ImportError("pictures need matplotlib: pip install 'jaxkv[plots]'") from None
+        pyplot = drawing()
         figure, axes = pyplot.subplots(figsize=(6.4, 5.2), layout="constrained")
         layers = len(self.mass)
         upper = np.where(np.arange(layers)[:, None] <= np.arange(layers), self.mass, np.nan)
@@ -86,6 +81,25 @@ class Found:
         """All of it, the map included."""
         similarity = dataclasses.asdict(self.similarity) | {"mass": np.round(self.similarity.mass, 4).tolist()}
         return json.dumps({"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity})
+
+
+def drawing() -> Any:
+    """What draws, to files only.
+
+    Returns:
+        `matplotlib.pyplot`.
+
+    Raises:
+        ImportError: without matplotlib, naming the extra that brings it.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install 'jaxkv[plots]'") from None
+    return pyplot
 
 
 def similarity(

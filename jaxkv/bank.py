@@ -53,12 +53,12 @@ def host_of(device: jax.Device) -> SingleDeviceSharding:
 
 
 def at_home(tree: Any) -> Any:
-    """Arrays of the default device, as bound to it as rows are that come from host memory.
+    """Arrays of one device, as bound to it as rows are that come from host memory.
 
     What is bound and what is not are compiled for apart: a cache that was neither from the beginning would have every
     program of its first step compiled again for the second.
     """
-    return jax.device_put(tree, jax.devices()[0])
+    return jax.device_put(tree, next(iter(jax.tree.leaves(tree)[0].devices())))
 
 
 def put_away(k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]) -> Float[Array, "B S 2 K D"]:

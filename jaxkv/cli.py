@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         code = options.run(options)
         sys.stdout.flush()  # here, where a reader that has gone is no traceback
         return code
-    except (ValueError, TypeError, MemoryError, OSError) as error:
+    except (ValueError, TypeError, MemoryError, OSError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
             # The reader of our output has gone, `head` say. Python would complain when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -366,11 +366,8 @@ def _print_stats(result: Generation) -> None:
     if stats.filter_layers:
         print(f"filters  layers {', '.join(map(str, stats.filter_layers))} choose what others read", file=sys.stderr)
     if stats.host_bytes:
-        sent = stats.transferred_bytes / max(1, stats.new_tokens)
-        print(
-            f"host     {stats.host_bytes / 1e6:.2f} MB there; {stats.transfers} transfers, {sent / 1e6:.3f} MB a token",
-            file=sys.stderr,
-        )
+        sent = f"{stats.transfers_per_step:.0f} transfers and {stats.transferred_bytes_per_step / 1e6:.3f} MB a token"
+        print(f"host     {stats.host_bytes / 1e6:.2f} MB there; {sent}", file=sys.stderr)
 
 
 def _write_whole(path: Path, text: str) -> None:

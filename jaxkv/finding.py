@@ -5,7 +5,7 @@ from pathlib import Path
 
 from checkpoints import names, save_filter_layers
 from jaxkv._errors import require
-from jaxkv.analysis import filter_layers
+from jaxkv.analysis import drawing, filter_layers
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.load import load
 
@@ -38,6 +38,11 @@ def print_filters(options: argparse.Namespace) -> int:
         named or not options.save, "save", options.model, f"only named models have a manifest: {', '.join(names())}"
     )
     require(options.tokens >= 1, "tokens", options.tokens, "give at least 1")
+    if options.picture:
+        # Before minutes of work, whose result it would cost.
+        folder = Path(options.picture).parent
+        require(folder.is_dir(), "picture", options.picture, f"there is no folder {folder}")
+        drawing()
     enable_compilation_cache()
     params = load(options.model)
     require(
@@ -48,8 +53,6 @@ def print_filters(options: argparse.Namespace) -> int:
         params.text.encode(Path(name).read_text("utf-8"), bos=True)[: options.tokens] for name in options.text_file
     ]
     found = filter_layers(params, texts, m=options.m, most_whole=options.most_whole)
-    if options.picture:
-        found.similarity.picture(options.picture, found.filters)
     if options.save:
         save_filter_layers(options.model, found.filters)
     if options.json:
@@ -59,4 +62,6 @@ def print_filters(options: argparse.Namespace) -> int:
         print(f"filter layers of {options.model}: {listed}")
         share = f"{found.similarity.share:.1%} of the tokens"
         print(f"what they choose ({share}) carries {found.carried:.1%} of the attention above them")
+    if options.picture:
+        found.similarity.picture(options.picture, found.filters)
     return 0

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from tqdm import tqdm
 
 from jaxkv._errors import require
-from jaxkv.attention import Chosen, Implementation, choose
+from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.load import LanguageModel
@@ -165,7 +165,7 @@ class _Request:
     params: LanguageModel
     encoded: Encoded
     policy: Policy
-    chosen: Chosen
+    chosen: Implementations
     cache: KVCache | None
     max_new_tokens: int
     sampling: Sampling
@@ -176,8 +176,8 @@ class _Request:
     progress: bool | None
 
 
-def _choose(params: LanguageModel, policy: Policy, implementation: Implementation | str) -> Chosen:
-    return choose(
+def _choose(params: LanguageModel, policy: Policy, implementation: Implementation | str) -> Implementations:
+    chosen = choose(
         implementation,
         platform=jax.default_backend(),
         dtype=params.dtype,
@@ -185,6 +185,11 @@ def _choose(params: LanguageModel, policy: Policy, implementation: Implementatio
         scores=policy.needs.queries > 0 or policy.needs.sums,
         sums=policy.needs.sums,
     )
+    if not policy.by_chunks:
+        return chosen
+    remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
+    require(named(implementation) is not Implementation.CUDNN, "implementation", implementation, remedy)
+    return dataclasses.replace(chosen, prefill=chosen.decode)
 
 
 def _require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
@@ -229,7 +234,7 @@ def _prefill(
     flat: Flat,
     encoded: Encoded,
     policy: Policy,
-    chosen: Chosen,
+    chosen: Implementations,
     *,
     key: PRNGKeyArray | None,
     room: int | tuple[int, ...],
@@ -241,17 +246,14 @@ def _prefill(
     check_memory(needed)
     begin = time.perf_counter()
     tokens = encoded.padded(needed.slots)
-    if not policy.by_chunks:
-        prefilling.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
+    way: Any = chunked if policy.by_chunks else prefilling
+    way.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
     compiled = time.perf_counter()
     with _bar(progress, config.layers, "prefill") as bar:
-        options: dict[str, Any] = {"model": params.fingerprint, "tick": bar.update}
-        if policy.by_chunks:
-            run: Callable[..., Any] = partial(chunked.prefill, implementation=chosen.decode)
-        else:
-            given = jax.random.key(0) if key is None else key
-            run = partial(prefilling.prefill, key=given, implementation=chosen.prefill)
-        cache, logits = run(flat, config, tokens, encoded.lengths, policy, needed, **options)
+        options: dict[str, Any] = {"model": params.fingerprint, "tick": bar.update, "implementation": chosen.prefill}
+        if not policy.by_chunks:
+            options["key"] = jax.random.key(0) if key is None else key
+        cache, logits = way.prefill(flat, config, tokens, encoded.lengths, policy, needed, **options)
     jax.block_until_ready(logits)
     return cache, logits, needed, (time.perf_counter() - compiled, compiled - begin)
 
@@ -261,7 +263,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
     params, encoded = request.params, request.encoded
     flat, batch, chosen = Flat(params.decoder), len(request.encoded.ids), request.chosen
     block = min(_BLOCK, bucket(request.max_new_tokens))
-    policy, traffic = request.policy, Traffic()
+    policy, before, traffic = request.policy, Traffic(), Traffic()
     if request.cache is None:
         room = first_room(policy, params.config.layers, encoded.lengths, block)
         cache, logits, needed, (prefill_seconds, compile_seconds) = _prefill(
@@ -273,7 +275,7 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         given = request.cache
         sizes = (given.full_nbytes, given.nbytes, given.slack_nbytes)
         begin = time.perf_counter()
-        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen, request.key, traffic)
+        cache, logits, compile_seconds = _extend(flat, given, encoded, block, chosen, request.key, before)
         prefill_seconds = time.perf_counter() - begin - compile_seconds
     kept = float(np.mean(cache.kept))
     program = program_for(flat, cache, chosen.decode)
@@ -342,9 +344,11 @@ def _run(request: _Request) -> Generator[list[str], None, Generation]:
         kept=kept,
         attention=str(chosen),
         decode_form=cache.form.value,
+        decode_steps=request.max_new_tokens - left,
         host_bytes=cache.host_nbytes,
         transfers=traffic.transfers,
         transferred_bytes=traffic.bytes,
+        loaded_bytes=before.bytes,
         filter_layers=() if program.reading is None else program.reading.filters,
     )
     tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
@@ -363,7 +367,7 @@ def _extend(
     given: KVCache,
     encoded: Encoded,
     block: int,
-    chosen: Chosen,
+    chosen: Implementations,
     key: PRNGKeyArray,
     traffic: Traffic,
 ) -> tuple[KVCache, Float[Array, "B V"], float]:
@@ -377,8 +381,9 @@ def _extend(
     segments = given.config.layers * given.config.kv_heads
     copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
     if given.bank is not None:
-        # Whole layers come to the device, one in use and one on its way, for every prompt.
-        copied += 2 * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
+        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
+        reading = given.policy.reading(given.config.layers, given.bank.rows[0].shape[1])
+        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
     check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")
     cache = repack(given, room=room, batch=batch)
     size = min(_BLOCK, bucket(longest))

@@ -115,6 +115,7 @@ def plan(
         ValueError: if the budget cannot be honoured for one of the prompts, naming it.
     """
     require(bool(lengths) and min(lengths) > 0, "prompt", lengths, "every prompt needs at least one token")
+    policy = policy.for_model(config.layers, None)
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     forced = policy.forced(length, slots).sum(axis=1)
@@ -151,7 +152,10 @@ def plan(
     activations += 4 * layer_kv // item * (policy.merge is not None)
     # Prompts in chunks are whole on the device until their last chunk.
     whole = len(away) * layer_kv * policy.by_chunks
-    loaded = 0 if reading is None else reading.loaded * len(lengths) * 2 * heads * config.head_dim * item
+    token_bytes = len(lengths) * 2 * heads * config.head_dim * item
+    loaded = 0 if reading is None else reading.loaded * token_bytes
+    # Attention wants one layer's of them in another order.
+    turned = 0 if reading is None or not loaded else token_bytes * (reading.width if reading.filters else slots)
     return Plan(
         slots=slots,
         capacity=capacity,
@@ -163,7 +167,7 @@ def plan(
         cache_bytes=cache_bytes,
         full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * item,
         slack_bytes=int((pool_rows * len(lengths) - promised) * row_bytes),
-        peak_bytes=cache_bytes + max(loaded, (held + bool(away)) * layer_kv + layer_kv + activations) + whole,
+        peak_bytes=cache_bytes + max(loaded + turned, (held + bool(away)) * layer_kv + layer_kv + activations) + whole,
         host_bytes=len(away) * layer_kv,
         loaded_bytes=loaded,
     )
@@ -263,7 +267,16 @@ def check_memory(needed: Plan, device: jax.Device | None = None) -> None:
     Raises:
         MemoryError: naming the plan's bytes, those available and what to change.
     """
-    check_bytes(needed.peak_bytes, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)")
+    device = _default_device() if device is None else device
+    in_one = device.platform == "cpu"
+    here = needed.peak_bytes + (needed.host_bytes if in_one else 0)
+    check_bytes(here, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)")
+    free = _machine_bytes()
+    if not in_one and free is not None and needed.host_bytes > free:
+        raise MemoryError(
+            f"the plan keeps {needed.host_bytes:,} bytes in host memory, where {free:,} are free: "
+            "offload fewer layers, or lower the batch or the prompt's length"
+        )
 
 
 def check_bytes(needed: int, what: str, device: jax.Device | None = None, *, detail: str = "") -> None:
@@ -278,7 +291,7 @@ def check_bytes(needed: int, what: str, device: jax.Device | None = None, *, det
     Raises:
         MemoryError: naming the bytes, those available and what to change.
     """
-    device = jax.devices()[0] if device is None else device
+    device = _default_device() if device is None else device
     available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryError(
@@ -299,6 +312,15 @@ def available_bytes(device: jax.Device) -> int | None:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
+    return _machine_bytes()
+
+
+def _default_device() -> jax.Device:
+    """Where arrays go."""
+    return next(iter(jnp.zeros(()).devices()))
+
+
+def _machine_bytes() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             table = dict(line.split(":", 1) for line in lines)

@@ -28,9 +28,11 @@ class Stats:
         kept: rows per kv head and layer on the device after prefill, averaged.
         attention: the implementation that ran.
         decode_form: how segments lie in the pool, which decides decoding's formulation.
+        decode_steps: steps that drew them, each a token of every sequence that had not ended.
         host_bytes: what waits in host memory.
-        transfers: transfers of its rows to the device, counted where they are made.
+        transfers: transfers of its rows to the device while tokens were drawn, counted where they are made.
         transferred_bytes: their bytes.
+        loaded_bytes: bytes of whole layers that a prompt on top of the cache brought to the device before.
         filter_layers: layers that chose what others read.
     """
 
@@ -46,15 +48,27 @@ class Stats:
     kept: float
     attention: str
     decode_form: str
+    decode_steps: int
     host_bytes: int = 0
     transfers: int = 0
     transferred_bytes: int = 0
+    loaded_bytes: int = 0
     filter_layers: tuple[int, ...] = ()
 
     @property
     def decode_tokens_per_second(self) -> float:
         """New tokens of all sequences per second of decoding."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def transfers_per_step(self) -> float:
+        """Transfers of a step, which are those of a token: all sequences' rows go together."""
+        return self.transfers / max(1, self.decode_steps)
+
+    @property
+    def transferred_bytes_per_step(self) -> float:
+        """Bytes that they bring, for all sequences."""
+        return self.transferred_bytes / max(1, self.decode_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

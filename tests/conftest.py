@@ -1,17 +1,27 @@
-"""What all tests share: eight devices on the CPU, strict dtypes, reproducible hypothesis."""
+"""What all tests share: eight devices on the CPU, a quick compiler, strict dtypes, reproducible hypothesis."""
 
 import gc
 import os
 import pathlib
 
-# Before jax starts its backend: tests of anything sharded need several devices, and the count cannot change later.
-_DEVICES = "--xla_force_host_platform_device_count=8"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+import hypothesis
+import jax
+import pytest
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
+# Tests of anything sharded need several devices.
+_DEVICES = "--xla_force_host_platform_device_count=8"
+# Thousands of small programs, run once or twice, wait mostly for their compiler: XLA's older emitters take half as long
+# for the same arithmetic, and threads that compile one program in parts are in each other's way beside other workers.
+# Large programs they slow down.
+_QUICK = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before jax starts its backend, whose flags cannot change later; `make test` runs SmolLM2 in a run of its own."""
+    wanted = (_DEVICES, *(_QUICK if config.option.markexpr == "not real" else ()))
+    given = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in wanted if flag not in given)])
+
 
 # An implicit float32 + bfloat16 or int + float is a bug in a library that promises a dtype.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -137,6 +137,7 @@ def test_filter_layers_are_saved_whole(own_manifests):
         checkpoints.save_filter_layers("nobody", (1,))
 
 
+@pytest.mark.real
 def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, monkeypatch):
     # A setting of the whole process: switched on here, it would serve the tests that count compilations.
     monkeypatch.setattr(finding, "enable_compilation_cache", lambda: None)

@@ -191,6 +191,8 @@ def test_unsupported_dtype(dtype):
         (lambda: LinearLayers(beta=0.5), r"beta=0\.5: give at least 1"),
         (lambda: ExponentialLayers(rate=0.0), r"rate=0\.0: give a positive rate"),
         (lambda: jaxkv.AdaKV(base=jaxkv.FullKV()), r"base=FullKV\(.*give a policy that drops rows"),
+        (lambda: jaxkv.AdaKV(base=jaxkv.OmniKV(base=jaxkv.SnapKV())), r"base=OmniKV\(.*goes around it: OmniKV"),
+        (lambda: jaxkv.CriticalKV(base=jaxkv.BrutalOffload()), r"base=BrutalOffload\(.*give a policy that drops rows"),
         (lambda: jaxkv.AdaKV(base=jaxkv.AdaKV(budget=64)), r"base=AdaKV\(.*give a policy that drops rows"),
         (lambda: jaxkv.AdaKV(base=Streaming(rolling_positions=True)), "base=.*rolling.* same rows in every head"),
         (lambda: jaxkv.FullKV(budget=16), "budget=16: FullKV keeps everything"),
@@ -278,6 +280,7 @@ def smol():
     return jaxkv.load("smollm2-135m-instruct", progress=False)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "prompt, message",
     [

@@ -223,6 +223,7 @@ def test_a_failing_write_leaves_the_old_output(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [output]
 
 
+@pytest.mark.real
 def test_generate_answers(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "load", lambda name, dtype=None: running.smollm2())
     output = tmp_path / "answer.json"

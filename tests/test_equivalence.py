@@ -58,6 +58,7 @@ def test_blocks_one_block_chunks_and_tokens_agree(name):
         assert np.asarray(cache.seen).tolist() == [600, 70]
 
 
+@pytest.mark.real
 def test_blocks_one_block_chunks_and_tokens_agree_on_the_real_model():
     ids = running.archive("parity/p600.npz")["input_ids"][:530].tolist()
     real = running.smollm2()
@@ -119,6 +120,7 @@ def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt(name):
     assert running.gap(np.stack([each[-1] for each in after]), logits) < 1e-4
 
 
+@pytest.mark.real
 def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt_on_the_real_model():
     ids = running.archive("parity/p600.npz")["input_ids"].tolist()
     cache, _ = running.prefill(running.smollm2(), [ids[:300]])
@@ -148,6 +150,7 @@ def test_a_budget_of_the_length_gives_the_full_cache(name, lengths):
             assert all(running.gap(a[-1], e[-1]) < 1e-4 for a, e in zip(after, expected, strict=True)), policy
 
 
+@pytest.mark.real
 def test_a_budget_of_the_length_gives_the_full_cache_on_the_real_model():
     ids = running.archive("parity/p600.npz")["input_ids"][:200].tolist()
     more = [[29, 216, 33, 39]]

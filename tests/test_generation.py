@@ -152,6 +152,7 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone(model, policy):
     assert out.cache.batch == 3 and out.cache.seen.tolist() == [72, 50, 57]
 
 
+@pytest.mark.real
 def test_the_real_model_batched_streamed_and_asked_twice(smol):
     prompts = ["What is the capital of France?", "Hi", "Name three colours of the rainbow, please, and one more."]
     out = jaxkv.generate(smol, prompts, max_new_tokens=16)

@@ -80,6 +80,7 @@ def test_dtype_defaults_to_float32_here_and_others_are_refused():
         jaxkv.load(folder, dtype="int8", progress=False)
 
 
+@pytest.mark.real
 def test_smollm2_gives_the_logits_of_transformers():
     expected = running.archive("smollm2.npz")
     ids = expected["input_ids"].tolist()
@@ -87,6 +88,7 @@ def test_smollm2_gives_the_logits_of_transformers():
     assert running.gap(logits, expected["logits"]) < 2e-3
 
 
+@pytest.mark.real
 def test_smollm2_draws_the_tokens_of_transformers():
     expected = running.archive("smollm2.npz")
     out = jaxkv.generate(running.smollm2(), expected["input_ids"], max_new_tokens=32, stop_at_eos=False, progress=False)

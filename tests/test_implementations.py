@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.attention import Chosen, Implementation, choose
+from jaxkv.attention import Implementation, Implementations, choose
 from jaxkv.policies import GiniLayers
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
@@ -19,20 +19,20 @@ def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, sc
 
 
 def test_auto():
-    assert chosen(platform="cpu") == Chosen(prefill=XLA, decode=XLA)
-    assert chosen(platform="tpu", scores=True) == Chosen(prefill=XLA, decode=XLA)
-    assert chosen() == Chosen(prefill=CUDNN, decode=PALLAS)
-    assert chosen(scores=True) == Chosen(prefill=PALLAS, decode=PALLAS)
-    assert chosen(dtype=jnp.float32) == Chosen(prefill=PALLAS, decode=PALLAS)
-    assert chosen(head_dim=256) == Chosen(prefill=PALLAS, decode=PALLAS)
+    assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
+    assert chosen(platform="tpu", scores=True) == Implementations(prefill=XLA, decode=XLA)
+    assert chosen() == Implementations(prefill=CUDNN, decode=PALLAS)
+    assert chosen(scores=True) == Implementations(prefill=PALLAS, decode=PALLAS)
+    assert chosen(dtype=jnp.float32) == Implementations(prefill=PALLAS, decode=PALLAS)
+    assert chosen(head_dim=256) == Implementations(prefill=PALLAS, decode=PALLAS)
 
 
 def test_asked_for():
-    assert chosen("xla") == Chosen(prefill=XLA, decode=XLA)
-    assert chosen(PALLAS) == Chosen(prefill=PALLAS, decode=PALLAS)
-    assert chosen("pallas", platform="cpu") == Chosen(prefill=INTERPRETED, decode=INTERPRETED)
+    assert chosen("xla") == Implementations(prefill=XLA, decode=XLA)
+    assert chosen(PALLAS) == Implementations(prefill=PALLAS, decode=PALLAS)
+    assert chosen("pallas", platform="cpu") == Implementations(prefill=INTERPRETED, decode=INTERPRETED)
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
-    assert chosen("cudnn", scores=True) == Chosen(prefill=CUDNN, decode=PALLAS)
+    assert chosen("cudnn", scores=True) == Implementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
 
 

@@ -22,7 +22,8 @@ from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
 from jaxkv.rope import rotate
 
 BUDGETS = (20, 0.5)
-every_decoded = pytest.mark.parametrize("row", DECODED, ids=lambda row: row.name)
+# One row's tests one after the other: they share programs.
+every_decoded = pytest.mark.parametrize("row", DECODED, ids=lambda row: row.name, scope="module")
 seeds = st.integers(0, 2**32 - 1)
 # Buckets 64 and 32 together, the second sequence at times shorter than its window.
 two_lengths = st.tuples(st.integers(33, 64), st.one_of(st.integers(17, 32), st.integers(1, 12)))
@@ -43,14 +44,6 @@ spread = pytest.mark.parametrize(
     + [(BY_NAME[name], config) for name in ("adakv", "d2o") for config in tiny.MODELS.values() if config != GQA],
     ids=lambda value: getattr(value, "name", None) or f"G{value.group}",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Hundreds of tiny programs, run a few times each: here optimising them takes longer than it saves."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # --- checks: seeded faults call them too ---------------------------------------------------------------------------
@@ -306,10 +299,10 @@ def test_a_cache_is_a_pytree(row):
 @every_decoded
 def test_asking_twice_changes_nothing(row):
     model = tiny.tiny(GQA)
-    cache = jaxkv.prefill(model, tiny.prompts(3, (50,))[0], policy=row.policy(20))
-    before = _bytes(cache)
-    answers = [jaxkv.generate(model, [7, 8, 9], cache=cache, max_new_tokens=4).tokens.tolist() for _ in range(2)]
-    assert answers[0] == answers[1]
+    cache = jaxkv.prefill(model, tiny.prompts(3, (50, 20)), policy=row.policy(20))
+    before, question = _bytes(cache), [[7, 8, 9]] * 2
+    answers = [jaxkv.generate(model, question, cache=cache, max_new_tokens=3).tokens for _ in range(2)]
+    assert [each.tolist() for each in answers[0]] == [each.tolist() for each in answers[1]]
     assert _bytes(cache) == before
 
 
@@ -344,12 +337,11 @@ def _live() -> int:
 
 @every_decoded
 def test_nothing_but_weights_and_cache_lives_after_prefill(row):
-    config = tiny.shape(layers=4, kv_heads=2, group=3, dim=16)
-    model = tiny.tiny(config)
-    ids = tiny.prompts(5, (256, 200))
-    jaxkv.prefill(model, ids, policy=row.policy(64))  # constants of first calls are not the second's
+    model, policy = tiny.tiny(GQA), row.policy(20)
+    ids = tiny.prompts(5, (64, 50))
+    jaxkv.prefill(model, ids, policy=policy)  # constants of first calls are not the second's
     before = _live()
-    cache = jaxkv.prefill(model, ids, policy=row.policy(64))
+    cache = jaxkv.prefill(model, ids, policy=policy)
     # Weights lived before: what came since is the cache, to 2% and a key or two.
     assert cache.nbytes <= _live() - before <= 1.02 * cache.nbytes + 256
     assert model.nbytes <= before

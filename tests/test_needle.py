@@ -12,6 +12,8 @@ from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.models import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
+pytestmark = pytest.mark.real
+
 NEEDLES = json.loads((running.GOLDEN / "parity" / "needle1024.json").read_text("utf-8"))
 PEER = {name: right for name, (right, _) in NEEDLES["peer"].items()}
 PROMPTS = [case["input_ids"] for case in NEEDLES["cases"]]

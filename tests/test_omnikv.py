@@ -16,8 +16,6 @@ from jaxkv import BrutalOffload, FullKV, OmniKV, SnapKV
 from jaxkv import bank as banking
 from jaxkv.bank import Traffic
 from jaxkv.models import staged
-from jaxkv.models.choosing import Chosen
-from jaxkv.models.moving import Live, program_for
 from jaxkv.policies import Selector
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
@@ -61,7 +59,7 @@ def test_tokens_read_are_the_budget_at_most_the_prompt_and_at_least_the_window()
     lengths = np.asarray([100, 7])
     assert omni(12).tokens(lengths, 8).tolist() == [12, 7]
     assert omni(0.1).tokens(lengths, 8).tolist() == [10, 1]
-    assert omni(4, selector="uniform").tokens(lengths, 8).tolist() == [16, 7]
+    assert omni(0.04, selector="uniform").tokens(lengths, 8).tolist() == [16, 7]
 
 
 @both
@@ -100,6 +98,7 @@ def test_a_budget_of_the_prompt_gives_the_full_cache(selector, offload):
     assert running.gap(feed(model, cache, walk(6))[0], feed(model, full, walk(6))[0]) < 1e-4
 
 
+@pytest.mark.real
 @both
 def test_a_budget_of_the_prompt_gives_the_full_cache_on_the_real_model(offload):
     model, ids = running.smollm2(), running.archive("parity/p600.npz")["input_ids"][:130].tolist()
@@ -115,7 +114,7 @@ def test_offloading_changes_no_token(selector):
     model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
     out = [
         jaxkv.generate(
-            model, ids, policy=omni(12, selector=selector, offload=offload), max_new_tokens=64, stop_at_eos=False
+            model, ids, policy=omni(16, selector=selector, offload=offload), max_new_tokens=64, stop_at_eos=False
         )
         for offload in (False, True)
     ]
@@ -124,6 +123,22 @@ def test_offloading_changes_no_token(selector):
     assert [each.tolist() for each in out[0].tokens] != [each.tolist() for each in full.tokens]
     assert out[1].stats.host_bytes > 0 and out[0].stats.host_bytes == 0
     assert out[0].stats.filter_layers == FILTERS
+
+
+def test_offloading_changes_no_ending():
+    """A sequence ends before the other, text is taken back behind a stop string, and the cache outgrows its block."""
+    ids, options = tiny.prompts(17, LENGTHS), {"max_new_tokens": 80, "key": jax.random.key(2)}
+    options["sampling"] = jaxkv.Temperature(temperature=1.5)
+    free = jaxkv.generate(tiny.tiny(CONFIG), ids, policy=omni(12), stop_at_eos=False, **options).tokens
+    end = next(token for token in free[0][4:].tolist() if token not in free[1].tolist())
+    model, out = tiny.tiny(dataclasses.replace(CONFIG, eos=(end,))), []
+    for offload in (False, True):
+        out.append(jaxkv.generate(model, ids, policy=omni(12, offload=offload), **options))
+        assert out[-1].tokens[0].tolist() == free[0][: free[0].tolist().index(end) + 1].tolist()
+        assert out[-1].tokens[1].tolist() == free[1].tolist()
+        assert np.asarray(out[-1].cache.seen).tolist() == [LENGTHS[0] + len(out[-1].tokens[0]) - 1, LENGTHS[1] + 80]
+    on_device, away = (each.cache for each in out)
+    assert running.gap(feed(model, away, walk(3))[0], feed(model, on_device, walk(3))[0]) < 1e-4
 
 
 def test_loading_whole_layers_changes_nothing():
@@ -186,6 +201,20 @@ def test_chunks_that_choose_little_change_upper_layers_only():
         assert (running.gap(k, theirs) < 1e-4) == (layer <= 3)
 
 
+def test_chunks_are_compiled_before_the_clock_starts_and_named_as_they_run():
+    # Lengths of a bucket that no other test prefills.
+    model, policy = tiny.tiny(CONFIG), omni(12, prefill_ratio=0.5, prefill_chunk=48)
+    first, again = (
+        jaxkv.generate(model, tiny.prompts(seed, (500, 400)), policy=policy, max_new_tokens=2, stop_at_eos=False).stats
+        for seed in (19, 20)
+    )
+    assert again.compile_seconds < first.compile_seconds / 5
+    assert first.prefill_seconds < first.compile_seconds
+    assert first.attention == "xla"
+    with pytest.raises(ValueError, match="implementation=.*cuDNN"):
+        jaxkv.prefill(model, [1, 2, 3], policy=policy, implementation="cudnn")
+
+
 # --- transfers and memory --------------------------------------------------------------------------------------------
 
 
@@ -193,6 +222,7 @@ def test_chunks_that_choose_little_change_upper_layers_only():
 def test_each_filter_costs_one_transfer_of_the_bytes_computed(selector, monkeypatch):
     model, ids = tiny.tiny(CONFIG), tiny.prompts(14, LENGTHS)
     cache, _, _ = tiny.run(model, ids, omni(20, selector=selector, offload=True))
+    feed(model, cache, walk(1))  # A stretch's layer numbers go to the device once.
     sent, original = [], jax.device_put
 
     def counting(what, *rest):
@@ -207,37 +237,41 @@ def test_each_filter_costs_one_transfer_of_the_bytes_computed(selector, monkeypa
     assert (traffic.transfers, traffic.bytes) == (len(sent), sum(sent))
 
 
-def test_no_program_of_a_step_holds_a_whole_sparse_layer():
+def test_stats_report_transfers_and_bytes_of_a_step():
+    model, policy = tiny.tiny(CONFIG), omni(20, offload=True)
+    first = jaxkv.generate(model, tiny.prompts(14, LENGTHS), policy=policy, max_new_tokens=6, stop_at_eos=False)
+    again = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=first.cache, max_new_tokens=6, stop_at_eos=False)
+    token = 2 * CONFIG.kv_heads * CONFIG.head_dim * 4
+    for stats in (first.stats, again.stats):
+        assert (stats.decode_steps, stats.transfers_per_step) == (6, len(FILTERS))
+        assert stats.transferred_bytes_per_step == 2 * 2 * 20 * token
+    # A prompt on top of the cache reads the whole of both layers that wait.
+    slots = first.cache.bank.rows[0].shape[1]
+    assert (first.stats.loaded_bytes, again.stats.loaded_bytes) == (0, 2 * 2 * slots * token)
+
+
+def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
     config = tiny.shape(layers=8, kv_heads=2, group=3, dim=16)
-    model, slots = tiny.tiny(config), 448
-    cache, _, needed = tiny.run(model, tiny.prompts(15, (440, 400)), omni(8, offload=True), room=4)
-    flat, program = tiny.flat(model), program_for(tiny.flat(model), cache)
-    live = Live.of(cache)
-    whole = 2 * 2 * needed.slots * config.kv_heads * config.head_dim * 4
-    for part in staged.stretches(program.reading, config.layers, whole=False):
-        if not part.loaded:
-            continue
-        given = (
-            tuple(flat.blocks[layer] for layer in part.layers),
-            tuple(cache.pools[layer] for layer in part.layers),
-            (None,) * len(part.layers),
-            dataclasses.replace(live, pools=()),
-            jnp.zeros((2, 1, config.embed)),
-            jnp.zeros((2, len(part.layers), 8, 2, config.kv_heads, config.head_dim)),
-            Chosen(positions=jnp.zeros((2, 8), jnp.int32), count=jnp.full((2,), 8, jnp.int32)),
-            jnp.ones((2,), jnp.int32),
-        )
-        leaves, tree = jax.tree.flatten(given)
+    model = tiny.tiny(config)
+    cache, _, needed = tiny.run(model, tiny.prompts(15, (440, 400)), omni(8, offload=True))
+    whole, seen, original = 2 * 2 * needed.slots * config.kv_heads * config.head_dim * 4, [], staged.run_stretch
 
-        def run(leaves, tree=tree, layers=part.layers):
-            given = jax.tree.unflatten(tree, leaves)
-            return staged.run_stretch(*given, None, program=program, layers=layers, ask=None)
+    def compiling(blocks, pools, *rest, program):
+        loaded, asked = rest[3], rest[-1]
+        leaves, tree = jax.tree.flatten((blocks, pools, *rest))
+        run = jax.jit(lambda leaves: original(*jax.tree.unflatten(tree, leaves), program=program))
+        memory = run.lower(leaves).compile().memory_analysis()
+        # A filter's own layer and those that read everything are whole by right.
+        right = (blocks, pools) if asked is None else (blocks, pools, asked.leaves, asked.pool)
+        others = memory.argument_size_in_bytes - sum(leaf.nbytes for leaf in jax.tree.leaves(right))
+        assert memory.temp_size_in_bytes + others < whole
+        assert loaded is None or all(leaf.nbytes < whole // 8 for leaf in jax.tree.leaves(pools))
+        seen.append((asked is not None, loaded is not None))
+        return original(blocks, pools, *rest, program=program)
 
-        lowered = jax.jit(run).lower(leaves)
-        memory = lowered.compile().memory_analysis()
-        weights = sum(leaf.nbytes for layer in part.layers for leaf in flat.blocks[layer])
-        assert memory.temp_size_in_bytes + memory.argument_size_in_bytes - weights < whole
-    assert slots <= needed.slots
+    monkeypatch.setattr(staged, "run_stretch", compiling)
+    feed(model, cache, walk(1))
+    assert seen == [(True, False), (False, False), (True, True), (False, False), (False, True)]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -251,6 +285,7 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer():
         ({"filter_layers": (-1,)}, "filter_layers"),
         ({"budget": 0}, "budget"),
         ({"budget": 1.5}, "budget"),
+        ({"budget": 15, "selector": "uniform"}, "budget=15: below the window, whose 16"),
         ({"budget": 10, "mem": 0.3}, "mem"),
         ({"mem": 0.0}, "mem"),
         ({"selector": "first"}, "selector"),

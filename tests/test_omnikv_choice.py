@@ -1,5 +1,8 @@
 """What OmniKV's filters choose, against plain loops, and which rows of an evicted cache that means."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,35 +11,44 @@ import running
 import tiny
 from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, walk
 
+import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.cache import Pool
-from jaxkv.models import sparse
+from jaxkv.models import choosing, sparse
 from jaxkv.models.choosing import Asking, Chosen, choose, rows_of
 from jaxkv.policies import EntropyLayers
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
 
 
+def heard(query, keys, seen, prompt):
+    """By position, the most that a head of one query `[H, D]` pays to it among the first `seen` keys `[K, S, D]`."""
+    best = np.zeros(prompt)
+    for head in range(len(query)):
+        logits = keys[head * len(keys) // len(query), :seen].astype(np.float64) @ query[head] / keys.shape[-1] ** 0.5
+        shares = np.exp(logits - logits.max())
+        best[:seen] = np.maximum(best[:seen], shares / shares.sum())
+    return best
+
+
+def highest(scores, count):
+    """The positions of so many of the highest scores, ascending; ties go to the lowest position."""
+    return sorted(sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:count])
+
+
 def oracle(selector, queries, keys, prompt, now, budget, window=16):
     """Chosen positions by plain loops: queries by position `[H, D]`, keys `[K, S, D]` of one sequence."""
-    heads, dim = len(queries[now]), keys.shape[-1]
     ages = {"last": range(1), "uniform": range(window), "exponential": range(window)}[selector]
     scores = np.zeros(prompt)
     for age in ages:
         at = now - age
         if at < 0:
             continue
-        seen = min(prompt, at + 1)
-        best = np.zeros(prompt)
-        for head in range(heads):
-            logits = keys[head * len(keys) // heads, :seen].astype(np.float64) @ queries[at][head] / dim**0.5
-            shares = np.exp(logits - logits.max())
-            best[:seen] = np.maximum(best[:seen], shares / shares.sum())
+        best = heard(queries[at], keys, min(prompt, at + 1), prompt)
         scores += best * (0.5**age if selector == "exponential" else 1.0)
     if selector != "last":
         scores[max(0, now - window + 1) :] = np.inf
-    order = sorted(range(prompt), key=lambda position: (-scores[position], position))
-    return sorted(order[:budget])
+    return highest(scores, budget)
 
 
 @pytest.fixture
@@ -54,17 +66,23 @@ def record(monkeypatch):
     return seen
 
 
-@both
-@selectors
-def test_chosen_sets_are_the_oracles(selector, offload, record, monkeypatch):
-    model, ids, steps = tiny.tiny(CONFIG), tiny.prompts(7, LENGTHS), 24
-    asked, original = [], sparse.asking
+@pytest.fixture
+def asked(monkeypatch):
+    """The new tokens' queries of every filter, in order."""
+    seen, original = [], sparse.asking
 
     def asking(q, *rest):
-        jax.debug.callback(lambda a: asked.append(np.asarray(a)), q, ordered=True)
+        jax.debug.callback(lambda a: seen.append(np.asarray(a)), q, ordered=True)
         return original(q, *rest)
 
     monkeypatch.setattr(sparse, "asking", asking)
+    return seen
+
+
+@both
+@selectors
+def test_chosen_sets_are_the_oracles(selector, offload, record, asked):
+    model, ids, steps = tiny.tiny(CONFIG), tiny.prompts(7, LENGTHS), 24
     jax.clear_caches()
     policy = omni(20, selector=selector, offload=offload)
     cache, _, _ = tiny.run(model, ids, policy)
@@ -90,6 +108,30 @@ def test_chosen_sets_are_the_oracles(selector, offload, record, monkeypatch):
                 assert positions[row, : count[row]].tolist() == expected, (layer, row, number)
 
 
+def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
+    lengths, chunk = (75, 45), 32
+    model, ids = tiny.tiny(CONFIG), tiny.prompts(16, lengths)
+    jax.clear_caches()
+    cache = jaxkv.prefill(model, ids, policy=omni(12, prefill_ratio=0.25, prefill_chunk=chunk))
+    jax.effects_barrier()
+    jax.clear_caches()
+    assert len(record) == len(asked) == 4 * len(FILTERS)
+    del record[: len(FILTERS)], asked[: len(FILTERS)]  # a chunk of no tokens, to compile
+    for index, layer in enumerate(FILTERS):
+        keys = {(row, head): k for at, row, head, k, _, _ in tiny.segments(cache) if at == layer}
+        for (row, length), number in itertools.product(enumerate(lengths), range(3)):
+            before, new = chunk * number, min(chunk, length - chunk * number)
+            own = np.stack([keys[row, head] for head in range(CONFIG.kv_heads)])
+            queries = asked[number * len(FILTERS) + index][row]
+            positions, count = record[number * len(FILTERS) + index]
+            if before and new > 0:
+                by_token = np.moveaxis(queries, 2, 0)[:new].reshape(new, -1, CONFIG.head_dim)
+                scores = sum(heard(query, own, before, before) for query in by_token)
+                assert positions[row, : count[row]].tolist() == highest(scores, chunk // 4), (layer, row, number)
+            elif new > 0:
+                assert count[row] == 0
+
+
 def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
     pool = Pool(k=keys, v=keys, pos=jnp.arange(16, dtype=jnp.int32)[None])
@@ -105,10 +147,38 @@ def test_generated_tokens_can_have_to_be_chosen():
     model, ids = tiny.tiny(CONFIG), tiny.prompts(8, LENGTHS)
     full, _, _ = tiny.run(model, ids, FullKV())
     expected, _ = feed(model, full, walk(8))
-    for budget, same in ((80, True), (12, False)):
-        cache, _, _ = tiny.run(model, ids, omni(budget, include_generated=True))
+    # As many as the longer prompt has: all of it and what comes after, unless that has to be chosen, too.
+    for budget, generated, same in ((80, True, (True, True)), (60, True, (False, True)), (60, False, (True, True))):
+        cache, _, _ = tiny.run(model, ids, omni(budget, include_generated=generated))
         out, _ = feed(model, cache, walk(8))
-        assert (running.gap(out, expected) < 1e-4) is same
+        found = tuple(running.gap(out[:, row], expected[:, row]) < 1e-4 for row in range(2))
+        assert found == same, (budget, generated)
+
+
+@pytest.mark.parametrize("candidates", ((60, 33), (7, 0)), ids=str)
+@pytest.mark.parametrize("evicted", (False, True), ids=("whole", "evicted"))
+def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
+    rng, window, heads, slots = np.random.default_rng(0), 8, 2, 64
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    k = normal(2, heads * slots, 8)
+    pool = Pool(k=k, v=k, pos=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads)))
+    now = jnp.asarray([60, 33], jnp.int32)
+    asked = Asking(
+        q=normal(2, heads, 3, window, 8), positions=now[:, None] - jnp.arange(window), weights=jnp.ones((2, window))
+    )
+    start = jnp.asarray([[0, slots]] * 2, jnp.int32)
+    known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
+    kept = jnp.broadcast_to(known[:, None], start.shape)
+    reading = dataclasses.replace(omni(20, selector="uniform").reading(7, slots), every_row=not evicted)
+    out = []
+    # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
+    for most in (1 << 24, 2000, 1):
+        monkeypatch.setattr(choosing, "_LOGITS", most)
+        found = jax.jit(lambda: choose(asked, pool, start, kept, known, budget, now, reading, windowed=False))()
+        count = np.asarray(found.count)
+        out.append([row[:each].tolist() for row, each in zip(np.asarray(found.positions), count, strict=True)])
+    assert out[0] == out[1] == out[2]
+    assert [len(row) for row in out[0]] == [min(20, each) for each in candidates]
 
 
 # --- over an evicted cache -------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from jaxkv import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from jaxkv.models import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
+pytestmark = pytest.mark.real
+
 GOLDEN = running.archive("parity/p600.npz")
 IDS = GOLDEN["input_ids"].tolist()
 SCORED_LAYERS = (0, 10, 20, 29)

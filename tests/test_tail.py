@@ -22,6 +22,8 @@ POLICIES = {
     "ragged": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "shared": jaxkv.PyramidKV(budget=16, window=8, allocation=GiniLayers()),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
+    "chosen": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=12),
+    "chosen-by-window": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=16, window=8, selector="exponential"),
     "again": jaxkv.SnapKV(budget=16, window=8, every=64),
 }
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention import columns, xla
-from jaxkv.attention.choice import KERNELS, Chosen, Implementation, choose, named
+from jaxkv.attention.choice import KERNELS, Implementation, Implementations, choose, named
 from jaxkv.attention.columns import Heard
 
 
@@ -312,7 +312,7 @@ def merge(
     return joined.astype(out.dtype)
 
 
-def joined(
+def merge_with_lse(
     out: Float[Array, "*n D"],
     lse: Float[Array, "*n"],
     other: Float[Array, "*n D"],
@@ -357,15 +357,15 @@ def window_mass(
 
 __all__ = [
     "KERNELS",
-    "Chosen",
+    "Implementations",
     "Implementation",
     "Heard",
     "add_heard",
     "causal",
     "choose",
     "column_sums",
-    "joined",
     "merge",
+    "merge_with_lse",
     "named",
     "over_pool",
     "over_pool_scored",

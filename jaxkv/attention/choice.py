@@ -29,7 +29,7 @@ KERNELS = (Implementation.PALLAS, Implementation.INTERPRETED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
+class Implementations:
     """What runs.
 
     Attributes:
@@ -66,7 +66,7 @@ def named(asked: Implementation | str) -> Implementation:
 
 def choose(
     asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head_dim: int, scores: bool, sums: bool = False
-) -> Chosen:
+) -> Implementations:
     """Chooses for a model, a policy and a device.
 
     Args:
@@ -90,8 +90,8 @@ def choose(
     serves = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
     if asked is Implementation.AUTO:
         if not gpu:
-            return Chosen()
-        return Chosen(prefill=cudnn if serves and not scores else pallas, decode=pallas)
+            return Implementations()
+        return Implementations(prefill=cudnn if serves and not scores else pallas, decode=pallas)
     if asked is pallas and cpu:
         asked = Implementation.INTERPRETED
     require(
@@ -109,5 +109,5 @@ def choose(
             "cudnn",
             f"it takes 16 bits and a head dim of at most 128, not {dtype}, {head_dim}",
         )
-        return Chosen(prefill=cudnn, decode=pallas)
-    return Chosen(prefill=asked, decode=asked)
+        return Implementations(prefill=cudnn, decode=pallas)
+    return Implementations(prefill=asked, decode=asked)

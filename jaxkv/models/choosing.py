@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxkv.cache import Pool
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.select import sortable, top
 
-# Logits that exist at once while tokens are scored: queries are taken in blocks.
+# Logits that exist at once while tokens are scored.
 _LOGITS = 1 << 24
 
 
@@ -132,40 +131,85 @@ def choose(
 
 def _by_row(asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"]) -> Float[Array, "B n"]:
     """Scores where every segment holds every position, in its row of the same number."""
-    batch, heads, group, _, dim = asked.q.shape
+    batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
-    row = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    rows, queries = keys.shape[2], _scaled(asked.q).reshape(batch, heads, group * window, dim)
 
-    def heard(q: Array, positions: Array) -> Array:
-        queries = q.reshape(batch, heads, -1, dim)
-        logits = lax.dot_general(queries, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        logits = logits.reshape(batch, heads, group, -1, keys.shape[2])
-        seen = (row <= positions[..., None]) & (row < candidates[:, None, None])
-        return _softmax(logits, seen[:, None, None]).max(axis=(1, 2))
+    def against(part: Array, first: Array | int) -> tuple[Array, Array]:
+        """Logits `[B, K, G, w, n]` of all queries over some keys, and which of them are seen."""
+        logits = lax.dot_general(queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
+        seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
+        return logits.reshape(batch, heads, group, window, -1), seen[:, None, None]
 
-    return _weighted(asked, heard, heads * group * keys.shape[2])
+    block = max(1, _LOGITS // (batch * heads * group * window))
+    if block >= rows:
+        return _loudest(_softmax(*against(keys, 0)), asked)
+    # Two passes over the keys, however many queries ask: the sums of the softmax, then what is made of it.
+    trips = -(-candidates.max() // block)
+
+    def place(index: Array) -> tuple[Array, Array]:
+        # The last block begins earlier, with rows that were met before.
+        first = jnp.minimum(index * block, rows - block)
+        return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
+
+    def gather(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        highest, total = sums
+        first, part = place(index)
+        logits, seen = against(part, first)
+        fresh = seen & (first + jnp.arange(block, dtype=jnp.int32) >= index * block)
+        logits = jnp.where(fresh, logits, MASKED)
+        above = jnp.maximum(highest, logits.max(axis=-1))
+        more = jnp.where(fresh, jnp.exp(logits - above[..., None]), 0.0).sum(axis=-1)
+        return above, total * jnp.exp(highest - above) + more
+
+    def score(index: Array, scores: Array) -> Array:
+        first, part = place(index)
+        logits, seen = against(part, first)
+        shares = jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0) / jnp.maximum(total, 1e-30)[..., None]
+        return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked), first, axis=1)
+
+    shape = (batch, heads, group, window)
+    highest, total = lax.fori_loop(0, trips, gather, (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape)))
+    return lax.fori_loop(0, trips, score, jnp.zeros((batch, rows), jnp.float32))
 
 
 def _by_position(
     asked: Asking, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B S"]:
     """Scores where each head holds positions of its own: the largest among the heads that hold one, else 0."""
-    batch, heads, group, _, dim = asked.q.shape
+    batch, heads, group, window, dim = asked.q.shape
     inside = inside_segments(jnp.arange(pool.rows, dtype=jnp.int32), start, kept)
     column = jnp.where(pool.pos < 0, slots, pool.pos)[:, None]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    scaled = _scaled(asked.q)
+    # A few queries at a time: such pools are small.
+    most = max(1, _LOGITS // (batch * heads * group * pool.rows))
+    size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
-    def heard(q: Array, positions: Array) -> Array:
-        size = positions.shape[1]
-        queries = q.reshape(batch, -1, dim)
+    def heard(index: Array | int) -> Array:
+        of = lambda a, axis: lax.dynamic_slice_in_dim(a, index * size, size, axis)  # noqa: E731
+        queries, positions = of(scaled, 3).reshape(batch, -1, dim), of(asked.positions, 1)
         logits = lax.dot_general(queries, pool.k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         logits = logits.reshape(batch, heads, group, size, -1)
         seen = inside[:, :, None, None] & (pool.pos[:, None, None, None] <= positions[:, None, None, :, None])
         by_row = _softmax(logits, seen).max(axis=(1, 2))
         query = jnp.arange(size, dtype=jnp.int32)[:, None]
-        return jnp.zeros((batch, size, slots), jnp.float32).at[sequence, query, column].max(by_row, mode="drop")
+        by_position = jnp.zeros((batch, size, slots), jnp.float32)
+        by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
+        return (by_position * of(asked.weights, 1)[..., None]).sum(axis=1)
 
-    return _weighted(asked, heard, heads * group * pool.rows)
+    first = heard(0)
+    return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + heard(i), first)
+
+
+def _scaled(q: Float[Array, "B K G w D"]) -> Float[Array, "B K G w D"]:
+    return (q.astype(jnp.float32) * (1.0 / math.sqrt(q.shape[-1]))).astype(q.dtype)
+
+
+def _loudest(shares: Float[Array, "B K G w n"], asked: Asking) -> Float[Array, "B n"]:
+    """The most that any head pays to each column, summed over the queries by their weights."""
+    return (shares.max(axis=(1, 2)) * asked.weights[..., None]).sum(axis=1)
 
 
 def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:
@@ -174,22 +218,6 @@ def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[
     highest = logits.max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(logits - highest), 0.0)
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-
-
-def _weighted(asked: Asking, heard: Callable[[Array, Array], Array], logits: int) -> Float[Array, "B n"]:
-    """The weighted sum over queries of what each pays to every column, a few queries at a time."""
-    batch, _, _, window, dim = asked.q.shape
-    scaled = (asked.q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(asked.q.dtype)
-    most = max(1, _LOGITS // (batch * logits))
-    size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
-
-    def part(index: Array | int) -> Array:
-        of = lambda a, axis: lax.dynamic_slice_in_dim(a, index * size, size, axis)  # noqa: E731
-        mine = heard(of(scaled, 3), of(asked.positions, 1))
-        return (mine * of(asked.weights, 1)[..., None]).sum(axis=1)
-
-    first = part(0)
-    return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + part(i), first)
 
 
 def rows_of(

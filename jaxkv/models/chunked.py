@@ -10,15 +10,64 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
 from jaxkv.bank import Bank, at_home, put_away
-from jaxkv.cache import KVCache, State, Turn
+from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import empty_pool
 from jaxkv.models.decode import extend
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.moving import Live, Program, reading_state
+from jaxkv.models.prefill import compiled_shapes
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies import OmniKV
 from jaxkv.policies.reading import Reading
+
+
+def _program(
+    flat: Flat, config: ModelConfig, policy: OmniKV, needed: Plan, implementation: Implementation
+) -> tuple[Program, int]:
+    """What runs a chunk, and its tokens."""
+    chunk = min(policy.prefill_chunk, needed.slots)
+    assert policy.prefill_ratio is not None
+    width = min(needed.slots, max(1, int(policy.prefill_ratio * chunk)))
+    reading = policy.reading(config.layers, needed.slots)
+    program = Program(
+        graphs=flat.graphs,
+        config=config,
+        form=needed.form,
+        rolling=False,
+        reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
+        implementation=implementation,
+    )
+    return program, chunk
+
+
+def compile_ahead(
+    flat: Flat,
+    config: ModelConfig,
+    batch: int,
+    policy: OmniKV,
+    needed: Plan,
+    *,
+    implementation: Implementation = Implementation.XLA,
+) -> None:
+    """Compiles what `prefill` will call, by running it over a chunk of no tokens; once per process and shape.
+
+    Args:
+        flat: the decoder's parameters.
+        config: its shape.
+        batch: B.
+        policy: with a `prefill_ratio`.
+        needed: the plan.
+        implementation: what computes attention.
+    """
+    program, chunk = _program(flat, config, policy, needed, implementation)
+    signature = (program, flat.ends[0].dtype, batch, chunk, needed.slots, needed.room)
+    if signature in compiled_shapes:
+        return
+    live = _empty(flat, config, np.ones(batch, np.int32), policy, needed)
+    nothing = jnp.zeros((batch, chunk), jnp.int32)
+    jax.block_until_ready(extend(flat, live, nothing, nothing[:, 0], program=program))
+    compiled_shapes.add(signature)
 
 
 def prefill(
@@ -52,20 +101,8 @@ def prefill(
     References:
         OmniKV, appendix D.10: each chunk chooses `prefill_ratio` tokens for each of its own, all queries alike.
     """
-    reading = policy.reading(config.layers, needed.slots)
-    chunk = min(policy.prefill_chunk, needed.slots)
-    assert policy.prefill_ratio is not None
-    width = min(needed.slots, max(1, int(policy.prefill_ratio * chunk)))
-    program = Program(
-        graphs=flat.graphs,
-        config=config,
-        form=needed.form,
-        rolling=False,
-        reading=dataclasses.replace(reading, width=width, offloaded=()),
-        chunked=True,
-        implementation=implementation,
-    )
-    live = _empty(flat, config, len(lengths), needed, reading)
+    program, chunk = _program(flat, config, policy, needed, implementation)
+    live = _empty(flat, config, lengths, policy, needed)
     longest = int(np.max(lengths))
     logits = jnp.zeros((len(lengths), config.vocab), jnp.float32)
     for first in range(0, longest, chunk):
@@ -76,37 +113,20 @@ def prefill(
         new, live = extend(flat, live, jnp.asarray(part), jnp.asarray(count), program=program)
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
         tick(config.layers * chunk / longest)
-    live, bank = banked(live, reading, config, needed)
-    assert live.state is not None
-    state = dataclasses.replace(
-        live.state,
-        prompt=jnp.copy(live.seen),
-        budget=jnp.asarray(policy.tokens(np.asarray(lengths), config.layers), jnp.int32),
-    )
-    cache = KVCache(
-        pools=live.pools,
-        start=live.start,
-        length=live.length,
-        limit=jnp.copy(live.length),
-        seen=live.seen,
-        state=state,
-        bank=bank,
-        form=needed.form,
-        policy=policy,
-        config=config,
-        model=model,
-        turn=Turn.START,
-    )
-    return cache, logits
+    live = dataclasses.replace(live, limit=jnp.copy(live.length))
+    live, bank = banked(live, policy.reading(config.layers, needed.slots), config, needed, release=True)
+    return dataclasses.replace(live.begun(policy, config, needed, model), bank=bank), logits
 
 
-def _empty(flat: Flat, config: ModelConfig, batch: int, needed: Plan, reading: Reading) -> Live:
+def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: OmniKV, needed: Plan) -> Live:
     """A cache of no tokens, with room for the prompts in every layer."""
-    dtype, heads, dim = flat.ends[0].dtype, config.kv_heads, config.head_dim
+    reading = policy.reading(config.layers, needed.slots)
+    dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
     rows = tuple(heads * (needed.slots + room) for room in needed.room)
     start = jnp.stack([jnp.arange(heads, dtype=jnp.int32) * (each // heads) for each in rows])
     start = jnp.broadcast_to(start[:, None], (config.layers, batch, heads))
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
+    rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing = jnp.zeros_like(start)
     return Live(
         pools=tuple(empty_pool(batch, each, dim, dtype, scored=False) for each in rows),
@@ -114,31 +134,45 @@ def _empty(flat: Flat, config: ModelConfig, batch: int, needed: Plan, reading: R
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=State(
-            prompt=jnp.zeros((batch,), jnp.int32),
-            budget=jnp.zeros((batch,), jnp.int32),
-            recent=jnp.zeros((config.layers, batch), jnp.int32),
-            rings=tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else (),
-        ),
+        state=reading_state(policy, lengths, config.layers, rings),
     )
 
 
-def banked(live: Live, reading: Reading, config: ModelConfig, needed: Plan) -> tuple[Live, Bank | None]:
-    """Moves rows to host memory, layer by layer, where they are to wait there."""
+def banked(
+    live: Live, reading: Reading, config: ModelConfig, needed: Plan, *, release: bool = False
+) -> tuple[Live, Bank | None]:
+    """Moves rows to host memory, layer by layer, where they are to wait there.
+
+    Args:
+        live: prompts of which every layer's rows are on the device.
+        reading: which layers' rows wait.
+        config: the model's shape.
+        needed: the prompts' plan.
+        release: give up the pools of those layers one by one.
+
+    Returns:
+        The moving part with small pools for them, and the bank, None if no rows wait.
+    """
     if not reading.offloaded:
         return live, None
     heads, batch = config.kv_heads, live.seen.shape[0]
     pools, rows = list(live.pools), []
-    start, length = np.array(live.start), np.array(live.length)
+    start, length, limit = np.array(live.start), np.array(live.length), np.array(live.limit)
     for layer in reading.offloaded:
         pool = pools[layer]
         apart = lambda a: a.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]  # noqa: E731
         rows.append(put_away(apart(pool.k), apart(pool.v)))
         small = heads * (1 + needed.room[layer])
         pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False)
-        start[layer], length[layer] = np.arange(heads) * (small // heads), 0
+        start[layer], length[layer], limit[layer] = np.arange(heads) * (small // heads), 0, 0
         jax.block_until_ready(rows[-1])
-        for leaf in jax.tree.leaves(pool):
+        for leaf in jax.tree.leaves(pool) if release else ():
             leaf.delete()
-    moved = dataclasses.replace(live, pools=tuple(pools), start=jnp.asarray(start), length=jnp.asarray(length))
+    moved = dataclasses.replace(
+        live,
+        pools=tuple(pools),
+        start=jnp.asarray(start),
+        length=jnp.asarray(length),
+        limit=jnp.asarray(limit),
+    )
     return at_home(moved), Bank(rows=tuple(rows), layers=reading.offloaded)

@@ -17,7 +17,7 @@ from jaxkv.models.decode import remembered, step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.limits import bare, prepared
 from jaxkv.models.moving import Live, Program
-from jaxkv.models.sparse import candidates_of, chosen_at, over_chosen, over_rest
+from jaxkv.models.sparse import chosen_at, over_chosen, over_rest
 from jaxkv.models.tokens import Token, pool_attention, project, rolled
 from jaxkv.rope import rotate
 from jaxkv.sampling import Sampling
@@ -311,9 +311,8 @@ def _over_tail(
         tail_keys = rotate(tail.k, tail_places[:, None], program.config.rope)
     if program.sparse(layer, 1):
         assert chosen is not None
-        known, _ = candidates_of(live, program, 1)
-        rest = over_rest(new.q, pool, live, layer, length, known, program)
-        out, lse = attention.joined(*rest, *over_chosen(new.q, pool, live, layer, chosen, None, program))
+        rest = over_rest(new.q, pool, live, layer, length, program)
+        out, lse = attention.merge_with_lse(*rest, *over_chosen(new.q, pool, live, layer, chosen, None, program))
     else:
         out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731

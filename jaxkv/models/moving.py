@@ -4,15 +4,17 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import KERNELS, Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool, State
+from jaxkv.cache import KVCache, Pool, State, Turn
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
-from jaxkv.plan import bucket, widest
+from jaxkv.plan import Plan, bucket, widest
+from jaxkv.policies.base import Policy
 from jaxkv.policies.protocol import Upkeep
 from jaxkv.policies.reading import WHOLE, Reading
 
@@ -62,6 +64,54 @@ class Live:
             cache, pools=self.pools, start=self.start, length=self.length, seen=self.seen, state=self.state
         )
 
+    def begun(self, policy: Policy, config: ModelConfig, needed: Plan, model: str) -> KVCache:
+        """The cache that a prefill ends with.
+
+        Args:
+            policy: who compressed it.
+            config: the model's shape.
+            needed: the prefill's plan.
+            model: the weights' fingerprint.
+
+        Returns:
+            A cache with this as its moving part, and nothing in host memory.
+        """
+        return KVCache(
+            pools=self.pools,
+            start=self.start,
+            length=self.length,
+            limit=self.limit,
+            seen=self.seen,
+            state=self.state,
+            form=needed.form,
+            policy=policy,
+            config=config,
+            model=model,
+            turn=Turn.START,
+        )
+
+
+def reading_state(
+    policy: Policy, lengths: Int[np.ndarray, " B"], layers: int, rings: tuple[Float[Array, "B K G R D"], ...] = ()
+) -> State:
+    """What a policy remembers that drops nothing and reads little.
+
+    Args:
+        policy: says how many tokens are read.
+        lengths: tokens of each prompt.
+        layers: L.
+        rings: the filters' last queries.
+
+    Returns:
+        The state behind the prompts.
+    """
+    return State(
+        prompt=jnp.asarray(lengths, jnp.int32),
+        budget=jnp.asarray(policy.tokens(np.asarray(lengths), layers), jnp.int32),
+        recent=jnp.zeros((layers, len(lengths)), jnp.int32),
+        rings=rings,
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -76,7 +126,6 @@ class Program:
             16-bit pool in place, so there one write for many tokens beats one per token.
         upkeep: what the policy does after each token; None if it only appends.
         reading: which layers read what; None if all read everything.
-        chunked: layers that read what was chosen do so for several new tokens as well as for one.
         widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
         implementation: what computes attention over the pool.
     """
@@ -88,7 +137,6 @@ class Program:
     tail: bool = False
     upkeep: Upkeep | None = None
     reading: Reading | None = None
-    chunked: bool = False
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
 
@@ -104,12 +152,12 @@ class Program:
 
     def chooses(self, layer: int, tokens: int) -> bool:
         """Whether a layer chooses what those above it read when so many tokens come at once."""
-        return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.chunked)
+        return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
         """Whether a layer reads only what was chosen when so many tokens come at once."""
-        reads = self.reading is not None and self.reading.sources[layer] != WHOLE
-        return reads and (tokens == 1 or self.chunked)
+        reading = self.reading
+        return reading is not None and reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
     def ring_of(self, layer: int) -> int | None:
         """Which of the cache's rings is this layer's, if any."""

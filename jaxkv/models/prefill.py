@@ -16,11 +16,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, at_home, put_away
-from jaxkv.cache import KVCache, State, Turn, lay_out
+from jaxkv.cache import KVCache, State, lay_out
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
+from jaxkv.models.moving import Live, reading_state
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.base import Policy
 from jaxkv.policies.protocol import Needs, Observed
@@ -82,7 +83,8 @@ def read_layers(
         yield out.q, out.k, out.q_positions
 
 
-_compiled: set[tuple] = set()
+# What has been compiled ahead.
+compiled_shapes: set[tuple] = set()
 
 
 def compile_ahead(
@@ -108,7 +110,7 @@ def compile_ahead(
     scored = policy.upkeep is not None and policy.upkeep.scored
     parts = (policy.scorer, policy.layers, policy.heads, policy.needs, policy.merge, scored)
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
-    if signature in _compiled:
+    if signature in compiled_shapes:
         return
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
@@ -129,12 +131,12 @@ def compile_ahead(
         for rows in set(pool_rows):
             pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
-    _compiled.add(signature)
+    compiled_shapes.add(signature)
 
 
 def forget_compiled() -> None:
     """Makes `compile_ahead` compile again; call it after `jax.clear_caches`."""
-    _compiled.clear()
+    compiled_shapes.clear()
 
 
 def _observed(
@@ -323,25 +325,9 @@ def prefill(
             rings=tuple(rings),
         )
     elif reading is not None:
-        state = State(
-            prompt=length,
-            budget=jnp.asarray(policy.tokens(np.asarray(lengths), layers), jnp.int32),
-            recent=jnp.zeros((layers, batch), jnp.int32),
-            rings=tuple(rings),
-        )
-    cache = KVCache(
-        pools=tuple(pools),
-        start=start,
-        length=kept,
-        limit=limit,
-        seen=jnp.copy(length),
-        state=state,
-        form=needed.form,
-        policy=policy,
-        config=config,
-        model=model,
-        turn=Turn.START,
-    )
+        state = reading_state(policy, lengths, layers, tuple(rings))
+    live = Live(pools=tuple(pools), start=start, length=kept, limit=limit, seen=jnp.copy(length), state=state)
+    cache = live.begun(policy, config, needed, model)
     if reading is not None and reading.offloaded:
         bank = Bank(rows=tuple(banked), layers=reading.offloaded)
         cache = dataclasses.replace(at_home(cache), bank=bank)

@@ -108,7 +108,6 @@ def over_rest(
     live: Live,
     layer: int,
     length: Int[Array, "B K"],
-    known: Int[Array, " B"],
     program: Program,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention of new tokens to rows of the pool that need not be chosen.
@@ -119,7 +118,6 @@ def over_rest(
         live: the cache's moving part before them.
         layer: whose attention it is.
         length: rows of each segment, those included that the tokens have added.
-        known: tokens that can be chosen.
         program: what is static.
 
     Returns:
@@ -127,12 +125,8 @@ def over_rest(
     """
     reading = program.reading
     assert reading is not None
-    if layer in reading.offloaded:
-        first = jnp.zeros_like(length)
-    elif reading.every_row:
-        first = jnp.broadcast_to(known[:, None], length.shape)
-    else:
-        first = live.limit[layer]
+    # The prompt's rows that lie here can be chosen, and all rows before the new one where they all have to be.
+    first = live.length[layer] if reading.include_generated else live.limit[layer]
     # Few rows at a place that data decides: a walk reads them and no others.
     attend = partial(attention.over_pool, form=Form.SHARED, implementation=program.implementation)
     return in_blocks(lambda part: attend(part, pool.k, pool.v, live.start[layer] + first, length - first), q)
@@ -165,17 +159,15 @@ def chosen_and_own(
     Returns:
         The output, and the pool.
     """
-    assert program.reading is not None
     tokens, length = positions.shape[1], live.length[layer]
     after = append(pool, new.stored, new.v, positions, live.start[layer] + length, count)
-    known, _ = candidates_of(live, program, tokens)
     if tokens == 1:
         out, lse = over_chosen(new.q, after, live, layer, chosen, loaded, program)
-        rest, rest_lse = over_rest(new.q, after, live, layer, length + count[:, None], known, program)
+        rest, rest_lse = over_rest(new.q, after, live, layer, length + count[:, None], program)
         return attention.merge(out, lse, rest, rest_lse), after
     out, lse = over_chosen(new.q, pool, live, layer, chosen, loaded, program)
-    if layer in program.reading.offloaded:
-        rest, rest_lse = over_rest(new.q, pool, live, layer, length, known, program)
-        out, lse = attention.joined(rest, rest_lse, out, lse)
+    if loaded is not None:
+        rest, rest_lse = over_rest(new.q, pool, live, layer, length, program)
+        out, lse = attention.merge_with_lse(rest, rest_lse, out, lse)
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (new.q, new.k, new.v))
     return attention.merge(out, lse, own, own_lse), after

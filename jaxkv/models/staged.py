@@ -84,7 +84,39 @@ def _logits(ends: Leaves, x: Float[Array, "B N E"], count: Int[Array, " B"], *, 
     return graphs.ends(ends).logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
-@partial(jax.jit, static_argnames=("program", "layers", "ask"), donate_argnames=("pools",))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """The filter that a stretch asks in the end.
+
+    Attributes:
+        leaves: its parameters.
+        pool: its pool.
+        ring: the queries that it remembers, if any.
+        layer: `i32[1]` which layer it is.
+    """
+
+    leaves: Leaves
+    pool: Pool
+    ring: Float[Array, "B K G R D"] | None
+    layer: Int[Array, " 1"]
+
+
+@lru_cache(maxsize=1024)
+def _numbers(layers: tuple[int, ...], device: jax.Device) -> Int[Array, " n"]:
+    """Layers as an array that lies on the device already."""
+    return jax.device_put(np.asarray(layers, np.int32), device)
+
+
+def _tables(live: Live, layers: Int[Array, " n"]) -> Live:
+    """The tables of a few layers."""
+    assert live.state is not None
+    state = dataclasses.replace(live.state, recent=live.state.recent[layers])
+    start, length, limit = (table[layers] for table in (live.start, live.length, live.limit))
+    return dataclasses.replace(live, state=state, start=start, length=length, limit=limit)
+
+
+@partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
 def run_stretch(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
@@ -94,13 +126,12 @@ def run_stretch(
     loaded: Float[Array, "B n T 2 K D"] | None,
     chosen: Chosen | None,
     count: Int[Array, " B"],
-    ahead: tuple | None,
+    layers: Int[Array, " n"],
+    ahead: Ahead | None,
     *,
     program: Program,
-    layers: tuple[int, ...],
-    ask: int | None,
 ) -> tuple:
-    """Runs a stretch of layers, and asks the filter that comes next.
+    """Runs a stretch of layers, and asks the filter that comes next. Stretches that are alike share a program.
 
     Args:
         blocks: the layers' parameters.
@@ -111,35 +142,32 @@ def run_stretch(
         loaded: chosen rows of these layers, if they are offloaded.
         chosen: which those are.
         count: how many of the N tokens are real.
-        ahead: the filter's parameters, pool and ring, if one is asked.
-        program: what is static.
         layers: which layers these are.
-        ask: the filter.
+        ahead: the filter, if one is asked.
+        program: what is static.
 
     Returns:
         Hidden states, pools, rings, and the filter's choice or None.
     """
     positions = rest.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-    after, remembering = [], []
-    for index, (leaves, pool, ring, layer) in enumerate(zip(blocks, pools, rings, layers, strict=True)):
+    after, remembering, mine = [], [], _tables(rest, layers)
+    for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
         block = program.graphs.block(leaves)
         new = project(block, program, x, positions)
         if loaded is not None:
             assert chosen is not None
             rows: Loaded = loaded[:, index]
-            out, pool = chosen_and_own(new, pool, rest, layer, chosen, rows, positions, count, program)
+            out, pool = chosen_and_own(new, pool, mine, index, chosen, rows, positions, count, program)
         else:
-            out, pool, _ = over_rows(program, new, pool, segments_of(rest, layer), count, positions)
+            out, pool, _ = over_rows(program, new, pool, segments_of(mine, index), count, positions)
         x = block.finish(x, out)
         after.append(pool)
         remembering.append(None if ring is None else remembered(ring, new.q, positions, count))
     choice = None
-    if ask is not None:
-        assert ahead is not None
-        leaves, pool, ring = ahead
-        q = program.graphs.block(leaves).queries(x, positions)
-        queries = None if ring is None else remembered(ring, q, positions, count)
-        choice = chosen_at(rest, ask, pool, q, queries, positions, count, program)
+    if ahead is not None:
+        q = program.graphs.block(ahead.leaves).queries(x, positions)
+        queries = None if ahead.ring is None else remembered(ahead.ring, q, positions, count)
+        choice = chosen_at(_tables(rest, ahead.layer), 0, ahead.pool, q, queries, positions, count, program)
     return x, tuple(after), tuple(remembering), choice
 
 
@@ -196,7 +224,12 @@ def step(
             # Only the choice is waited for: the filter's own stretch is under way.
             loaded = fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic)
         if part.ask is not None:
-            ahead = (flat.blocks[part.ask], pools[part.ask], rings[part.ask])
+            ahead = Ahead(
+                leaves=flat.blocks[part.ask],
+                pool=pools[part.ask],
+                ring=rings[part.ask],
+                layer=_numbers((part.ask,), device),
+            )
         x, moved, remembering, choice = run_stretch(
             tuple(flat.blocks[layer] for layer in part.layers),
             tuple(pools[layer] for layer in part.layers),
@@ -206,10 +239,9 @@ def step(
             loaded,
             chosen if part.loaded else None,
             count,
+            _numbers(part.layers, device),
             ahead,
             program=program,
-            layers=part.layers,
-            ask=part.ask,
         )
         for layer, pool, ring in zip(part.layers, moved, remembering, strict=True):
             pools[layer], rings[layer] = pool, ring
@@ -264,12 +296,13 @@ def decode(
         logits, live = step(flat, live, bank, nothing[:, None], nothing, program=program, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, live=live), draw, out, 0
-    ran = 0
-    while ran < steps and not bool(draw.done.all()):
+    ran, ended = 0, np.asarray(draw.done)
+    while ran < steps and not ended.all():
         token, done, count = _draw(draw, live.seen, eos, sampling=sampling)
-        out[:, ran] = np.asarray(token)
         logits, live = step(flat, live, bank, jnp.maximum(token, 0)[:, None], count, program=program, traffic=traffic)
         draw = Draw(logits=logits, done=done, key=draw.key)
+        # Only now, with the step under way.
+        out[:, ran], ended = np.asarray(token), np.asarray(done)
         ran += 1
     return dataclasses.replace(running, live=live), draw, out, ran
 

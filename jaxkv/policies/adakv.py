@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.base import Policy
-from jaxkv.policies.full import FullKV
 from jaxkv.policies.select import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.wrapped import Wrapped
@@ -42,7 +41,7 @@ class AdaKV(Wrapped):
         return SnapKV() if self.budget is None else SnapKV(budget=self.budget)
 
     def _check(self, base: Policy) -> None:
-        require(not isinstance(base, (AdaKV, FullKV)), "base", base, "give a policy that drops rows, SnapKV() say")
+        require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
         inner = base.heads.budgets if isinstance(base.heads, TwoStageHeads) else base.heads
         require(isinstance(inner, UniformHeads), "base", base, "its heads have budgets of their own already")
         require(not base.rolling, "base", base, "rolling positions need the same rows in every head")

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.base import Policy
-from jaxkv.policies.full import FullKV
 from jaxkv.policies.select import HeadBudgets, TwoStageHeads
 from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.wrapped import Wrapped
@@ -35,7 +34,6 @@ class CriticalKV(Wrapped):
         return SnapKV() if self.budget is None else SnapKV(budget=self.budget)
 
     def _check(self, base: Policy) -> None:
-        require(not isinstance(base, FullKV), "base", base, "give a policy that drops rows, SnapKV() say")
         require(not base.heads.needs_norms, "base", base, "it looks at values already")
         require(not base.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
 

@@ -25,9 +25,10 @@ class OmniKV(Policy):
     Attributes:
         filter_layers: layers that choose; None takes those found for the model, which its manifest names.
         budget: int: tokens of the prompt that the other layers read. float in (0, 1]: that share of each sequence's
-            own prompt. By default 1024. Tokens after the prompt are read besides.
+            own prompt. By default 1024. Tokens after the prompt are read besides. At least the window, if it counts: a
+            smaller number is refused, a smaller share of a short prompt becomes the window.
         mem: the paper's Mem% in place of a budget: the share of the cache that layers which read everything hold, and
-            the others' tokens.
+            the others' tokens, at least the window as above.
         selector: `Selector`, or its value: which queries choose.
         window: newest tokens whose queries choose, if not only the last one's does.
         adjacent: layers behind a filter that read everything, while chosen rows are on their way.
@@ -71,11 +72,11 @@ class OmniKV(Policy):
                 ascending, "filter_layers", self.filter_layers, "give one or more layers, ascending, such as (2, 8, 18)"
             )
             object.__setattr__(self, "filter_layers", layers)
-        self._check_budget()
         for name, least in (("window", 1), ("adjacent", 0), ("prefill_chunk", 16)):
             value = getattr(self, name)
             number = isinstance(value, int) and not isinstance(value, bool) and value >= least
             require(number, name, value, f"give a number, at least {least}")
+        self._check_budget()
         chunk = self.prefill_chunk
         blocks = chunk <= 256 or chunk % 256 == 0
         require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of it")
@@ -107,6 +108,8 @@ class OmniKV(Policy):
             require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of tokens give an int")
         else:
             require(budget >= 1, "budget", budget, "read at least 1 token, or give a ratio in (0, 1]")
+            least = 1 if self.selector is Selector.LAST else self.window
+            require(budget >= least, "budget", budget, f"below the window, whose {least} tokens are always read")
 
     def _check_base(self) -> None:
         base = self.base

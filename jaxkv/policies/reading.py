@@ -45,6 +45,7 @@ class Reading:
         ahead: whole layers of those that are on their way beside the one in use.
         slots: the prompts' bucket.
         width: tokens chosen at most, a shape.
+        several: choices are made for several new tokens together as well as for one; otherwise several read everything.
     """
 
     filters: tuple[int, ...]
@@ -57,6 +58,7 @@ class Reading:
     ahead: int
     slots: int
     width: int
+    several: bool = False
 
     @property
     def loaded(self) -> int:

@@ -24,7 +24,9 @@ class Wrapped(Policy):
     def __post_init__(self) -> None:
         if self.base is None:
             object.__setattr__(self, "base", self._default())
-        self._check(self._base)
+        base, remedy = self._base, "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
+        require(base.scorer is not None and type(base).reading is Policy.reading, "base", base, remedy)
+        self._check(base)
         defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
         for name, default in defaults.items():
             mine, its = getattr(self, name), getattr(self._base, name)
