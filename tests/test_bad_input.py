@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +233,25 @@ def test_no_memory_for_the_plan(model, cache, monkeypatch):
         jaxkv.generate(model, ids(40), policy=POLICY, max_new_tokens=NEW)
     monkeypatch.undo()
     assert int(jaxkv.prefill(model, ids(40), policy=POLICY).seen[0]) == 40
+
+
+def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
+    planning = sys.modules["jaxkv.plan"]
+    needed = jaxkv.plan(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
+    total = needed.peak_bytes + needed.host_bytes
+    # On a CPU both kinds of memory are one.
+    monkeypatch.setattr(planning, "_machine_bytes", lambda: total - 1)
+    with refused(f"the plan needs {total:,} bytes", kind=MemoryError):
+        planning.check_memory(needed)
+    monkeypatch.setattr(planning, "_machine_bytes", lambda: total)
+    planning.check_memory(needed)
+    gpu = mock.Mock(spec=jax.Device, platform="gpu")
+    gpu.memory_stats.return_value = {"bytes_limit": needed.peak_bytes, "bytes_in_use": 0}
+    monkeypatch.setattr(planning, "_machine_bytes", lambda: needed.host_bytes)
+    planning.check_memory(needed, gpu)
+    monkeypatch.setattr(planning, "_machine_bytes", lambda: needed.host_bytes - 1)
+    with refused(f"keeps {needed.host_bytes:,} bytes in host memory, where .*: offload fewer layers", kind=MemoryError):
+        planning.check_memory(needed, gpu)
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------

@@ -110,6 +110,12 @@ def test_adaptive_heads_weigh_what_uniform_ones_do():
     assert plans[0].cache_bytes == plans[1].cache_bytes and plans[0].slack_bytes == plans[1].slack_bytes == 0
 
 
+def test_plans_are_for_models_that_can_honour_the_policy():
+    for policy in (jaxkv.OmniKV(filter_layers=(2, 40)), jaxkv.OmniKV(), jaxkv.BrutalOffload(resident_layers=40)):
+        with pytest.raises(ValueError, match="filter_layers|resident_layers=40"):
+            jaxkv.plan(WIDE, policy, [100])
+
+
 def test_ratios_are_of_each_prompt():
     policy = jaxkv.SnapKV(budget=0.1, window=8)
     plan = jaxkv.plan(WIDE, policy, [600, 100, 1000])
