@@ -1,7 +1,8 @@
-"""Times jaxkv alone: decoding's formulations by number of kv heads, then prefill and decoding of the real model.
+"""Times jaxkv alone: formulations of attention to a pool by number of kv heads, then prefill and decoding of the model.
 
-    python benchmarks/cpu.py                 both parts
-    python benchmarks/cpu.py --part forms    the decode step's attention for K = 3, 8, 32 at equal bytes
+    python benchmarks/cpu.py                    all parts
+    python benchmarks/cpu.py --part forms       the decode step's attention for K = 3, 8, 32 at equal bytes
+    python benchmarks/cpu.py --part questions   that of 16 to 256 new tokens
 
 Every figure is the median of several runs, with the range: compare figures of one run only.
 """
@@ -9,6 +10,7 @@ Every figure is the median of several runs, with the range: compare figures of o
 import argparse
 import statistics
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,28 @@ def forms(repeats):
                 print(f"{dtype:9} {batch:5} {heads:3} {group:2}{figures}", flush=True)
 
 
+def questions(repeats):
+    """Attention of a block of new tokens to one layer's pool, half full, by formulation."""
+    formulations = {
+        "equal": lambda q, k, v, start, length: xla._equal(q, k, v, length),
+        "masked": xla.masked_product,
+        "walk": xla.walk,
+    }
+    print(f"\nattention of new tokens to {ROWS} pool rows, half full, ms: median (least to most)")
+    print(f"{'dtype':9} {'tokens':>6} {'K':>3} {'G':>2}" + "".join(f"{name:>26}" for name in formulations))
+    for dtype in ("float32", "bfloat16"):
+        for heads, group in HEADS:
+            start, length = segments(heads, 1, False)
+            length = length // 2
+            k, v = (jax.random.normal(jax.random.key(each), (1, ROWS, HEAD_DIM)).astype(dtype) for each in (0, 1))
+            for tokens in (16, 64, 256):
+                q = jax.random.normal(jax.random.key(2), (1, heads, group * tokens, HEAD_DIM)).astype(dtype)
+                calls = [partial(jax.jit(attend), q, k, v, start, length) for attend in formulations.values()]
+                cells = [timed(call, repeats) for call in calls]
+                figures = "".join(f"{m:12.2f} ({low:5.1f} to{high:5.1f})" for m, low, high in cells)
+                print(f"{dtype:9} {tokens:6} {heads:3} {group:2}{figures}", flush=True)
+
+
 def model(repeats, lengths):
     """Prefill and decoding of the real model, through the public functions."""
     print("\nprefill s and decode ms per step: median of runs")
@@ -106,14 +130,16 @@ def model(repeats, lengths):
 def main():
     """Runs the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("forms", "model", "all"), default="all")
+    parser.add_argument("--part", choices=("forms", "questions", "model", "all"), default="all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
     args = parser.parse_args()
     enable_compilation_cache()
-    if args.part != "model":
+    if args.part in ("forms", "all"):
         forms(args.repeats)
-    if args.part != "forms":
+    if args.part in ("questions", "all"):
+        questions(args.repeats)
+    if args.part in ("model", "all"):
         model(max(1, args.repeats // 2), args.tokens)
 
 
