@@ -22,8 +22,9 @@ _WINDOW_BYTES = 2 << 20
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
 # Queries per kv head from which every segment is walked, whatever the form: the logits of many queries and all rows lie
-# in no core's cache. 256 tokens of a group of 3 over 6144 of 8192 rows take a quarter of the time.
-_MANY_QUERIES = 192
+# in no core's cache. Over a pool half full 16 to 256 tokens take a half to a tenth of EQUAL's time, and a twentieth or
+# less of RAGGED's (benchmarks/cpu.py, K = 3 and 8).
+_MANY_QUERIES = 48
 
 
 class Form(enum.Enum):
