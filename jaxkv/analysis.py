@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
+from jaxkv._settings import settled
 from jaxkv.attention import window_mass
 from jaxkv.load import LanguageModel
 from jaxkv.models.decoder import Flat
@@ -102,6 +103,7 @@ def drawing() -> Any:
     return pyplot
 
 
+@settled
 def similarity(
     params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
 ) -> Similarity:

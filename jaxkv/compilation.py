@@ -1,9 +1,12 @@
-"""A compilation cache on disk, so that a second process does not compile what a first one did."""
+"""Compilation: a cache on disk, so that a second process does not compile what a first one did, and what it takes."""
 
 import hashlib
 import os
 import platform
+import threading
+import time
 from pathlib import Path
+from types import TracebackType
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -41,3 +44,84 @@ def _processor() -> str:
     except OSError:
         pass  # not Linux: the architecture and the name must do
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+# What JAX says of its own work, whoever asks for it; tracing and lowering may lie within one another.
+_BACKEND = "/jax/core/compile/backend_compile_duration"
+_EVENTS = (_BACKEND, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
+
+
+class Clock:
+    """A stop watch that knows how much of its time went into compiling, as JAX reports it.
+
+    It runs while it is entered, as often as one likes; what other threads compile is not its business.
+
+    Attributes:
+        seconds: it has run for, compilation included.
+        compile_seconds: of these: tracing, lowering and compiling, or reading programs from a cache on disk.
+        programs: compiled or read.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.compile_seconds = 0.0
+        self.programs = 0
+        self._begun = 0.0
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def running_seconds(self) -> float:
+        """Seconds without those of compilation."""
+        return max(0.0, self.seconds - self.compile_seconds)
+
+    def __enter__(self) -> "Clock":
+        """Goes on."""
+        self._begun = time.perf_counter()
+        _clocks().append(self)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stops."""
+        _clocks().remove(self)
+        self.seconds += time.perf_counter() - self._begun
+        self.compile_seconds += sum(end - begin for begin, end in self._spans)
+        self._spans = []
+
+    def heard(self, event: str, duration: float) -> None:
+        """Takes an event that ends now.
+
+        Args:
+            event: its name.
+            duration: in seconds.
+        """
+        end = time.perf_counter()
+        begin = end - duration
+        self.programs += event == _BACKEND
+        # What an outer event contains has been told before.
+        while self._spans and self._spans[-1][0] >= begin:
+            self._spans.pop()
+        inside = self._spans[-1][1] if self._spans else self._begun
+        self._spans.append((max(begin, inside), end))
+
+
+class _Running(threading.local):
+    """Clocks that run, thread by thread: JAX reports in the thread that compiles."""
+
+    def __init__(self) -> None:
+        self.clocks: list[Clock] = []
+
+
+_RUNNING = _Running()
+
+
+def _clocks() -> list[Clock]:
+    return _RUNNING.clocks
+
+
+def _tell(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event in _EVENTS:
+        for clock in _clocks():
+            clock.heard(event, duration_secs)
+
+
+jax.monitoring.register_event_duration_secs_listener(_tell)

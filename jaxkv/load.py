@@ -13,6 +13,7 @@ from flax import nnx
 
 from checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv._errors import require
+from jaxkv._settings import settled
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.text import Text
@@ -83,6 +84,7 @@ class LanguageModel(nnx.Module):
         return self.decoder.nbytes
 
 
+@settled
 def load(name_or_path: str | os.PathLike[str], dtype: Any = None, *, progress: bool = True) -> LanguageModel:
     """Loads a model.
 

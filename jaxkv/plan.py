@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._errors import require
+from jaxkv._settings import settled
 from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
 from jaxkv.policies.base import Policy
@@ -91,6 +92,7 @@ class Plan:
         return tuple(heads * (rows + room) for rows, room in zip(self.capacity, self.room, strict=True))
 
 
+@settled
 def plan(
     config: ModelConfig,
     policy: Policy,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxkv._settings import own_settings
 from jaxkv.cache import KVCache
 from jaxkv.text import Text
 
@@ -20,7 +21,8 @@ class Stats:
         new_tokens: tokens drawn, over all sequences.
         prefill_seconds: from ids to the first logits, compression included.
         decode_seconds: the rest.
-        compile_seconds: tracing and compiling, 0 where shapes were met before.
+        compile_seconds: tracing and compiling, wherever it happened; 0 where shapes were met before.
+        compiled_programs: programs compiled meanwhile, or read from a cache on disk.
         full_bytes: what the sequences' prompts weigh in a full, unpadded cache.
         cache_bytes: what the cache weighs after prefill, room for new rows left out.
         allocated_bytes: what it weighs in the end, room included.
@@ -41,6 +43,7 @@ class Stats:
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
+    compiled_programs: int
     full_bytes: int
     cache_bytes: int
     allocated_bytes: int
@@ -103,7 +106,8 @@ class Stream(Iterator[Any]):
     def __next__(self) -> Any:
         """The next piece of text."""
         try:
-            piece = next(self._pieces)
+            with own_settings():
+                piece = next(self._pieces)
         except StopIteration as end:
             self.result = end.value if end.value is not None else self.result
             raise StopIteration from None

@@ -1,10 +1,13 @@
 """Rotary position embeddings: default, linear, llama3 and yarn, in float32."""
 
+import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.config import LinearRope, Llama3Rope, Rope, YarnRope
@@ -60,20 +63,61 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
     return plain / rope.factor * interpolated + plain * (1 - interpolated), factor
 
 
-def rotate(x: Float[Array, "*heads n D"], positions: Int[Array, "*#heads n"], rope: Rope) -> Float[Array, "*heads n D"]:
+@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Angles:
+    """What rotations by some positions take: cosine and sine of every pair of channels, times the attention factor.
+
+    Made once for a prompt, a chunk or a step, and read by every layer and head: sines cost more than what they turn.
+
+    Attributes:
+        cos: `f32[B, N, D/2]`, or `[1, N, D/2]` where all sequences stand at the same positions.
+        sin: likewise.
+    """
+
+    cos: Float[Array, "B N half"]
+    sin: Float[Array, "B N half"]
+
+    def block(self, first: Int[Array, ""], size: int) -> "Angles":
+        """Those of `size` neighbouring rows from `first` on."""
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
+
+    def at(self, rows: Int[Array, "B N"]) -> "Angles":
+        """Those of some rows of a table that all sequences share, a row for each position."""
+        return jax.tree.map(lambda a: a[0, rows], self)
+
+
+def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
+    """Angles of some positions, made once for all who turn by them.
+
+    Args:
+        positions: absolute positions; `[1, N]` where all sequences stand at the same ones.
+        rope: the embedding.
+        head_dim: D.
+
+    Returns:
+        Cosines and sines, float32.
+    """
+    frequencies, factor = inverse_frequencies(rope, head_dim)
+    turned = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    made = Angles(cos=jnp.cos(turned) * jnp.float32(factor), sin=jnp.sin(turned) * jnp.float32(factor))
+    # Without the barrier XLA fuses them into every rotation that reads them, and so makes them anew for every head.
+    return lax.optimization_barrier(made)
+
+
+def rotate(x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None) -> Float[Array, "B *heads N D"]:
     """Turns each pair of channels (i, i + D/2) by its position's angle.
 
     Args:
         x: queries or keys, any float dtype.
-        positions: absolute positions of the rows, broadcast over leading axes.
-        rope: the embedding.
+        by: the angles of the N positions, the same for all heads.
+        dtype: of the result; x's own by default.
 
     Returns:
-        Rotated rows in x's dtype; the arithmetic is float32.
+        Rotated rows; the arithmetic is float32.
     """
-    frequencies, factor = inverse_frequencies(rope, x.shape[-1])
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    cos, sin = jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
+    heads = tuple(range(1, x.ndim - 2))
+    cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jax.lax.convert_element_type(turned, x.dtype)
+    return lax.convert_element_type(turned, x.dtype if dtype is None else dtype)

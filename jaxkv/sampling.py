@@ -1,25 +1,110 @@
-"""How the next token is drawn from logits: frozen dataclasses, one call each."""
+"""How the next token is drawn from logits: frozen dataclasses, one call each.
+
+Their numbers are arguments of the compiled loop, not part of it: ten temperatures are one program.
+"""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+import math
+import operator
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv._errors import require
+from jaxkv.policies.select import kth_largest, sortable
 
 
 @runtime_checkable
 class Sampling(Protocol):
-    """Draws one token per sequence."""
+    """Draws one token per sequence. Anything hashable that can be called so will do; it is compiled into the loop."""
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from float32 logits with one key per sequence."""
 
 
+class Sampler:
+    """What jaxkv's own samplers share: dataclasses whose fields that are numbers are leaves, the others static.
+
+    Subclasses are registered as pytrees by themselves.
+    """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        jax.tree_util.register_pytree_node(cls, _apart, lambda static, numbers: _joined(cls, static, numbers))
+
+
+def _apart(sampler: Any) -> tuple[tuple[np.generic, ...], tuple[tuple[str, Any], ...]]:
+    numbers, static = [], []
+    for field in dataclasses.fields(sampler):
+        value = getattr(sampler, field.name)
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number, jax.Array)):
+            static.append((field.name, value))
+            continue
+        static.append((field.name, _Number))
+        numbers.append(_narrow(value))
+    return tuple(numbers), tuple(static)
+
+
+class _Number:
+    """Stands for a number among what is static."""
+
+
+def _narrow(value: Any) -> Any:
+    """A number in 32 bits, whatever the process is set to, and no larger than fits; arrays as they are."""
+    if isinstance(value, int):
+        return np.int32(min(value, np.iinfo(np.int32).max))
+    if isinstance(value, float):
+        with np.errstate(over="ignore", under="ignore"):
+            return np.float32(value)
+    return value
+
+
+def _joined(cls: type, static: tuple[tuple[str, Any], ...], numbers: tuple[Any, ...]) -> Any:
+    # Not through __init__: what is traced cannot be checked.
+    sampler: Any = object.__new__(cls)
+    left = iter(numbers)
+    for name, value in static:
+        object.__setattr__(sampler, name, next(left) if value is _Number else value)
+    return sampler
+
+
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Greedy:
+class _Compiled:
+    """A sampler of somebody else's, compiled into the loop."""
+
+    draw: Any
+
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+        """As it draws."""
+        return self.draw(logits, keys)
+
+
+def argument(sampling: Sampling) -> Any:
+    """A sampler as compiled functions take it.
+
+    Args:
+        sampling: any.
+
+    Returns:
+        A pytree: numbers of jaxkv's own samplers are leaves, other samplers are static.
+    """
+    return sampling if isinstance(sampling, Sampler) else _Compiled(sampling)
+
+
+def _checked(owner: Any, name: str, *, most: float, remedy: str) -> None:
+    """Keeps a field as a Python float, refused unless it lies in (0, most]."""
+    value = getattr(owner, name)
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    require(number and 0 < value <= most, name, value, remedy)
+    object.__setattr__(owner, name, float(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy(Sampler):
     """The likeliest token; ties go to the lowest id."""
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
@@ -28,19 +113,19 @@ class Greedy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Temperature:
+class Temperature(Sampler):
     """The whole distribution, sharpened (below 1) or flattened (above)."""
 
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            self.temperature > 0, "temperature", self.temperature, "give a positive number; Greedy() is the limit at 0"
-        )
+        _checked(self, "temperature", most=math.inf, remedy="give a positive number; Greedy() is the limit at 0")
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from softmax(logits / temperature)."""
-        scaled = logits / self.temperature
+        # Below the likeliest, so that no temperature overflows: at the smallest only the likeliest are left.
+        below = logits - logits.max(axis=-1, keepdims=True)
+        scaled = jnp.where(below == 0, 0.0, below / self.temperature)
         return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -56,12 +141,15 @@ class TopK(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.k, int) and self.k >= 1, "k", self.k, "draw from at least 1 token")
+        whole = isinstance(self.k, (int, np.integer)) and not isinstance(self.k, bool)
+        require(whole and self.k >= 1, "k", self.k, "draw from at least 1 token")
+        object.__setattr__(self, "k", operator.index(self.k))
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps the k largest, and all tied with the last of them."""
-        least = jax.lax.top_k(logits, min(self.k, logits.shape[-1]))[0][:, -1:]
-        return jnp.where(logits >= least, logits, -jnp.inf)
+        keys = sortable(logits)
+        count = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
+        return jnp.where(keys >= kth_largest(keys, count[None]), logits, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +160,7 @@ class TopP(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.p <= 1, "p", self.p, "give a probability in (0, 1]")
+        _checked(self, "p", most=1.0, remedy="give a probability in (0, 1]")
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps tokens before which less than p has been gathered."""
@@ -90,7 +178,7 @@ class MinP(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.p <= 1, "p", self.p, "give a share of the likeliest token's probability in (0, 1]")
+        _checked(self, "p", most=1.0, remedy="give a share of the likeliest token's probability in (0, 1]")
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps tokens within log(p) of the largest logit."""

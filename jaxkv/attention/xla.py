@@ -55,16 +55,20 @@ def causal(
         v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)], axis=-1)
     width = v.shape[-1]
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
+    all_keys, all_values = as_bits(k), as_bits(v)
 
     def head(inputs):
-        q_head, k_head, v_head = inputs
+        q_head, index_of_head = inputs
+
+        def rows(bits, begin, dtype):
+            mine = lax.dynamic_slice(bits, (index_of_head, begin, 0), (1, block, bits.shape[2]))[0]
+            return from_bits(mine, dtype)
 
         def step(index, carry, *, masked):
             maximum, total, acc = carry
             # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
-            begin = jnp.minimum(index * block, k_head.shape[0] - block)
-            keys = lax.dynamic_slice_in_dim(k_head, begin, block)
-            values = lax.dynamic_slice_in_dim(v_head, begin, block)
+            begin = jnp.minimum(index * block, k.shape[1] - block)
+            keys, values = rows(all_keys, begin, k.dtype), rows(all_values, begin, v.dtype)
             logits = rows_dot(q_head, keys)
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
@@ -75,14 +79,14 @@ def causal(
             shrink = jnp.exp2(maximum - top)
             if not summed:
                 total = total * shrink + weights.sum(axis=-1)
-            acc = acc * shrink[:, None] + _dot(_narrow(weights, v_head.dtype), values)
+            acc = acc * shrink[:, None] + _dot(_narrow(weights, v.dtype), values)
             return top, total, acc
 
-        rows = group * queries
+        count = group * queries
         carry = (
-            jnp.full((rows,), MASKED, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, width), jnp.float32),
+            jnp.full((count,), MASKED, jnp.float32),
+            jnp.zeros((count,), jnp.float32),
+            jnp.zeros((count, width), jnp.float32),
         )
         whole = first // block  # blocks wholly before the first query need no mask
         last = (first + queries + block - 1) // block
@@ -90,10 +94,20 @@ def causal(
         maximum, total, acc = lax.fori_loop(whole, last, lambda i, c: step(i, c, masked=True), carry)
         if summed:
             acc, total = acc[:, :dim], acc[:, dim]
-        return (acc / total[:, None]).astype(q.dtype), (maximum + jnp.log2(total)) * _LN2
+        return acc / total[:, None], (maximum + jnp.log2(total)) * _LN2
 
-    out, lse = lax.map(head, (scaled, k, v))
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    out, lse = lax.map(head, (scaled, jnp.arange(heads, dtype=jnp.int32)))
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:-1])
+
+
+def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """16-bit floats as integers: a CPU slices and writes those in place, and takes all floats through float32."""
+    return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows
+
+
+def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
+    """What `as_bits` was given."""
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
 def over_pool(

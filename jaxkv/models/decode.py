@@ -17,8 +17,9 @@ from jaxkv.models.evict import Segments
 from jaxkv.models.limits import forgetful, likely_keys, segments_of, with_heard, within_limits
 from jaxkv.models.moving import Live, Program
 from jaxkv.models.sparse import chosen_and_own, chosen_at
-from jaxkv.models.tokens import Token, pool_attention, project, rolled
+from jaxkv.models.tokens import Token, pool_attention, project, rolled, turning
 from jaxkv.policies.protocol import Carry
+from jaxkv.rope import Angles
 
 
 def over_rows(
@@ -29,6 +30,7 @@ def over_rows(
     count: Int[Array, " B"],
     positions: Int[Array, "B N"],
     other: Float[Array, "B K D"] | None = None,
+    by_place: Angles | None = None,
 ) -> tuple[Float[Array, "B K G N D"], Pool, Heard | None]:
     """One layer's attention of N new tokens, which join its pool.
 
@@ -40,20 +42,21 @@ def over_rows(
         count: how many of the N are real.
         positions: their positions in the text.
         other: keys of likely rows, if the program looks ahead.
+        by_place: angles of places within the cache, if positions are those.
 
     Returns:
         The attention's output, the pool, and what `attention.add_heard` makes its scores of, if they are not yet.
     """
     start, end, tokens = segments.start, segments.start + segments.length, positions.shape[1]
     if tokens > 1:
-        out, scores = _several(program, new, pool, segments, count)
+        out, scores = _several(program, new, pool, segments, count, by_place)
         own = None
         if scores is not None:
             pool, own = dataclasses.replace(pool, score=scores[0]), scores[1]
         return out, append(pool, new.stored, new.v, positions, end, count, own), None
     # A single token simply joins the rows before it is its turn to look at them.
     after, rows = append(pool, new.stored, new.v, positions, end, count), segments.length + count[:, None]
-    keys = rolled(after.k, start, program) if program.rolling else after.k
+    keys = after.k if by_place is None else rolled(after.k, by_place)
     if not program.scored:
         out, _ = pool_attention(new.q, keys, after.v, start, rows, program)
         return out, after, None
@@ -76,10 +79,10 @@ def over_rows(
     return out[..., None, :], dataclasses.replace(after, score=scores), None
 
 
-def _several(program: Program, new: Token, pool: Pool, segments: Segments, count: Array):
+def _several(program: Program, new: Token, pool: Pool, segments: Segments, count: Array, by_place: Angles | None):
     """Attention of several tokens to older rows and to one another; and the scores of both, if they go on."""
     start, length = segments.start, segments.length
-    keys = rolled(pool.k, start, program) if program.rolling else pool.k
+    keys = pool.k if by_place is None else rolled(pool.k, by_place)
     out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (new.q, new.k, new.v))
     joined = attention.merge(out, lse, own, own_lse)
@@ -131,13 +134,11 @@ def step(
         # Rows are written behind everything that reads them, see `evict`.
         x = jnp.where(jnp.isnan(others.sum(axis=(0, 2, 3)))[:, None, None], jnp.nan, x)
     chosen = None
+    turns = turning(live, positions, program)
     for index, leaves in enumerate(blocks):
         at = 0 if program.form is Form.SHARED else index
         block = program.graphs.block(leaves)
-        # Rolling positions exist only where all heads of a sequence hold the same rows: any head's length will do.
-        held = live.length[index][:, :1]
-        place = held + positions - live.seen[:, None] if program.rolling else positions
-        new = project(block, program, x, place)
+        new = project(block, program, x, turns.new)
         ring = None if live.state is None else program.ring_of(index)
         if ring is not None:
             assert live.state is not None
@@ -148,7 +149,7 @@ def step(
             heard = None
         else:
             mine, other = segments_of(live, index), None if others is None else others[index]
-            out, pools[at], heard = over_rows(program, new, pools[at], mine, count, positions, other)
+            out, pools[at], heard = over_rows(program, new, pools[at], mine, count, positions, other, turns.rows)
         if program.chooses(index, tokens.shape[1]):
             # From the pool as it is now: a reader of what it was before would cost a copy.
             queries = None if ring is None else rings[-1]

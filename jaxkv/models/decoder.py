@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, project
-from jaxkv.rope import rotate
+from jaxkv.rope import Angles, rotate
 
 # One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
 Leaves = tuple[Array, ...]
@@ -44,30 +44,30 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype)
 
-    def queries(self, x: Float[Array, "B N E"], positions: Int[Array, "B N"]) -> Float[Array, "B K G N D"]:
-        """Rotated queries of N tokens at the given absolute positions."""
-        attention = self.attention
-        q = project(self.attention_norm(x), attention.q[...], _value(attention.q_bias))
-        if attention.q_norm is not None:
-            q = attention.q_norm(q)
-        return rotate(jnp.moveaxis(q, 1, 3), positions[:, None, None], self.config.rope)
+    def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        """Hidden states as queries, keys and values are made of them."""
+        return self.attention_norm(x)
 
-    def keys_values(self, x: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Keys, not yet rotated, and values of N tokens."""
-        attention = self.attention
-        kv = project(self.attention_norm(x), attention.kv[...], _value(attention.kv_bias))
+    def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
+        """Queries of N tokens, rotated by the angles of their positions."""
+        attention, norm = self.attention, self.attention.q_norm
+        # Without a norm on the way, what is rotated in float32 anyway is narrowed once.
+        q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
+        return rotate(jnp.moveaxis(q if norm is None else norm(q), 1, 3), by, normed.dtype)
+
+    def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
+        """Keys, not yet rotated and float32 where nothing has narrowed them, and values of N tokens."""
+        attention, norm = self.attention, self.attention.k_norm
+        kv = project(normed, attention.kv[...], _value(attention.kv_bias), wide=norm is None)
         k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
-        return k if attention.k_norm is None else attention.k_norm(k), v
-
-    def rotated(self, k: Float[Array, "B K N D"], positions: Int[Array, "B N"]) -> Float[Array, "B K N D"]:
-        """Keys turned to their absolute positions."""
-        return rotate(k, positions[:, None], self.config.rope)
+        return k if norm is None else norm(k), v.astype(normed.dtype)
 
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
         """Adds the attention's output and the MLP to the residual stream."""
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
-        x = x + project(merged, self.attention.out[...], _value(self.attention.out_bias))
-        return x + self.mlp(self.mlp_norm(x))
+        added = project(merged, self.attention.out[...], _value(self.attention.out_bias), wide=True)
+        wide = x.astype(jnp.float32) + added
+        return (wide + self.mlp(self.mlp_norm(wide))).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -118,9 +118,11 @@ class Flat:
         ends: the leaves before and after the blocks.
         blocks: one tuple of leaves per block, all of the same structure.
         graphs: `(ends, block)` graph definitions, hashable, passed as static arguments.
+        config: the decoder's shape.
     """
 
     def __init__(self, decoder: Decoder):
+        self.config = decoder.config
         ends_graph, ends = nnx.split(Ends(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
         parts = [nnx.split(block) for block in decoder.blocks]

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
+from jaxkv.attention.xla import Form, as_bits, from_bits
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.plan import QUERY_BLOCK
 from jaxkv.policies.protocol import Needs
+from jaxkv.rope import Angles, rotate
 
 _GPU_TOKENS = 8192
 
@@ -52,6 +53,7 @@ def layer(
     leaves: Leaves,
     x: Float[Array, "B S E"],
     length: Int[Array, " B"],
+    table: Angles,
     *,
     graphs: Graphs,
     needs: Needs,
@@ -64,6 +66,7 @@ def layer(
         leaves: the block's parameters.
         x: hidden states, donated.
         length: tokens of each sequence.
+        table: angles of positions 0 to S, the same for all layers.
         graphs: the decoder's static half.
         needs: what to return beside hidden states, keys and values.
         last: this is the top block: only the last token's hidden state is wanted.
@@ -76,17 +79,17 @@ def layer(
     batch, slots, _ = x.shape
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
-    window = block.queries(jnp.take_along_axis(x, at[..., None], axis=1), at)
+    window = block.queries(block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at))
     if implementation is Implementation.XLA:
-        x, k, v, unrotated, sums = _by_sequence(block, x, length, needs, last)
+        x, k, v, unrotated, sums = _by_sequence(block, x, length, table, needs, last)
     else:
-        x, k, v, unrotated, sums = _at_once(block, x, length, needs, last, implementation)
+        x, k, v, unrotated, sums = _at_once(block, x, length, table, needs, last, implementation)
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
         heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
         out, _ = attention.over_pool(
-            block.queries(final, (length - 1)[:, None])[..., 0, :],
+            block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
             k.reshape(batch, -1, config.head_dim),
             v.reshape(batch, -1, config.head_dim),
             jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
@@ -129,56 +132,60 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
     return jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, slots)
 
 
-def _by_sequence(block: Block, x: Array, length: Array, needs: Needs, last: bool):
+def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool):
     """One sequence after the other, as many blocks as it has: padding costs memory but no time. For a CPU.
 
     Returns x after the block (as it came, if last), K, V, and un-rotated keys and sums or None.
     """
-    batch, slots, _ = x.shape
+    config, (batch, slots, width) = block.config, x.shape
     size = _block(slots, (512, QUERY_BLOCK))
     blocks = (length + size - 1) // size
+    attends = needs.sums or not last
 
-    def positions(index):
-        return (index * size + jnp.arange(size, dtype=jnp.int32))[None]
+    def sequence(row, carry):
+        def project(index, carry):
+            buffers, q = carry
+            first = index * size
+            by = table.block(first, size)
+            normed = block.normed(lax.dynamic_slice(x, (row, first, 0), (1, size, width)))
+            new = _keys_values(block, normed, by, needs.unrotated)
+            buffers = tuple(_put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
+            return buffers, _put(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
 
-    def keys_values(row, buffers):
-        def step(index, buffers):
-            part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
-            new = _keys_values(block, part, positions(index), needs.unrotated)
-            return tuple(_put(to, what, (row, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
+        buffers, x, sums, q = carry
+        buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
+        k_row, v_row = buffers[0][row], buffers[1][row]
 
-        return lax.fori_loop(0, blocks[row], step, buffers)
-
-    k, v, *unrotated = lax.fori_loop(0, batch, keys_values, _buffers(block, x, needs.unrotated))
-
-    def rows(row, carry):
-        k_row, v_row = k[row], v[row]
-
-        def step(index, carry):
+        def attend(index, carry):
             x, sums = carry
             # K and V are complete, so hidden states can be overwritten block by block.
-            part = lax.dynamic_slice(x, (row, index * size, 0), (1, size, x.shape[2]))
-            q = block.queries(part, positions(index))[0]
-            out, lse = attention.causal(q, k_row, v_row, index * size)
+            first = index * size
+            mine = lax.dynamic_slice_in_dim(q, first, size, axis=2)
+            out, lse = attention.causal(mine, k_row, v_row, first)
             if sums is not None:
-                heard = jnp.where(positions(index) < length[row], lse, jnp.inf)
-                new = attention.column_sums(q, k_row, heard, index * size)
-                sums = sums.at[row].add(new)
+                position = first + jnp.arange(size, dtype=jnp.int32)
+                heard = jnp.where(position < length[row], lse, jnp.inf)
+                sums = sums.at[row].add(attention.column_sums(mine, k_row, heard, first))
             if not last:
-                x = _put(x, block.finish(part, out[None]), (row, index * size, 0))
+                part = lax.dynamic_slice(x, (row, first, 0), (1, size, width))
+                x = _put(x, block.finish(part, out[None]), (row, first, 0))
             return x, sums
 
-        return lax.fori_loop(0, blocks[row], step, carry)
+        if attends:
+            x, sums = lax.fori_loop(0, blocks[row], attend, (x, sums))
+        return buffers, x, sums, q
 
-    config = block.config
     sums = jnp.zeros((batch, config.kv_heads, config.group, slots), jnp.float32) if needs.sums else None
-    after = x
-    if needs.sums or not last:
-        after, sums = lax.fori_loop(0, batch, rows, (x, sums))
-    return after, k, v, unrotated[0] if unrotated else None, sums
+    # One sequence's queries: made with its keys and values, from one norm.
+    q = jnp.zeros((config.kv_heads, config.group, slots if attends else 0, config.head_dim), x.dtype)
+    carry = (_buffers(block, x, needs.unrotated), x, sums, q)
+    (k, v, *unrotated), x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
+    return x, k, v, unrotated[0] if unrotated else None, sums
 
 
-def _at_once(block: Block, x: Array, length: Array, needs: Needs, last: bool, implementation: Implementation):
+def _at_once(
+    block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, implementation: Implementation
+):
     """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
     batch, slots, width = x.shape
     # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
@@ -186,19 +193,17 @@ def _at_once(block: Block, x: Array, length: Array, needs: Needs, last: bool, im
     size = _block(slots, (*sizes, QUERY_BLOCK))
     config = block.config
 
-    def positions(index):
-        return index * size + jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    def normed(index):
+        return block.normed(lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width)))
 
     def project(index, buffers):
-        part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
-        new = _keys_values(block, part, positions(index), needs.unrotated)
+        new = _keys_values(block, normed(index), table.block(index * size, size), needs.unrotated)
         return tuple(_put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
 
     k, v, *unrotated = lax.fori_loop(0, slots // size, project, _buffers(block, x, needs.unrotated))
 
     def queries(index, q):
-        part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
-        return _put(q, block.queries(part, positions(index)), (0, 0, 0, index * size, 0))
+        return _put(q, block.queries(normed(index), table.block(index * size, size)), (0, 0, 0, index * size, 0))
 
     def finish(index, x):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
@@ -216,10 +221,10 @@ def _at_once(block: Block, x: Array, length: Array, needs: Needs, last: bool, im
     return x, k, v, unrotated[0] if unrotated else None, sums
 
 
-def _keys_values(block: Block, part: Array, positions: Array, unrotated: bool) -> tuple[Array, ...]:
-    raw, v = block.keys_values(part)
-    k = block.rotated(raw, positions)
-    return (k, v, raw) if unrotated else (k, v)
+def _keys_values(block: Block, normed: Array, by: Angles, unrotated: bool) -> tuple[Array, ...]:
+    raw, v = block.keys_values(normed)
+    k = rotate(raw, by, normed.dtype)
+    return (k, v, raw.astype(normed.dtype)) if unrotated else (k, v)
 
 
 def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
@@ -229,7 +234,7 @@ def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
 
 
 def _put(to: Array, what: Array, at: tuple) -> Array:
-    return lax.dynamic_update_slice(to, what, at)
+    return from_bits(lax.dynamic_update_slice(as_bits(to), as_bits(what), at), to.dtype)
 
 
 def _block(slots: int, sizes: tuple[int, ...]) -> int:

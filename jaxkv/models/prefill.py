@@ -26,11 +26,17 @@ from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.base import Policy
 from jaxkv.policies.protocol import Needs, Observed
 from jaxkv.policies.reading import Reading
+from jaxkv.rope import Angles, angles
 
 
 @partial(jax.jit, static_argnames=("graphs",))
 def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[Array, "B S E"]:
     return graphs.ends(ends).embed(tokens)
+
+
+@partial(jax.jit, static_argnames=("slots", "config"))
+def _table(*, slots: int, config: ModelConfig) -> Angles:
+    return angles(jnp.arange(slots, dtype=jnp.int32)[None], config.rope, config.head_dim)
 
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
@@ -40,13 +46,14 @@ _top_layer = jax.jit(layer, static_argnames=_LAYER_STATICS)
 
 
 def _run_layer(
-    flat: Flat, index: int, x: Array, length: Array, policy: Policy, implementation: Implementation
+    flat: Flat, index: int, x: Array, length: Array, table: Angles, policy: Policy, implementation: Implementation
 ) -> LayerOut:
     last = index == len(flat.blocks) - 1
     return (_top_layer if last else _layer)(
         flat.blocks[index],
         x,
         length,
+        table,
         graphs=flat.graphs,
         needs=policy.needs,
         last=last,
@@ -74,11 +81,12 @@ def read_layers(
         A layer's rotated queries and keys, and the queries' positions.
     """
     x = _embed(flat.ends, tokens, graphs=flat.graphs)
+    table = _table(slots=tokens.shape[1], config=flat.config)
     for index, leaves in enumerate(flat.blocks):
         last = index == len(flat.blocks) - 1
         run = _top_layer if last else _layer
-        needs = Needs(queries=queries)
-        out = run(leaves, x, length, graphs=flat.graphs, needs=needs, last=last, implementation=Implementation.XLA)
+        options = {"needs": Needs(queries=queries), "last": last, "implementation": Implementation.XLA}
+        out = run(leaves, x, length, table, graphs=flat.graphs, **options)
         x = out.x
         yield out.q, out.k, out.q_positions
 
@@ -115,8 +123,9 @@ def compile_ahead(
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
     x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
+    table = _table(slots=needed.slots, config=config)
     for index in sorted({0, config.layers - 1}):
-        out = _run_layer(flat, index, x, length, policy, implementation)
+        out = _run_layer(flat, index, x, length, table, policy, implementation)
         x = out.x
     mask, mass = jnp.zeros(out.k.shape[:3], bool), None
     k, v = out.k, out.v
@@ -253,8 +262,9 @@ def prefill(
     pools, starts, counts, held, weights, rings = [], [], [], [], [], []
     reading, banked = policy.reading(layers, needed.slots), list[Array]()
     remembering = _remembering(policy, reading, layers)
+    table = _table(slots=needed.slots, config=config)
     for index in range(layers):
-        out = _run_layer(flat, index, x, length, policy, implementation)
+        out = _run_layer(flat, index, x, length, table, policy, implementation)
         x = out.x
         k = out.k if out.unrotated is None else out.unrotated
         v, mask, mass = out.v, inside, None

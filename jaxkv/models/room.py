@@ -1,33 +1,65 @@
-"""Room for new rows: how much a cache has, how much it will need, and getting it."""
+"""Room for new rows: how much a cache has, how much it will need, and getting it.
+
+Sizes come in buckets, and what has grown grows twofold: shapes, and so programs, repeat.
+"""
 
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv.cache import KVCache, repack
 from jaxkv.models.again import again, beyond, due
 from jaxkv.models.decoder import Flat
+from jaxkv.plan import bucket
 from jaxkv.policies.base import Policy
 
+# New rows for which there is room from the beginning; longer answers grow into larger buffers on the way.
+MOST_AHEAD = 2048
 
-def first_room(policy: Policy, layers: int, lengths: np.ndarray, block: int) -> tuple[int, ...]:
+
+def room_for(policy: Policy, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
+    """Rows to leave behind every segment of each layer, so that tokens can be drawn.
+
+    Args:
+        policy: the compression.
+        left: rows by which the layer's segments may still grow towards their limit, where the policy has one.
+        new: tokens to draw.
+        grown: rows that the cache has grown by so far.
+
+    Returns:
+        One where a row goes for each that comes, as many as come until the policy compresses again, or all new ones up
+        to `MOST_AHEAD`, and from there on as many as there are already.
+    """
+    ahead = bucket(min(new, max(MOST_AHEAD, grown)))
+    if policy.upkeep is None:
+        return np.full(len(left), ahead)
+    left = np.maximum(left, 0)
+    growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
+    return growing + (1 if policy.evicts else min(_period(policy), ahead))
+
+
+def first_room(policy: Policy, layers: int, lengths: Int[np.ndarray, " B"], new: int) -> tuple[int, ...]:
     """Rows to leave behind every segment of each layer when a prompt is prefilled.
 
     Args:
         policy: the compression.
         layers: L.
         lengths: tokens of each prompt.
-        block: tokens drawn at a time.
+        new: tokens to draw.
 
     Returns:
-        One where a row goes for each that comes, as many as come until the policy compresses again, or a block.
+        See `room_for`.
     """
-    if policy.upkeep is None:
-        return (block,) * layers
-    short = isinstance(policy.budget, int) and bool((np.asarray(lengths) < policy.budget).any())
-    if policy.evicts:
-        return tuple(block + 1 if short or grows else 1 for grows in policy.layers.unlimited(layers).tolist())
+    short = 0
+    if isinstance(policy.budget, int):
+        short = max(0, policy.budget - int(np.min(lengths)))
+    left = np.where(policy.layers.unlimited(layers) if policy.evicts else np.zeros(layers, bool), new, short)
+    return tuple(room_for(policy, left, new).tolist())
+
+
+def _period(policy: Policy) -> int:
+    """Tokens after which the policy compresses again."""
     assert policy.every is not None
-    return (max(policy.every, block) if short else policy.every,) * layers
+    return policy.every
 
 
 def steps_that_fit(cache: KVCache) -> int:
@@ -47,30 +79,23 @@ def steps_that_fit(cache: KVCache) -> int:
         to_limit = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where(free > to_limit, endless, free).min())
-    assert policy.every is not None
-    return int(min(free.min(), policy.every - beyond(cache).max()))
+    return int(min(free.min(), _period(policy) - beyond(cache).max()))
 
 
-def make_room(flat: Flat, cache: KVCache, block: int, *, key: PRNGKeyArray) -> KVCache:
+def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
     """Compresses what is due, and moves the cache to larger buffers where segments have no room to grow.
 
     Args:
         flat: the decoder's parameters.
         cache: any cache; given up.
-        block: tokens drawn at a time.
+        new: tokens still to be drawn.
         key: for policies that draw.
 
     Returns:
-        A cache on which tokens can be drawn.
+        A cache on which at least one token can be drawn.
     """
-    policy = cache.policy
-    wanted = np.full(cache.config.layers, block)
-    if policy.evicts:
-        at_limit = (np.asarray(cache.length) >= np.asarray(cache.limit)).all(axis=(1, 2))
-        wanted = np.where(at_limit, 1, block + 1)
-    elif policy.every is not None:
-        growing = bool((beyond(cache) < 0).any())
-        wanted = np.full(cache.config.layers, max(policy.every, block) if growing else policy.every)
+    grow_by = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
+    wanted = room_for(cache.policy, grow_by, new, grown=int(beyond(cache).max()))
     if due(cache).any():
         return again(flat, cache, key=key, room=wanted)
     if (cache.free() >= wanted).all():

@@ -24,7 +24,8 @@ from jaxkv.models.moving import Live, Program
 from jaxkv.models.sparse import Loaded, chosen_and_own, chosen_at
 from jaxkv.models.tokens import project
 from jaxkv.policies.reading import Reading
-from jaxkv.sampling import Sampling
+from jaxkv.rope import angles
+from jaxkv.sampling import Sampling, argument
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,9 +152,10 @@ def run_stretch(
     """
     positions = rest.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     after, remembering, mine = [], [], _tables(rest, layers)
+    by = angles(positions, program.config.rope, program.config.head_dim)
     for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
         block = program.graphs.block(leaves)
-        new = project(block, program, x, positions)
+        new = project(block, program, x, by)
         if loaded is not None:
             assert chosen is not None
             rows: Loaded = loaded[:, index]
@@ -165,7 +167,8 @@ def run_stretch(
         remembering.append(None if ring is None else remembered(ring, new.q, positions, count))
     choice = None
     if ahead is not None:
-        q = program.graphs.block(ahead.leaves).queries(x, positions)
+        filtering = program.graphs.block(ahead.leaves)
+        q = filtering.queries(filtering.normed(x), by)
         queries = None if ahead.ring is None else remembered(ahead.ring, q, positions, count)
         choice = chosen_at(_tables(rest, ahead.layer), 0, ahead.pool, q, queries, positions, count, program)
     return x, tuple(after), tuple(remembering), choice
@@ -291,14 +294,14 @@ def decode(
     draw = jax.device_put(draw, next(iter(live.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
-        _, _, nothing = _draw(draw, live.seen, eos, sampling=sampling)
+        _, _, nothing = _draw(draw, live.seen, eos, argument(sampling))
         nothing = nothing * 0
         logits, live = step(flat, live, bank, nothing[:, None], nothing, program=program, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, live=live), draw, out, 0
     ran, ended = 0, np.asarray(draw.done)
     while ran < steps and not ended.all():
-        token, done, count = _draw(draw, live.seen, eos, sampling=sampling)
+        token, done, count = _draw(draw, live.seen, eos, argument(sampling))
         logits, live = step(flat, live, bank, jnp.maximum(token, 0)[:, None], count, program=program, traffic=traffic)
         draw = Draw(logits=logits, done=done, key=draw.key)
         # Only now, with the step under way.
@@ -307,8 +310,8 @@ def decode(
     return dataclasses.replace(running, live=live), draw, out, ran
 
 
-@partial(jax.jit, static_argnames=("sampling",))
-def _draw(draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], *, sampling: Sampling):
+@jax.jit
+def _draw(draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling):
     """One token per sequence, -1 after its end; which sequences have ended, and how many tokens go on."""
     token, done = drawn(draw, seen, eos, sampling)
     return jnp.where(draw.done, -1, token), done, (~done).astype(jnp.int32)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.models.decoder import Block
-from jaxkv.models.moving import Program
+from jaxkv.models.moving import Live, Program
 from jaxkv.plan import QUERY_BLOCK
-from jaxkv.rope import rotate
+from jaxkv.rope import Angles, angles, rotate
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +28,12 @@ class Token:
     stored: Float[Array, "B K N D"]
 
 
-def project(block: Block, program: Program, x: Float[Array, "B N E"], place: Int[Array, "B N"]) -> Token:
-    """Queries, keys and values of new tokens at their places."""
-    raw, v = block.keys_values(x)
-    k = block.rotated(raw, place)
-    return Token(q=block.queries(x, place), k=k, v=v, stored=raw if program.rolling else k)
+def project(block: Block, program: Program, x: Float[Array, "B N E"], by: Angles) -> Token:
+    """Queries, keys and values of new tokens, rotated by the angles of their places."""
+    normed = block.normed(x)
+    raw, v = block.keys_values(normed)
+    k = rotate(raw, by, x.dtype)
+    return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(x.dtype) if program.rolling else k)
 
 
 def in_blocks(
@@ -68,7 +70,39 @@ def pool_attention(
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 
-def rolled(keys: Float[Array, "B P D"], start: Int[Array, "B K"], program: Program) -> Float[Array, "B P D"]:
-    """Un-rotated keys, rotated by their place within the cache."""
-    place = jnp.arange(keys.shape[1], dtype=jnp.int32) % (keys.shape[1] // start.shape[1])
-    return rotate(keys, place, program.config.rope)
+class Turns(NamedTuple):
+    """The angles of a step, made once for all its layers.
+
+    Attributes:
+        new: those of the new tokens.
+        rows: those of places within the cache, for keys that are rotated when they are read; else None.
+    """
+
+    new: Angles
+    rows: Angles | None
+
+
+def turning(live: Live, positions: Int[Array, "B N"], program: Program) -> Turns:
+    """The angles that a step needs.
+
+    Args:
+        live: the cache's moving part before the new tokens.
+        positions: their positions in the text.
+        program: what is static.
+
+    Returns:
+        Angles of positions in the text, or of places within the cache where the policy rolls positions.
+    """
+    config = program.config
+    if not program.rolling:
+        return Turns(angles(positions, config.rope, config.head_dim), None)
+    # Positions roll only where all layers and heads of a sequence hold the same rows: any segment's length will do.
+    place = live.length[0, :, :1] + positions - live.seen[:, None]
+    rows = jnp.arange(live.pools[0].rows // live.start.shape[2], dtype=jnp.int32)[None]
+    return Turns(*(angles(each, config.rope, config.head_dim) for each in (place, rows)))
+
+
+def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:
+    """Un-rotated keys of segments of equal size, rotated by their place within the cache."""
+    batch, rows, dim = keys.shape
+    return rotate(keys.reshape(batch, -1, by.cos.shape[1], dim), by).reshape(keys.shape)

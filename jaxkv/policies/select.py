@@ -25,18 +25,17 @@ def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
-    """The `count` largest keys of each row; among equals the lowest index first.
+def kth_largest(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> UInt[Array, "*rows 1"]:
+    """The `count`-th largest key of each row.
 
-    Bisection on the bits of the threshold: 32 counts instead of a sort, with a count that may differ by row and is no
-    shape, so one compilation serves every budget.
+    Bisection on the bits: 32 counts instead of a sort, with a count that may differ by row and is no shape.
 
     Args:
-        keys: from `sortable`; 0 marks a row that cannot be chosen.
-        count: how many, at most the non-zero keys of the row.
+        keys: from `sortable`.
+        count: which, from 1.
 
     Returns:
-        The mask.
+        The largest number that at least `count` keys reach; for 0 the largest there is.
     """
     count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
 
@@ -45,8 +44,23 @@ def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array
         enough = (keys >= candidate).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, candidate, threshold)
 
-    start = jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)
-    threshold = lax.fori_loop(0, 32, narrow, start)
+    return lax.fori_loop(0, 32, narrow, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+
+
+def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
+    """The `count` largest keys of each row; among equals the lowest index first.
+
+    By a threshold and a count, so one compilation serves every budget.
+
+    Args:
+        keys: from `sortable`; 0 marks a row that cannot be chosen.
+        count: how many, at most the non-zero keys of the row.
+
+    Returns:
+        The mask.
+    """
+    threshold = kth_largest(keys, count)
+    count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
     above = keys > threshold
     level = keys == threshold
     left = count - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)

@@ -1,0 +1,144 @@
+"""Times this checkout against another one: prefill and decode step of the same prompts, in turns.
+
+    git worktree add ../before COMMIT
+    python benchmarks/against.py --base ../before
+
+A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
+through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
+are of one round each, base / this checkout: above 1 this checkout is faster.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+PROMPTS = HERE.parent / "tests" / "golden" / "parity" / "needle1024.json"
+
+
+def prompts(batch, length):
+    """Real token ids `[batch, length]`, every row another stretch of the same texts."""
+    ids = np.concatenate([np.asarray(case["input_ids"]) for case in json.loads(PROMPTS.read_text())["cases"]])
+    return [np.take(ids, np.arange(length) + 1277 * row, mode="wrap").tolist() for row in range(batch)]
+
+
+def serve(dtype):
+    """A worker: answers lines of JSON from the checkout that is on the path."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import jaxkv
+    from jaxkv.compilation import enable_compilation_cache
+
+    enable_compilation_cache()
+    model = jaxkv.load("smollm2-135m-instruct", dtype, progress=False)
+    policies = {"full": jaxkv.FullKV, "snapkv": jaxkv.SnapKV, "adakv": jaxkv.AdaKV, "h2o": jaxkv.H2O}
+    print(json.dumps({"at": str(Path(jaxkv.__file__).parents[1])}), file=out)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        options = {} if ask["policy"] == "full" else {"budget": ask["budget"]}
+        done = jaxkv.generate(
+            model,
+            prompts(ask["batch"], ask["length"]),
+            policy=policies[ask["policy"]](**options),
+            max_new_tokens=ask["new_tokens"],
+            stop_at_eos=False,
+            progress=False,
+        )
+        stats = done.stats
+        step = stats.decode_seconds / stats.decode_steps
+        print(json.dumps({"prefill": stats.prefill_seconds, "step": step, "compile": stats.compile_seconds}), file=out)
+
+
+class Worker:
+    """A process that runs one checkout."""
+
+    def __init__(self, root, dtype):
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", dtype]
+        environment = {**os.environ, "PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.process = subprocess.Popen(command, env=environment, cwd=root, **pipes)
+        found = json.loads(self.process.stdout.readline())["at"]
+        if Path(found).resolve() != Path(root).resolve():
+            raise SystemExit(f"--base {root}: the process imported jaxkv from {found}")
+
+    def ask(self, request):
+        """One run."""
+        self.process.stdin.write(json.dumps(request) + "\n")
+        return json.loads(self.process.stdout.readline())
+
+    def stop(self):
+        """Ends it."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(workers, request, rounds):
+    """Medians of both, and the rounds' ratios."""
+    for worker in workers.values():
+        worker.ask(request)  # compiles
+    runs = {name: [] for name in workers}
+    for index in range(rounds):
+        for name in sorted(workers, reverse=bool(index % 2)):
+            runs[name].append(workers[name].ask(request))
+    cell = dict(request)
+    for what in ("prefill", "step"):
+        base, ours = ([run[what] for run in runs[name]] for name in ("base", "ours"))
+        ratios = [a / b for a, b in zip(base, ours, strict=True)]
+        cell[what] = {
+            "base": statistics.median(base),
+            "ours": statistics.median(ours),
+            "ratio": statistics.median(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+        }
+    cell["compiled_while_timed"] = sum(run["compile"] for name in runs for run in runs[name])
+    return cell
+
+
+def main():
+    """Prints a line for each cell, and writes them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, help="the other checkout")
+    parser.add_argument("--serve", metavar="DTYPE", help=argparse.SUPPRESS)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--policies", nargs="+", default=["full", "snapkv", "adakv", "h2o"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "against.json")
+    args = parser.parse_args()
+    if args.serve:
+        return serve(args.serve)
+    if args.base is None:
+        parser.error("--base: name the other checkout")
+    from record import machine, save
+
+    results = {"machine": machine(), "base": str(args.base.name), "cells": []}
+    for dtype in args.dtypes:
+        workers = {"base": Worker(args.base.resolve(), dtype), "ours": Worker(HERE.parent, dtype)}
+        for policy in args.policies:
+            request = {name: getattr(args, name) for name in ("batch", "length", "budget", "new_tokens")}
+            cell = measure(workers, request | {"policy": policy}, args.rounds) | {"dtype": dtype}
+            results["cells"].append(cell)
+            save(args.out, results)
+            figures = "  ".join(
+                f"{what} {cell[what]['base'] * 1e3:8.1f} -> {cell[what]['ours'] * 1e3:8.1f} ms, "
+                f"{cell[what]['ratio']:.3f} ({cell[what]['least']:.3f}-{cell[what]['most']:.3f})"
+                for what in ("prefill", "step")
+            )
+            print(f"{dtype:8} {policy:7} {figures}", flush=True)
+        for worker in workers.values():
+            worker.stop()
+    return None
+
+
+if __name__ == "__main__":
+    main()
