@@ -130,6 +130,7 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
     assert call["prompt"] == "Some téxt.\n\nWhy?"
     assert call["raw"] is True
     assert call["stop"] == ["a", "b"]
+    assert not asked("--prompt", "x")["stop"]
     assert call["key"] == jax.random.key(3)
 
 
@@ -173,6 +174,8 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--stop", "a", ""], "--stop='': a stop string has at least one character"),
         (["--stop", "\udcff"], "not UTF-8 text"),
         (["--question", "\udcff"], "not UTF-8 text"),
+        (["--model=--"], "model: -- is no value"),
+        (["--policy", "snapkv", "--budget=--"], "budget: -- is no value"),
         (["--model", ""], "--model='': give a name"),
         (["--model", "~no-such-user/x"], "there is no such home folder"),
         (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json': there is no folder"),
@@ -234,6 +237,7 @@ def test_versions(capsys, monkeypatch):
         RecursionError("maximum recursion depth exceeded"),
         UnicodeEncodeError("ascii", "ö", 0, 1, "no such letter"),
         RuntimeError("Could not determine home directory."),
+        jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 4947802322688 bytes."),
         ValueError("of several\n\nlines"),
     ],
 )
@@ -248,7 +252,8 @@ def test_errors_have_no_traceback(capsys, monkeypatch, error):
 
 
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):
-    for error in (KeyError("name"), AttributeError("no such part"), RuntimeError("a bug"), ZeroDivisionError()):
+    ours = [KeyError("name"), AttributeError("no such part"), RuntimeError("a bug"), ZeroDivisionError()]
+    for error in (*ours, jax.errors.JaxRuntimeError("INTERNAL")):
         monkeypatch.setattr(generating, "load", Mock(side_effect=error))
         with pytest.raises(type(error)):
             cli.main(["generate", "--prompt", "x"])

@@ -2,9 +2,12 @@
 
 import argparse
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
+
+from jax.errors import JaxRuntimeError
 
 from jaxkv.cli.finding import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
@@ -59,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             options = parser.parse_args(argv)
+            # Up to Python 3.12 argparse makes an empty list of the value in `--model=--`.
+            lost = [name for name, value in vars(options).items() if value == []]
+            if lost:
+                parser.error(f"{lost[0].split()[-1].removeprefix('--')}: -- is no value")
         except SystemExit as end:  # argparse has printed the help or the error
             return end.code if isinstance(end.code, int) else 2
         return options.run(options)
@@ -71,13 +78,23 @@ def main(argv: list[str] | None = None) -> int:
         _complain(_message(error))
         return 2
     except RuntimeError as error:
-        if "home directory" not in str(error):  # pathlib's, where a user has none
+        remedy = _remedy(error)
+        if remedy is None:
             raise
-        _complain(f"{error}; set HOME, and JAXKV_CACHE to a folder for models")
+        _complain(f"{_message(error)}; {remedy}")
         return 2
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
+
+
+def _remedy(error: RuntimeError) -> str | None:
+    """What to do about the few of this broad kind that are no mistakes of ours."""
+    if "home directory" in str(error):  # pathlib's, where a user has none
+        return "set HOME, and JAXKV_CACHE to a folder for models"
+    if isinstance(error, JaxRuntimeError) and re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
+        return "lower the budget, the window or the prompt's length"
+    return None
 
 
 def _message(error: BaseException) -> str:

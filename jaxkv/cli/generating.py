@@ -66,7 +66,7 @@ def _add_drawing_options(parser: argparse.ArgumentParser) -> None:
     share, count = argument(real), argument(positive)
     group = parser.add_argument_group("drawing tokens")
     group.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--stop", action="extend", nargs="+", default=[], metavar="S", help="strings that end it")
+    group.add_argument("--stop", action="extend", nargs="+", metavar="S", help="strings that end it")
     group.add_argument("--temperature", type=share, metavar="T", help="draw at random (default: the likeliest token)")
     cut = group.add_mutually_exclusive_group()
     cut.add_argument("--top-k", type=count, metavar="K", help="among the K likeliest")
@@ -153,7 +153,7 @@ def run_generate(options: argparse.Namespace) -> int:
         Unwritten: where stdout took no more; the file is written nonetheless.
     """
     policy, sampling, implementation = policy_from(options), _sampling(options), named(options.implementation)
-    require(all(options.stop), "--stop", "", "a stop string has at least one character")
+    require(all(options.stop or ()), "--stop", "", "a stop string has at least one character")
     require_model(options.model)
     target = None
     if options.output is None:
@@ -171,7 +171,7 @@ def run_generate(options: argparse.Namespace) -> int:
         policy=policy,
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        stop=options.stop,
+        stop=options.stop or (),
         key=random_key(options.seed),
         raw=options.raw,
         stream=streams,

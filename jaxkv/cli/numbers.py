@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 # Positions and rows are int32 in every program.
@@ -152,11 +153,11 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     Returns:
         The same, with the value before the remedy.
     """
+    return partial(_argued, read)
 
-    def reader(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{shown(text)!r}: {error}") from None
 
-    return reader
+def _argued(read: Callable[[str], Any], text: str) -> Any:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r}: {error}") from None

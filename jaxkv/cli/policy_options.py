@@ -9,6 +9,7 @@ import enum
 import types
 import typing
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, Union
 
 import numpy as np
@@ -53,18 +54,18 @@ class Option:
     Attributes:
         field: the policy's.
         flag: the option.
-        arity: words behind it.
-        metavar: what stands for them in the help.
         read: from the word, the words, or True or False, to the field's value; its ValueError says what to write.
         about: the help.
+        arity: words behind it.
+        metavar: what stands for them in the help.
     """
 
     field: str
     flag: str
-    arity: Arity
-    metavar: str | None
     read: Callable[[Any], Any]
     about: str
+    arity: Arity = Arity.ONE
+    metavar: str | None = None
 
 
 def options_of(cls: type[Policy]) -> dict[str, Option]:
@@ -161,47 +162,52 @@ def _option(name: str, hint: Any, default: Any, about: str) -> Option | None:
     one = kinds[0] if len(kinds) == 1 else None
     dashed = "--" + name.replace("_", "-")
 
-    def made(read: Callable[[Any], Any], metavar: str | None, arity: Arity = Arity.ONE) -> Option:
-        return Option(field=name, flag=dashed, arity=arity, metavar=metavar, read=read, about=about)
-
+    made = partial(Option, field=name, flag=dashed, about=about)
     if one is bool:
-        return made(bool, None, Arity.NONE)
+        return made(read=bool, arity=Arity.NONE)
     if set(kinds) == {int}:
-        return made(whole, "N")
+        return made(read=whole, metavar="N")
     if set(kinds) == {float}:
-        return made(real, "X")
+        return made(read=real, metavar="X")
     if set(kinds) == {int, float}:
-        return made(whole_or_real, "N")
+        return made(read=whole_or_real, metavar="N")
     if one is str:
-        return made(str, "WORD")
+        return made(read=str, metavar="WORD")
     choices = _choices(kinds)
     if choices:
-        return made(_one_of(choices), "{" + ",".join(choices) + "}")
+        return made(read=partial(_chosen, choices), metavar="{" + ",".join(choices) + "}")
     inside = _elements(one)
     if inside in (int, float):
         read = whole if inside is int else real
-        return made(lambda words: tuple(map(read, words)), "N", Arity.SEVERAL)
+        return made(read=lambda words: tuple(map(read, words)), metavar="N", arity=Arity.SEVERAL)
     if inside == tuple[int, int]:
-        return made(lambda words: tuple(map(span, words)), "A:B", Arity.AGAIN)
-    return _short(made, dashed, kinds, default)
+        return made(read=lambda words: tuple(map(span, words)), metavar="A:B", arity=Arity.AGAIN)
+    return _short(name, kinds, default)
 
 
-def _short(made: Callable[..., Option], dashed: str, kinds: tuple[Any, ...], default: Any) -> Option | None:
+def _short(name: str, kinds: tuple[Any, ...], default: Any) -> Option | None:
     """Parts of a policy of which a number, or yes and no, says enough for a command line."""
+    dashed = "--" + name.replace("_", "-")
     if kinds and set(kinds) <= set(typing.get_args(Pooling)):
-        flag = "--pool-kernel" if dashed == "--pooling" else f"{dashed}-kernel"
-        about = "width of the pooling over neighbours, odd; 1 for none"
-        return dataclasses.replace(made(_pooling, "K"), flag=flag, about=about)
+        return Option(
+            field=name,
+            flag="--pool-kernel" if name == "pooling" else f"{dashed}-kernel",
+            metavar="K",
+            read=_pooling,
+            about="width of the pooling over neighbours, odd; 1 for none",
+        )
     if kinds == (LayerBudgets,) and hasattr(default, "beta"):
-        flag = "--beta" if dashed == "--allocation" else f"{dashed}-beta"
-        about = "steepness of the budgets over layers, 1 is flat"
-        return dataclasses.replace(
-            made(lambda word: dataclasses.replace(default, beta=real(word)), "X"), flag=flag, about=about
+        return Option(
+            field=name,
+            flag="--beta" if name == "allocation" else f"{dashed}-beta",
+            metavar="X",
+            read=lambda word: dataclasses.replace(default, beta=real(word)),
+            about="steepness of the budgets over layers, 1 is flat",
         )
     if kinds == (Merger,):
         on = Merge() if default is None else default
         about = "fold dropped rows into their nearest kept rows, or drop them"
-        return dataclasses.replace(made(lambda yes: on if yes else None, None, Arity.NONE), about=about)
+        return Option(field=name, flag=dashed, arity=Arity.NONE, read=lambda yes: on if yes else None, about=about)
     return None
 
 
@@ -231,13 +237,10 @@ def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
     return {str(member.value): member for member in enums[0]}
 
 
-def _one_of(choices: dict[str, Any]) -> Callable[[str], Any]:
-    def read(word: str) -> Any:
-        if word not in choices:
-            raise ValueError(f"use one of {', '.join(choices)}")
-        return choices[word]
-
-    return read
+def _chosen(choices: dict[str, Any], word: str) -> Any:
+    if word not in choices:
+        raise ValueError(f"use one of {', '.join(choices)}")
+    return choices[word]
 
 
 def _pooling(word: str) -> MaxPool | NoPool:
