@@ -14,9 +14,8 @@ import tiny
 
 import checkpoints
 import jaxkv
-from jaxkv import finding
 from jaxkv.analysis import Similarity, best_filters, filter_layers, similarity
-from jaxkv.cli import main
+from jaxkv.cli import finding, main
 from jaxkv.evals import COLOURS, two_stage
 from jaxkv.models.prefill import read_layers
 from jaxkv.policies.reading import WHOLE, sources, whole_layers

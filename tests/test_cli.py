@@ -1,15 +1,20 @@
 """The command line: what it prints, what it refuses and how."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
 import running
+from cli_runs import refused
 
 from jaxkv import AdaKV, FullKV, Greedy, MinP, OmniKV, PyramidKV, SnapKV, StreamingLLM, Temperature, TopK, TopP, cli
+from jaxkv.cli import generating
 from jaxkv.policies import LinearLayers, MaxPool, NoPool
 from jaxkv.policies.registry import POLICIES
 
@@ -23,7 +28,7 @@ REAL += ["--window", "8", "--max-new-tokens", "8"]
 @pytest.fixture(autouse=True)
 def no_cache_of_programs(monkeypatch):
     """A setting of the whole process: switched on here, it would serve the tests that count compilations."""
-    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(generating, "enable_compilation_cache", lambda: None)
 
 
 @pytest.fixture
@@ -37,23 +42,13 @@ def asked(monkeypatch):
         raise Called({"prompt": prompt, **keywords})
 
     def run(*arguments):
-        monkeypatch.setattr(cli, "load", lambda name, dtype=None: None)
-        monkeypatch.setattr(cli, "generate", stop)
+        monkeypatch.setattr(generating, "load", lambda name, dtype=None: None)
+        monkeypatch.setattr(generating, "generate", stop)
         with pytest.raises(Called) as caught:
             cli.main(["generate", *arguments])
         return caught.value.args[0]
 
     return run
-
-
-def refused(capsys, *arguments) -> str:
-    """The message of a run that must fail."""
-    assert cli.main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("jaxkv: error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
@@ -71,6 +66,7 @@ def test_registry_holds_every_policy(capsys):
     assert [row["name"] for row in rows] == NAMES
     for row in rows:
         assert row["about"] and row["paper"] and row["parts"] and "budget" in row["defaults"]
+        assert ("--budget" in row["options"]) == (row["name"] not in ("full", "brutaloffload"))
     assert rows[NAMES.index("pyramidkv")]["defaults"]["allocation"] == "LinearLayers(beta=20.0)"
     assert cli.main(["policies"]) == 0
     text = capsys.readouterr().out
@@ -98,7 +94,7 @@ def test_models(capsys):
             ["--policy", "snapkv", "--budget", "0.2", "--window", "16", "--pool-kernel", "5", "--min-budget", "clamp"],
             SnapKV(budget=0.2, window=16, pooling=MaxPool(5), min_budget="clamp"),
         ),
-        (["--policy", "adakv", "--budget", "64", "--alpha", "0.5"], AdaKV(budget=64, alpha=0.5)),
+        (["--policy", "adakv", "--budget", "64", "--alpha", "0.5"], AdaKV(base=SnapKV(budget=64), alpha=0.5)),
         (
             ["--policy", "adakv", "--base", "pyramidkv", "--beta", "14", "--protect", "1:3", "--protect=-9:-4"],
             AdaKV(base=PyramidKV(allocation=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
@@ -134,6 +130,7 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
     assert call["prompt"] == "Some téxt.\n\nWhy?"
     assert call["raw"] is True
     assert call["stop"] == ["a", "b"]
+    assert not asked("--prompt", "x")["stop"]
     assert call["key"] == jax.random.key(3)
 
 
@@ -141,35 +138,54 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
     ("arguments", "message"),
     [
         (["--policy", "snap"], "policy='snap': no such policy; known policies: full, "),
+        (["--policy", "snap"], "did you mean snapkv?"),
         (["--policy", "streamingllm", "--window", "8"], "--window=8: streamingllm has no such option"),
         (["--policy", "knorm", "--sinks", "4"], "--sinks=4: knorm has no such option"),
         (["--policy", "knorm", "--pool-kernel", "5"], "--pool-kernel=5: knorm has no such option"),
-        (["--policy", "snapkv", "--beta", "20"], "--beta=20.0: snapkv has no such option"),
+        (["--policy", "snapkv", "--beta", "20"], "--beta=20: snapkv has no such option"),
         (["--policy", "snapkv", "--alpha", "0.2"], "--alpha=0.2: snapkv has no such option"),
         (["--policy", "snapkv", "--base", "knorm"], "--base='knorm': snapkv is not built on a policy"),
-        (["--policy", "adakv", "--beta", "20"], "--beta=20.0: snapkv has no such option"),
+        (["--policy", "adakv", "--beta", "20"], "--beta=20: snapkv has no such option"),
         (["--policy", "adakv", "--base", "full"], "give a policy that drops rows"),
         (["--budget", "256"], "--budget=256: full has no such option"),
-        (["--protect", "1:2"], "--protect=[(1, 2)]: full has no such option"),
+        (["--protect", "1:2"], "--protect=1:2: full has no such option"),
         (["--policy", "snapkv", "--budget", "16"], "budget=16: below sinks + window = 0 + 32"),
         (["--policy", "snapkv", "--budget", "0"], "budget=0: keep at least 1 row"),
         (["--policy", "snapkv", "--budget", "1.5"], "budget=1.5: a ratio lies in (0, 1]"),
-        (["--policy", "snapkv", "--budget", "nan"], "budget=nan: a ratio lies in (0, 1]"),
-        (["--policy", "snapkv", "--budget", "many"], "argument --budget: 'many': give rows per head (256)"),
+        (["--policy", "snapkv", "--budget", "nan"], "--budget=nan: give a finite number"),
+        (["--policy", "snapkv", "--budget", "many"], "--budget=many: give a number"),
         (["--policy", "snapkv", "--pool-kernel", "4"], "kernel=4"),
-        (["--policy", "snapkv", "--protect", "7"], "argument --protect: '7': give first and last + 1"),
+        (["--policy", "snapkv", "--protect", "7"], "--protect=7: give first and last + 1"),
         (["--policy", "adakv", "--alpha", "2"], "alpha=2.0"),
         (["--temperature", "0"], "--temperature=0.0: give a positive number; leave it out for the likeliest"),
-        (["--top-k", "0"], "k=0: draw from at least 1 token"),
+        (["--top-k", "0"], "argument --top-k: '0': give at least 1"),
         (["--top-k", "3", "--top-p", "0.5"], "not allowed with argument --top-k"),
+        (["--temperature", "nan"], "argument --temperature: 'nan': give a finite number"),
+        (["--temperature", "inf"], "argument --temperature: 'inf': give a finite number"),
+        (["--temperature", "1e-400"], "--temperature=0.0: give a positive number"),
+        (["--top-k", str(2**40)], "give at most 2147483647"),
+        (["--top-p", "nan"], "give a finite number"),
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0': give at least 1"),
+        (["--max-new-tokens", str(2**63)], "give at most 2147483647"),
+        (["--seed", str(2**64)], "give a number of 64 bits"),
+        (["--seed", str(-(2**63) - 1)], "give a number of 64 bits"),
+        (["--seed", "9" * 5000], "give a number of 64 bits"),
+        (["--seed", "0.5"], "argument --seed: '0.5': give a whole number"),
+        (["--stop", "a", ""], "--stop='': a stop string has at least one character"),
+        (["--stop", "\udcff"], "not UTF-8 text"),
+        (["--question", "\udcff"], "not UTF-8 text"),
+        (["--model=--"], "model: -- is no value"),
+        (["--policy", "snapkv", "--budget=--"], "budget: -- is no value"),
+        (["--model", ""], "--model='': give a name"),
+        (["--model", "~no-such-user/x"], "there is no such home folder"),
         (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json': there is no folder"),
-        (["--max-new-tokens", "several"], "argument --max-new-tokens: invalid int value"),
+        (["--max-new-tokens", "several"], "argument --max-new-tokens: 'several': give a whole number"),
         (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file or directory"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(cli, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr(generating, "load", lambda *_, **__: pytest.fail("loaded a model"))
     assert message in refused(capsys, "generate", "--prompt", "x", *arguments)
 
 
@@ -191,13 +207,56 @@ def test_no_command_and_unknown_models(capsys):
     )
 
 
-@pytest.mark.parametrize("error", [TypeError("what"), MemoryError("the plan needs 9 bytes"), MemoryError()])
+def test_seeds_of_64_bits_are_told_apart(asked):
+    keys = {number: asked("--prompt", "x", f"--seed={number}")["key"] for number in (-1, 5, 2**32 + 5, 2**63 + 5)}
+    assert keys[5] == jax.random.key(5) and keys[-1] == jax.random.key(-1)
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys.values()}) == 4
+    assert asked("--prompt", "x", f"--seed={2**64 - 1}")["key"] == asked("--prompt", "x", f"--seed={2**64 - 1}")["key"]
+
+
+def test_versions(capsys, monkeypatch):
+    assert cli.main(["--version"]) == 0
+    (word, number) = capsys.readouterr().out.split()
+    assert word == "jaxkv" and number[0].isdigit()
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)  # a checkout that is not installed
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert cli.version() == project["version"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("what"),
+        MemoryError("the plan needs 9 bytes"),
+        MemoryError(),
+        OverflowError("too large"),
+        RecursionError("maximum recursion depth exceeded"),
+        UnicodeEncodeError("ascii", "ö", 0, 1, "no such letter"),
+        RuntimeError("Could not determine home directory."),
+        jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 4947802322688 bytes."),
+        ValueError("of several\n\nlines"),
+    ],
+)
 def test_errors_have_no_traceback(capsys, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(cli, "load", fail)
-    assert (str(error) or "MemoryError") in refused(capsys, "generate", "--prompt", "x")
+    monkeypatch.setattr(generating, "load", fail)
+    message = refused(capsys, "generate", "--prompt", "x")
+    assert ("; ".join(str(error).split("\n\n")) or "MemoryError") in message
+    assert len(message.splitlines()) == 1
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    ours = [KeyError("name"), AttributeError("no such part"), RuntimeError("a bug"), ZeroDivisionError()]
+    for error in (*ours, jax.errors.JaxRuntimeError("INTERNAL")):
+        monkeypatch.setattr(generating, "load", Mock(side_effect=error))
+        with pytest.raises(type(error)):
+            cli.main(["generate", "--prompt", "x"])
 
 
 def test_a_failing_run_leaves_the_old_output(capsys, tmp_path):
@@ -209,23 +268,9 @@ def test_a_failing_run_leaves_the_old_output(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_a_failing_write_leaves_the_old_output(monkeypatch, tmp_path):
-    output = tmp_path / "answer.json"
-    output.write_text("old")
-
-    def full(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(cli.os, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
-        cli._write_whole(output, "new")
-    assert output.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [output]
-
-
 @pytest.mark.real
 def test_generate_answers(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "load", lambda name, dtype=None: running.smollm2())
+    monkeypatch.setattr(generating, "load", lambda name, dtype=None: running.smollm2())
     output = tmp_path / "answer.json"
     output.write_text("old")
     assert cli.main([*REAL, "--json", "--output", str(output)]) == 0

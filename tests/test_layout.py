@@ -33,8 +33,6 @@ LAYERS = (
     "jaxkv.analysis",
     "jaxkv.evals",
     "jaxkv",
-    "jaxkv.listing",
-    "jaxkv.finding",
     "jaxkv.cli",
     "jaxkv.__main__",
 )

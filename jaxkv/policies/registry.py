@@ -1,6 +1,9 @@
 """Policies by name, for command lines and configuration files."""
 
 import dataclasses
+import difflib
+import inspect
+import re
 
 from jaxkv._errors import require
 from jaxkv.policies.adakv import AdaKV
@@ -63,9 +66,13 @@ def policy_class(name: str) -> type[Policy]:
         Its class.
 
     Raises:
-        ValueError: for a name that is not known; the message lists those that are.
+        ValueError: for a name that is not known; the message lists those that are, and the nearest.
     """
-    require(name.lower() in POLICIES, "policy", name, f"no such policy; known policies: {', '.join(POLICIES)}")
+    remedy = f"no such policy; known policies: {', '.join(POLICIES)}"
+    nearest = difflib.get_close_matches(name.lower(), POLICIES, n=2)
+    if nearest:
+        remedy += f"; did you mean {' or '.join(nearest)}?"
+    require(name.lower() in POLICIES, "policy", name, remedy)
     return POLICIES[name.lower()]
 
 
@@ -79,3 +86,27 @@ def defaults(cls: type[Policy]) -> dict[str, str]:
         Its fields' names and defaults, as Python would write them.
     """
     return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
+
+
+def documented(cls: type[Policy]) -> dict[str, str]:
+    """What a policy's docstring, and those it inherits, say of its fields.
+
+    Args:
+        cls: the class.
+
+    Returns:
+        Each field's line under "Attributes:", in one piece; the nearest class's where several have one.
+    """
+    about: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        lines = inspect.cleandoc(each.__doc__ or "").splitlines()
+        start = lines.index("Attributes:") + 1 if "Attributes:" in lines else len(lines)
+        name = ""
+        for line in lines[start:]:
+            if line and not line.startswith(" "):
+                break
+            if match := re.fullmatch(r"    (\w+): (.*)", line):
+                name, about[match[1]] = match[1], match[2]
+            elif name and line.strip():
+                about[name] += " " + line.strip()
+    return about

@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 from checkpoints import cache_dir, manifest, names
+from jaxkv.cli.policy_options import flags_of
+from jaxkv.cli.streams import say
 from jaxkv.policies.registry import POLICIES, defaults
 
 
@@ -35,13 +37,14 @@ def policies() -> list[dict[str, Any]]:
     """The policies, as their classes describe themselves.
 
     Returns:
-        One record each: name, about, paper, parts, defaults.
+        One record each: name, about, paper, parts, defaults, options of `jaxkv generate`.
     """
     rows = []
     for name, cls in POLICIES.items():
         about = (cls.__doc__ or "").strip().splitlines()[0]
         parts = cls().parts()
-        rows.append({"name": name, "about": about, "paper": cls.paper, "parts": parts, "defaults": defaults(cls)})
+        row = {"name": name, "about": about, "paper": cls.paper, "parts": parts, "defaults": defaults(cls)}
+        rows.append({**row, "options": flags_of(cls)})
     return rows
 
 
@@ -56,14 +59,14 @@ def print_models(*, as_json: bool = False) -> int:
     """
     rows = models()
     if as_json:
-        print(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return 0
     for row in rows:
-        print(row["name"])
         cached = f"yes, in {cache_dir() / row['name']}" if row["cached"] else "no, fetched at first use"
         facts = {"source": row["source"], "license": row["license"], "size": f"{row['bytes'] / 1e6:.1f} MB"}
-        _print_facts({**facts, "cached": cached, "on the hub": row["hub_id"], "notes": row["notes"]})
-    print("Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (owner/name).")
+        facts = {**facts, "cached": cached, "on the hub": row["hub_id"], "notes": row["notes"]}
+        say(_described(row["name"], facts))
+    say("Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (owner/name).")
     return 0
 
 
@@ -78,18 +81,16 @@ def print_policies(*, as_json: bool = False) -> int:
     """
     rows = policies()
     if as_json:
-        print(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return 0
     for row in rows:
-        print(f"{row['name']}: {row['about']}")
         made = ", ".join(f"{name}={value}" for name, value in row["defaults"].items())
-        _print_facts({"paper": row["paper"], **row["parts"], "defaults": made})
+        facts = {"paper": row["paper"], **row["parts"], "defaults": made, "options": " ".join(row["options"])}
+        say(_described(f"{row['name']}: {row['about']}", facts))
     return 0
 
 
-def _print_facts(facts: dict[str, Any]) -> None:
+def _described(title: str, facts: dict[str, Any]) -> str:
     width = max(map(len, facts)) + 2
-    for name, value in facts.items():
-        if value:
-            print(f"  {name:<{width}}{value}")
-    print()
+    lines = [f"  {name:<{width}}{value}" for name, value in facts.items() if value]
+    return "\n".join([title, *lines, ""])

@@ -1,0 +1,117 @@
+"""Standard streams as a shell hands them over: closed, full, of another encoding, with a reader that has gone."""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from typing import Any, NoReturn
+
+
+class Unwritten(Exception):
+    """stdout took no more.
+
+    Attributes:
+        gone: its reader has gone, `head` say, which is no error.
+    """
+
+    def __init__(self, message: str, *, gone: bool = False):
+        super().__init__(f"stdout: {message}")
+        self.gone = gone
+
+
+class _Closed(io.TextIOBase):
+    """In place of a stream that was closed before Python started, where Python has None."""
+
+    @property
+    def buffer(self) -> Any:
+        """Nothing to read bytes from."""
+        self._refuse()
+
+    def read(self, size: int | None = -1, /) -> str:
+        """Refuses."""
+        self._refuse()
+
+    def write(self, text: str, /) -> int:
+        """Refuses."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise OSError(errno.EBADF, "it is closed")
+
+
+class _Unheard(io.TextIOBase):
+    """stderr, where it was closed: figures and errors have nowhere to go, the exit code tells."""
+
+    def write(self, text: str, /) -> int:
+        """Takes it and drops it."""
+        return len(text)
+
+
+def ready() -> None:
+    """Makes the standard streams fit to use; call it before any file is opened.
+
+    Closed ones get a stand-in, and their numbers a place holder: the next file that is opened would get them, and what
+    libraries write to number 2 would land in it. What stdout's encoding cannot say is written with backslashes, so
+    that no answer is lost to it, unless the user chose otherwise (`PYTHONIOENCODING=ascii:replace`).
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The wrong way round, so that neither reading nor writing passes for success.
+            holder = os.open(os.devnull, os.O_WRONLY if number == 0 else os.O_RDONLY)
+            if holder != number:
+                os.dup2(holder, number)
+                os.close(holder)
+    # mypy takes these for streams always; Python sets them to None where they are closed.
+    streams: dict[str, Any] = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
+    for name, stream in streams.items():
+        if stream is None:
+            setattr(sys, name, _Unheard() if name == "stderr" else _Closed())
+    out: Any = sys.stdout
+    if getattr(out, "errors", None) in ("strict", "surrogateescape") and hasattr(out, "reconfigure"):
+        out.reconfigure(errors="backslashreplace")
+
+
+def stdout_is_closed() -> bool:
+    """Whether there is no stdout to write to."""
+    return isinstance(sys.stdout, _Closed)
+
+
+def say(text: str, *, end: str = "\n") -> None:
+    """Writes to stdout, at once.
+
+    Args:
+        text: what to write.
+        end: what follows.
+
+    Raises:
+        Unwritten: if stdout does not take it; nothing more may be written to it then.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        _silence(sys.stdout)
+        raise Unwritten(error.strerror or str(error), gone=isinstance(error, BrokenPipeError)) from None
+
+
+def tell(text: str) -> None:
+    """Writes to stderr; where that fails there is nobody left to tell.
+
+    Args:
+        text: what to write.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: Any) -> None:
+    """Leads what is still buffered nowhere: Python flushes at exit, and would end with a complaint and code 120."""
+    with contextlib.suppress(OSError, ValueError):
+        number = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)

@@ -1,0 +1,101 @@
+"""Runs of the command line that need no model: its answer is given."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxkv import cli
+from jaxkv.cli import generating
+from jaxkv.results import Generation, Stats
+
+ANSWER = "Schön, 你好 \U0001f600"
+ROOT = Path(__file__).parent.parent
+_STATS = Stats(
+    prompt_tokens=9,
+    new_tokens=3,
+    prefill_seconds=1.0,
+    decode_seconds=1.0,
+    compile_seconds=0.0,
+    full_bytes=9,
+    cache_bytes=9,
+    allocated_bytes=9,
+    slack_bytes=0,
+    kept=9.0,
+    attention="xla",
+    decode_form="equal",
+    decode_steps=3,
+)
+
+
+def generation(text: str = ANSWER) -> Generation:
+    """An answer without a cache."""
+    made = object.__new__(Generation)
+    for name, value in {"text": text, "tokens": np.arange(3), "cache": None, "stats": _STATS}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+class Pieces:
+    """A stream of the answer's letters."""
+
+    def __init__(self, given: list[str]):
+        self.result, self._given = generation(), given
+
+    def __iter__(self) -> Iterator[str]:
+        for letter in ANSWER:
+            self._given.append(letter)
+            yield letter
+
+
+def answering(monkeypatch, given: list[str] | None = None) -> list[dict]:
+    """Lets `jaxkv generate` answer at once; gives the calls of `generate` it will have made."""
+    calls: list[dict] = []
+
+    def generate(model, prompt, **keywords):
+        calls.append({"prompt": prompt, **keywords})
+        return Pieces([] if given is None else given) if keywords["stream"] else generation()
+
+    monkeypatch.setattr(generating, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(generating, "load", lambda name, dtype=None: None)
+    monkeypatch.setattr(generating, "generate", generate)
+    return calls
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The message of a run that must fail."""
+    assert cli.main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jaxkv: error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+_SCRIPT = """
+import sys
+from jaxkv.cli import generating, main
+sys.path.append(sys.argv.pop(1))
+import cli_runs
+class Always:
+    setattr = staticmethod(setattr)
+cli_runs.answering(Always)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def shell(redirection: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, whose standard streams a shell redirects."""
+    command = [sys.executable, "-W", "error", "-c", _SCRIPT, str(Path(__file__).parent), *arguments]
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "bash", *command],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
