@@ -1,5 +1,6 @@
 """How tokens are drawn: what is cut away, how often the rest comes, keys; and the bars shown meanwhile."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.sampling import argument
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()
@@ -101,11 +103,82 @@ def test_ties_at_the_cut_stay_together():
         (lambda: TopP(p=1.5), r"p=1\.5: give"),
         (lambda: MinP(p=-0.1), r"p=-0\.1: give a share"),
         (lambda: MinP(p=float("nan")), "p=nan: give"),
+        (lambda: Temperature(temperature=float("nan")), "temperature=nan: give"),
+        (lambda: Temperature(temperature="hot"), "temperature='hot': give"),
+        (lambda: Temperature(temperature=True), "temperature=True: give"),
+        (lambda: TopK(k=2.5), "k=2.5: draw from at least 1 token"),
+        (lambda: TopK(k=True), "k=True: draw"),
     ],
 )
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numbers_of_any_kind():
+    assert TopK(k=np.int64(3), temperature=np.float32(0.5)) == TopK(k=3, temperature=0.5)
+    assert type(TopK(k=np.int64(3)).k) is int and type(TopP(p=np.float64(0.5)).p) is float
+    assert dataclasses.replace(TopP(p=0.5), p=0.25) == TopP(p=0.25)
+    logits = jnp.asarray([[0.0, 3.0, 1.0, 2.9]])
+    keys = jax.random.split(jax.random.key(0), 1)
+    draw = jax.jit(lambda sampling: sampling(logits, keys))
+    # More than there are tokens, or than 32 bits hold.
+    for k in (4, 99, 2**40):
+        assert np.isfinite(np.asarray(TopK(k=k).cut(logits))).all()
+        draw(argument(TopK(k=k)))
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-38, 1e-45, 1e-300])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    logits = jnp.asarray(np.random.default_rng(3).normal(scale=4, size=(50, 64)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 50)
+    for sampling in (Temperature(temperature=temperature), TopP(p=0.9, temperature=temperature)):
+        for drawn in (sampling(logits, keys), jax.jit(lambda s: s(logits, keys))(argument(sampling))):
+            np.testing.assert_array_equal(drawn, Greedy()(logits, keys))
+
+
+def test_ten_temperatures_are_one_program(model):
+    def programs(sampling, seed):
+        options = {"sampling": sampling, "key": jax.random.key(seed)}
+        return jaxkv.generate(model, PROMPT, **options, **DRAWING).stats.compiled_programs
+
+    first = [programs(sampling, 0) for sampling in (Temperature(), TopK(k=2), TopP(p=0.5), MinP(p=0.5))]
+    assert all(first)
+    for each in range(1, 11):
+        heat = 0.1 * each
+        others = (
+            Temperature(temperature=heat),
+            TopK(k=each, temperature=heat),
+            TopP(p=0.09 * each, temperature=heat),
+            MinP(p=0.09 * each),
+        )
+        assert [programs(sampling, each) for sampling in others] == [0] * 4
+
+
+def test_a_sampler_of_ones_own(model):
+    def second(logits, keys):
+        return jnp.argsort(logits, axis=-1)[:, -2].astype(jnp.int32)
+
+    def unlikeliest(logits, keys):
+        return jnp.argmin(logits, axis=-1).astype(jnp.int32)
+
+    drawn = [
+        jaxkv.generate(model, PROMPT, sampling=sampling, key=jax.random.key(0), **DRAWING).tokens.tolist()
+        for sampling in (second, unlikeliest, second)
+    ]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Flatter(Temperature):
+        base: float = 2.0
+
+        def cut(self, logits):
+            return logits / self.base
+
+    runs = [
+        jaxkv.generate(model, PROMPT, sampling=Flatter(base=b), key=jax.random.key(0), **DRAWING) for b in (2.0, 9.0)
+    ]
+    assert runs[0].tokens.tolist() != runs[1].tokens.tolist() and runs[1].stats.compiled_programs == 0
 
 
 def test_keys(model):

@@ -96,8 +96,8 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
         scorer=policy.scorer,
         heads=policy.heads,
         form=form,
-        # As many slots as the text could fill: a number that content does not change.
-        slots=bucket(int(np.asarray(cache.seen).max())),
+        # As many slots as the text, or a segment, could fill: a number that content does not change, and rarely time.
+        slots=min(bucket(int(np.asarray(cache.seen).max())), _widest(cache)),
     )
 
     def layer(index: int) -> _Layer:
@@ -148,6 +148,12 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
         limit=jnp.where(jnp.asarray(now)[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=None if state.tau is None else jnp.stack(taus)),
     )
+
+
+def _widest(cache: KVCache) -> int:
+    """Rows that a segment could hold at most where it lies."""
+    rows = max(pool.rows for pool in cache.pools)
+    return rows // cache.start.shape[2] if cache.form is Form.EQUAL else rows
 
 
 def _rows(policy: Policy, cache: KVCache) -> Int[np.ndarray, "L B"]:

@@ -26,15 +26,17 @@ def room_for(policy: Policy, left: Int[np.ndarray, " L"], new: int, *, grown: in
         grown: rows that the cache has grown by so far.
 
     Returns:
-        One where a row goes for each that comes, as many as come until the policy compresses again, or all new ones up
-        to `MOST_AHEAD`, and from there on as many as there are already.
+        One where a row goes for each that comes, as many as come until the policy compresses again, or all new ones;
+        up to `MOST_AHEAD`, and from there on as many as there are already.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
     if policy.upkeep is None:
         return np.full(len(left), ahead)
     left = np.maximum(left, 0)
     growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
-    return growing + (1 if policy.evicts else min(_period(policy), ahead))
+    # The same for every stretch of an answer, its last and shortest one too.
+    period = 1 if policy.evicts else _period(policy)
+    return growing + (period if period <= MOST_AHEAD else ahead)
 
 
 def first_room(policy: Policy, layers: int, lengths: Int[np.ndarray, " B"], new: int) -> tuple[int, ...]:

@@ -1,0 +1,36 @@
+"""jaxkv's answers do not depend on what else a process has set JAX to."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from policy_table import BY_NAME
+
+import jaxkv
+
+ROWS = ("full", "streaming-rolling", "snapkv", "adakv", "d2o", "omnikv", "snapkv-merge")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_64_bits_and_ranks(name):
+    model, ids = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(0, (60, 37))
+    policy = BY_NAME[name].policy(20)
+
+    def answers():
+        options = {"max_new_tokens": 5, "stop_at_eos": False}
+        cache = jaxkv.prefill(model, ids, policy=policy)
+        first = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=cache, **options)
+        hot = jaxkv.TopK(k=5, temperature=0.7)
+        stream = jaxkv.generate(
+            model, [[7], [8, 9]], cache=first.cache, sampling=hot, key=jax.random.key(1), stream=True, **options
+        )
+        list(stream)
+        return [*first.tokens, *stream.result.tokens], stream.result.cache
+
+    expected, _ = answers()
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        found, cache = answers()
+        assert jax.numpy.arange(3).dtype == np.int64
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)} == {4}
