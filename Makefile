@@ -23,7 +23,7 @@ AOT_STAMP := .venv-aot/.made-0.10.2
 LATEST_STAMP := .venv-latest/.made-0.12
 LATEST_TESTS := tests/test_kernels.py tests/test_implementations.py tests/test_layout.py
 
-.PHONY: help demo test test-latest lint format bench bench-peer bench-gpu \
+.PHONY: help demo test test-latest lint format bench bench-peer bench-gpu against long-answer soak \
   loss decode-step throughput omnikv two-stage tune aot aot-quick needle clean
 
 help:
@@ -34,6 +34,9 @@ help:
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
 	@echo "make bench-gpu    check and time the kernels on this machine's GPU, with the Python on the path"
+	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
+	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
+	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
 	@echo "make loss         D2O's table 6 as loss: documents continued over caches of every kind, on this machine"
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
@@ -74,6 +77,15 @@ bench-peer: $(STAMP) $(PEER_STAMP)
 
 bench-gpu:
 	@python3 -m benchmarks.gpu --out benchmarks/results
+
+against: $(STAMP)
+	@$(BIN)/python benchmarks/against.py --base "$(BASE)"
+
+long-answer: $(STAMP)
+	@$(BIN)/python -m benchmarks.long_answer
+
+soak: $(STAMP)
+	@$(BIN)/python -m benchmarks.soak
 
 loss: $(STAMP)
 	@$(BIN)/python -m benchmarks.loss
