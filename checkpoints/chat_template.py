@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints.safetensors_files import read_json
+from .safetensors_files import read_json
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

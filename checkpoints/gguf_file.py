@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from checkpoints._errors import refusal, require
-from checkpoints.gguf_tokenizer import GgufTokenizer
+from ._errors import refusal, require
+from .gguf_tokenizer import GgufTokenizer
 
 # Mistral models are written as arch "llama".
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")

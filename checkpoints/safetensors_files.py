@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints._errors import refusal, require
+from ._errors import refusal, require
 
 # numpy has no bfloat16 or float8 of its own, so the library's numpy reader cannot give them.
 _DTYPES: dict[str, Any] = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import gguf_file, safetensors_files
-from checkpoints._errors import refusal, require
-from checkpoints.gguf_tokenizer import GgufTokenizer
+from . import gguf_file, safetensors_files
+from ._errors import refusal, require
+from .gguf_tokenizer import GgufTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 

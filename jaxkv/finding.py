@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from checkpoints import names, save_filter_layers
 from jaxkv._errors import require
 from jaxkv.analysis import drawing, filter_layers
+from jaxkv.checkpoints import names, save_filter_layers
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.load import load
 

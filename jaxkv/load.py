@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv._errors import require
+from jaxkv.checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.text import Text

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import Checkpoint, GgufTokenizer
-from checkpoints.chat_template import compile_template, read_template
-from checkpoints.safetensors_files import read_json
 from jaxkv._errors import require
+from jaxkv.checkpoints import Checkpoint, GgufTokenizer
+from jaxkv.checkpoints.chat_template import compile_template, read_template
+from jaxkv.checkpoints.safetensors_files import read_json
 
 Message = Mapping[str, Any]
 

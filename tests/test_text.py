@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from checkpoints import GgufTokenizer, fetch, open_checkpoint
-from checkpoints.source import Checkpoint
+from jaxkv.checkpoints import GgufTokenizer, fetch, open_checkpoint
+from jaxkv.checkpoints.source import Checkpoint
 from jaxkv.text import Text
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokens.json").read_text("utf-8"))
