@@ -180,15 +180,64 @@ def test_corrupt_safetensors(tmp_path):
     file = folder / "model.safetensors"
     good = file.read_bytes()
     for bad, message in [
-        (good.replace(b'"shape":[2]', b'"shape":[3]'), "disagree"),
-        (good.replace(b'"dtype":"F32"', b'"dtype":"Q99"'), "dtype='Q99'"),
-        (good.replace(b'{"a"', b"{,a,"), "corrupt safetensors header"),
-        (b"\xff" * 8 + good[8:], "not a safetensors file"),
+        (good.replace(b'"shape":[2]', b'"shape":[3]'), "invalid shape, data type, or offset for tensor"),
+        (good.replace(b'"dtype":"F32"', b'"dtype":"Q99"'), "Q99"),
+        (good.replace(b'{"a"', b"{,a,"), "invalid JSON in header"),
+        (b"\xff" * 8 + good[8:], "a whole safetensors file expected"),
     ]:
         assert bad != good
         file.write_bytes(bad)
         with pytest.raises(ValueError, match=message):
             open_checkpoint(folder)
+
+
+def entry(start, end, kind="F32"):
+    return f'{{"dtype":"{kind}","shape":[{(end - start) // 4}],"data_offsets":[{start},{end}]}}'
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        (f'{{"a":{entry(0, 12)},"b":{entry(0, 12)}}}', "invalid offset for tensor `b`"),
+        (f'{{"a":{entry(0, 12)},"b":{entry(8, 20)}}}', "invalid offset for tensor `b`"),
+        (f'{{"a":{entry(12, 24)},"a":{entry(0, 12)},"b":{entry(12, 24)}}}', r"names \['a'\] more than once"),
+        (f'{{"a":{entry(12, 24)}}}', "invalid offset for tensor `a`"),
+        (f'{{"a":{"[" * 100_000 + "]" * 100_000}}}', "recursion limit"),
+        (f'{{"a":{entry(0, 12)}}}', "not fully covered"),
+        (
+            f'{{"a":{entry(0, 24, "C64").replace("[6]", "[3]")}}}',
+            "model.safetensors:a.dtype='C64': readable dtypes: BF16",
+        ),
+    ],
+    ids=["same", "overlapping", "twice", "hole", "nested", "trailing", "complex"],
+)
+def test_headers_that_the_format_forbids(tmp_path, header, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(24))
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*{message}"):
+        open_checkpoint(tmp_path)
+
+
+def test_json_that_is_not_what_it_should_be(tmp_path):
+    folder = make_folder(tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False)
+    file = folder / "config.json"
+    for content, message in [
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[1]", "a JSON object is expected"),
+        (b"\xff{}", "not UTF-8"),
+        (b"{" + b" " * (33 << 20), "34,603,009 bytes, at most 33,554,432 are read"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"config\.json: .*{message}.*download the file again"):
+            open_checkpoint(folder)
+    file.write_text(json.dumps(CONFIG), "utf-8-sig")
+    assert open_checkpoint(folder).config["model_type"] == "llama"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [[2], {}]}))
+    assert open_checkpoint(folder).config["eos_token_id"] == [2, [2], {}]  # the model's config refuses them by name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ["model.safetensors"]}}))
+    with pytest.raises(ValueError, match="no weight_map of file names"):
+        open_checkpoint(folder)
 
 
 def test_missing_shard_and_tensor(tmp_path):
