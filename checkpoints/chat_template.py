@@ -155,7 +155,7 @@ class _Worker:
             self._process.stdin.write(line)
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
-        except OSError:
+        except (OSError, ValueError):  # it has ended, and its pipes with it
             answer = b""
         except BaseException:  # an interrupt: its answer would be taken for the next one's
             self.end()

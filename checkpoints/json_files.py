@@ -37,13 +37,15 @@ def read_text(path: Path) -> str:
         Its text.
 
     Raises:
-        ValueError: where the file is not UTF-8, or too large to be what it should.
+        ValueError: where the file cannot be read, is not UTF-8, or is too large to be what it should.
     """
     check_size(path)
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise refusal("file", path, f"not UTF-8 ({error}); {AGAIN}") from error
+    except OSError as error:
+        raise refusal("file", path, f"it cannot be read ({error.strerror}); {AGAIN}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -138,8 +138,12 @@ class Text:
 
         Returns:
             The ids.
+
+        Raises:
+            ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
         """
-        ids = self._tokenizer.encode(s, add_special_tokens=False).ids
+        encode = lambda: self._tokenizer.encode(s, add_special_tokens=False).ids  # noqa: E731
+        ids = _guarded(encode, self._origin, "it cannot encode this text", "give another, or token ids")
         # A chat template may have written the bos token itself.
         if bos and self._adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -337,15 +341,20 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _made(path: Path, make: Callable[[], Any]) -> Any:
+def _guarded(call: Callable[[], Any], origin: str, problem: str, remedy: str) -> Any:
+    """Calls a library that raises whatever it likes on a tokenizer from elsewhere."""
     try:
-        return make()
+        return call()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     # Rust raises plain Exception, and where it panics, what is not even that.
     except BaseException as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"tokenizer={str(path)!r}: it cannot be read ({first}); copy or download it again") from error
+        raise ValueError(f"tokenizer={origin!r}: {problem} ({first}); {remedy}") from error
+
+
+def _made(path: Path, make: Callable[[], Any]) -> Any:
+    return _guarded(make, str(path), "it cannot be read", "copy or download it again")
 
 
 def _check_sentencepiece(folder: Path) -> None:

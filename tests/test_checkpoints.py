@@ -92,7 +92,7 @@ def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
         fetch("tiny")
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf"])
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf", "x" * 5000, "a\0b"])
 def test_unknown_name(name):
     with pytest.raises(ValueError, match="known models: smollm2-135m-instruct"):
         fetch(name)
