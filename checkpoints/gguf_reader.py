@@ -72,6 +72,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         cursor = _Cursor(np.memmap(path, np.uint8, mode="r"))
         metadata, tensor_count = _metadata(cursor)
         return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
+    except OSError as error:
+        raise refusal("file", path, f"{size:,} bytes cannot be mapped ({error.strerror}); free some memory") from error
     except (_Corrupt, UnicodeDecodeError) as error:
         remedy = f"truncated or corrupt GGUF of {size} bytes ({error}); download it again"
         raise refusal("file", path, remedy) from error

@@ -62,6 +62,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     require(path.exists(), "path", path, "no such file or folder; checkpoints.fetch finds models by name")
     if path.is_dir():
         return _open_folder(path)
+    require(path.is_file(), "path", path, "neither a folder nor a regular file")
     with path.open("rb") as file:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
     require(is_gguf, "path", path, "give a .gguf file, or the folder that holds config.json and *.safetensors")

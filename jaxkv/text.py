@@ -332,7 +332,9 @@ def _load_tokenizer(folder: Path) -> Any:
         # Older layouts: transformers converts them, at the price of its import.
         import transformers
 
-        loaded: Any = _made(folder, lambda: transformers.AutoTokenizer.from_pretrained(str(folder)))
+        # Told nothing, it would ask on the terminal whether to run the folder's own code.
+        convert = lambda: transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # noqa: E731
+        loaded: Any = _made(folder, convert)
         tokenizer = getattr(loaded, "backend_tokenizer", None)
         require(tokenizer is not None, "tokenizer", str(folder), "no fast tokenizer; save it with a tokenizer.json")
     # The file may carry settings of a training run.

@@ -75,6 +75,12 @@ def test_keys_of_another_kind(key, value, message):
         ModelConfig.from_hf(config(**{key: value}))
 
 
+def test_an_error_is_of_bounded_length():
+    with pytest.raises(ValueError, match="not supported") as caught:
+        ModelConfig.from_hf(config(**{f"key{index}": 1 for index in range(100_000)}))
+    assert len(str(caught.value)) < 1200
+
+
 def test_ids_that_stand_for_none():
     read = ModelConfig.from_hf(config(bos_token_id=-1, eos_token_id=[2, -1]))
     assert (read.bos, read.eos) == (None, (2,))

@@ -1,5 +1,6 @@
 """GGUF files whose lengths and kinds are wrong: refused by name, in little time and memory."""
 
+import os
 import struct
 import time
 
@@ -70,6 +71,12 @@ def test_a_large_file_of_nothing(tmp_path):
         handle.truncate(2**34)  # sparse: it takes no room
     with pytest.raises(ValueError, match="8,589,934,592 items"):
         open_checkpoint(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"m\.gguf: neither a folder nor a regular file"):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_it_reads_what_the_formats_library_reads(tmp_path):

@@ -222,6 +222,15 @@ def test_sentencepiece_is_an_extra(tmp_path, monkeypatch):
         Text.from_checkpoint(open_folder(tmp_path))
 
 
+def test_a_tokenizers_own_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    (tmp_path / "vocab.json").write_text("{}")
+    own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    monkeypatch.setattr("builtins.input", None)
+    with pytest.raises(ValueError, match=r"tokenizer='.*': it cannot be read \(.*; copy or download it again"):
+        Text.from_checkpoint(open_folder(tmp_path))
+
+
 def folder_with(tmp_path, **settings):
     byte_level("<s>", "</s>").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8-sig")
