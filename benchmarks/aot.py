@@ -126,7 +126,7 @@ def arguments(case):
     import jax.numpy as jnp
     import shapes
 
-    import pallas_kernels
+    from jaxkv import pallas_kernels
 
     heads = next(each for each in shapes.MODELS if each.name == case.model)
     k_heads, group, dim, dtype = heads.kv_heads, heads.group, heads.dim, jnp.dtype(case.dtype)

@@ -23,9 +23,8 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-import pallas_kernels
 from benchmarks import shapes
-from jaxkv import attention
+from jaxkv import attention, pallas_kernels
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
 from benchmarks import shapes
 from benchmarks.gpu import INTERPRET, many, ragged, random, timed
+from jaxkv import pallas_kernels
 from jaxkv.attention.xla import Form
 from jaxkv.cache import lay_out
-from pallas_kernels import tuning
-from pallas_kernels.tuning import Launch
+from jaxkv.pallas_kernels import tuning
+from jaxkv.pallas_kernels.tuning import Launch
 
 
 def fastest(candidates, run, count):

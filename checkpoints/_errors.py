@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_LONGEST = 1000
+
 
 def require(condition: bool, field: str, value: Any, remedy: str) -> None:
     """Raises a ValueError unless `condition` holds.
@@ -33,4 +35,6 @@ def refusal(field: str, value: Any, remedy: str) -> ValueError:
         The ValueError, not raised.
     """
     shown = str(value) if hasattr(value, "__fspath__") else repr(value)
+    if len(shown) > _LONGEST:  # what comes from a file may be of any length
+        shown = f"{shown[:_LONGEST]}..."
     return ValueError(f"{field}={shown}: {remedy}")

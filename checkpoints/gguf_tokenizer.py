@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from checkpoints._errors import refusal, require
+from ._errors import refusal, require
 
+_MOST_CUTS = 10**9
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -127,6 +129,10 @@ def _sentencepiece(spec: GgufTokenizer) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(len(spec.scores) == len(spec.tokens), "scores", len(spec.scores), "sentencepiece needs one per token")
+    longest = max(map(len, spec.tokens))
+    # Each is cut in every way, so the square of its length counts.
+    sane = sum(len(token) ** 2 for token in spec.tokens) < _MOST_CUTS and all(map(math.isfinite, spec.scores))
+    require(sane, "tokens", f"{longest} characters", "tokens too long, or scores not finite: download the file again")
     vocab = {token: index for index, token in enumerate(spec.tokens)}
     # Sentencepiece joins the neighbours whose union scores best; so every way to cut a piece in two pieces is a
     # merge, ranked by the piece's score.

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from checkpoints._errors import require
+from ._errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
         OSError: if the package's files cannot be written.
     """
     manifest(name)
-    path = Path(str(resources.files("checkpoints") / "manifests" / f"{name}.json"))
+    path = Path(str(resources.files(__package__) / "manifests" / f"{name}.json"))
     raw = json.loads(path.read_text("utf-8"))
     raw["filter_layers"] = list(filters)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{name}", suffix=".part")
@@ -117,7 +117,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
-    folder = resources.files("checkpoints") / "manifests"
+    folder = resources.files(__package__) / "manifests"
     parsed = (_parse(json.loads(file.read_text("utf-8"))) for file in folder.iterdir() if file.name.endswith(".json"))
     return {each.name: each for each in parsed}
 

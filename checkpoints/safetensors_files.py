@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors
 
-from checkpoints._errors import refusal, require
+from ._errors import refusal, require
+from .json_files import AGAIN, read_json
 
-# numpy has no bfloat16 or float8 of its own, so the library's numpy reader cannot give them.
+# numpy has no bfloat16 or float8 of its own, so the library's numpy reader cannot give them all.
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -31,34 +34,12 @@ _DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
-_MAX_HEADER = 100_000_000  # the format's own limit
-_AGAIN = "copy or download the file again"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The object.
-
-    Raises:
-        ValueError: where the file is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise refusal("file", path, f"not valid JSON ({error}); {_AGAIN}") from error
-    require(isinstance(value, dict), "file", path, f"a JSON object is expected; {_AGAIN}")
-    return value
-
-
 def read_header(path: Path) -> dict[str, tuple[Any, tuple[int, ...], int]]:
-    """Reads and checks the header of a safetensors file.
+    """Reads the header of a safetensors file, checked by the format's own library: each byte is one tensor's.
 
     Args:
         path: the file.
@@ -67,36 +48,34 @@ def read_header(path: Path) -> dict[str, tuple[Any, tuple[int, ...], int]]:
         For each tensor its dtype, its shape and the offset of its first byte in the file.
 
     Raises:
-        ValueError: where the file is missing, truncated or corrupt.
+        ValueError: where the file is missing, truncated or corrupt, or names a tensor twice.
     """
-    require(path.is_file(), "file", path, f"no such file; {_AGAIN}")
+    require(path.is_file(), "file", path, f"no such file; {AGAIN}")
     size = path.stat().st_size
-    require(size >= 8, "file", path, f"{size} bytes, at least 8 expected: the file is truncated; {_AGAIN}")
+    try:
+        with safetensors.safe_open(path, "np"):
+            pass
+    except (safetensors.SafetensorError, OSError) as error:
+        remedy = f"{size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
+        raise refusal("file", path, remedy) from error
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = [name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1]
+            raise refusal("file", path, f"its header names {twice[:3]} more than once; {AGAIN}")
+        return found
+
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        require(length <= _MAX_HEADER, "file", path, f"header of {length} bytes: not a safetensors file; {_AGAIN}")
-        require(size >= 8 + length, "file", path, f"{size} bytes, at least {8 + length} expected: truncated; {_AGAIN}")
-        raw = file.read(length)
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        entries = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
-    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise refusal("file", path, f"corrupt safetensors header ({error!r}); {_AGAIN}") from error
-    ends = (offset + math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape, offset in entries.values())
-    expected = max(ends, default=8 + length)
-    require(size >= expected, "file", path, f"{size} bytes, {expected} expected: the file is truncated; {_AGAIN}")
+        header = json.loads(file.read(length), object_pairs_hook=unique)
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        kind = entry["dtype"]
+        require(kind in _DTYPES, f"{path.name}:{name}.dtype", kind, f"readable dtypes: {', '.join(sorted(_DTYPES))}")
+        entries[name] = (_DTYPES[kind], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
     return entries
-
-
-def _entry(path: Path, name: str, entry: Mapping[str, Any], start: int) -> tuple[Any, tuple[int, ...], int]:
-    kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    require(kind in _DTYPES, f"{path.name}:{name}.dtype", kind, f"readable dtypes: {', '.join(sorted(_DTYPES))}")
-    sizes = (*shape, begin, end)
-    sound = all(isinstance(each, int) and each >= 0 for each in sizes)
-    sound = sound and end - begin == math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize
-    require(sound, f"{path.name}:{name}", dict(entry), f"shape and data_offsets disagree: corrupt header; {_AGAIN}")
-    return _DTYPES[kind], shape, start + begin
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -128,14 +107,15 @@ def shards(folder: Path) -> dict[str, str]:
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map") or {}
-        require(isinstance(weight_map, dict) and bool(weight_map), INDEX, folder, f"no weight_map in it; {_AGAIN}")
+        sound = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+        require(sound and bool(weight_map), INDEX, folder, f"no weight_map of file names in it; {AGAIN}")
         for file in sorted(set(weight_map.values())):
             # An index is data from elsewhere: it may only name files that lie next to it.
             require(Path(file).name == file, "weight_map", file, "shards must lie in the folder of the index")
-            require((folder / file).is_file(), "shard", folder / file, f"{INDEX} lists it but it is missing; {_AGAIN}")
+            require((folder / file).is_file(), "shard", folder / file, f"{INDEX} lists it but it is missing; {AGAIN}")
             listed = {name for name, where in weight_map.items() if where == file}
             absent = sorted(listed - read_header(folder / file).keys())
-            require(not absent, "shard", folder / file, f"lacks {absent[:3]} that {INDEX} puts there; {_AGAIN}")
+            require(not absent, "shard", folder / file, f"lacks {absent[:3]} that {INDEX} puts there; {AGAIN}")
         return dict(weight_map)
     if (folder / SINGLE).is_file():
         return dict.fromkeys(read_header(folder / SINGLE), SINGLE)

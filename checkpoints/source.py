@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import gguf_file, safetensors_files
-from checkpoints._errors import refusal, require
-from checkpoints.gguf_tokenizer import GgufTokenizer
+from . import gguf_file, safetensors_files
+from ._errors import refusal, require
+from .gguf_tokenizer import GgufTokenizer
+from .json_files import read_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -61,6 +62,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     require(path.exists(), "path", path, "no such file or folder; checkpoints.fetch finds models by name")
     if path.is_dir():
         return _open_folder(path)
+    require(path.is_file(), "path", path, "neither a folder nor a regular file")
     with path.open("rb") as file:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
     require(is_gguf, "path", path, "give a .gguf file, or the folder that holds config.json and *.safetensors")
@@ -75,13 +77,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
         remedy = f"no config.json in it; give one of its files, {ggufs[:3]}" if ggufs else "no config.json in it"
         raise refusal("folder", folder, remedy)
-    config = safetensors_files.read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if (folder / "generation_config.json").is_file():
         # Chat models often name their end-of-turn tokens there only.
-        extra = safetensors_files.read_json(folder / "generation_config.json").get("eos_token_id")
-        eos = [*_as_list(config.get("eos_token_id")), *_as_list(extra)]
+        extra = read_json(folder / "generation_config.json").get("eos_token_id")
+        eos = _as_list(config.get("eos_token_id"))
+        eos += [each for each in _as_list(extra) if each not in eos]
         if eos:
-            config["eos_token_id"] = list(dict.fromkeys(eos))
+            config["eos_token_id"] = eos
     where = safetensors_files.shards(folder)
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     return Checkpoint(

@@ -1,5 +1,6 @@
 """jaxkv: KV-cache compression for long-context inference in JAX."""
 
+import jaxkv._beside  # noqa: F401  first: it says where two of our packages lie
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_LONGEST = 1000
+
 
 def require(condition: bool, field: str, value: Any, remedy: str) -> None:
     """Raises a ValueError of jaxkv's one form unless `condition` holds.
@@ -16,4 +18,6 @@ def require(condition: bool, field: str, value: Any, remedy: str) -> None:
         ValueError: `field=value: remedy`.
     """
     if not condition:
-        raise ValueError(f"{field}={value!r}: {remedy}")
+        shown = repr(value)
+        # What comes from a file may be of any length.
+        raise ValueError(f"{field}={shown if len(shown) <= _LONGEST else shown[:_LONGEST] + '...'}: {remedy}")

@@ -11,7 +11,7 @@ from types import TracebackType
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from checkpoints import cache_dir
+from jaxkv.checkpoints import cache_dir
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:

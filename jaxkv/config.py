@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,33 @@ _IGNORED = frozenset(
 
 _FAMILIES = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 _ACTIVATIONS = ("silu", "swish")
+# Positions, token ids and sizes are int32 in compiled programs.
+_MOST = 2**31 - 1
+
+
+def _whole(name: str, value: Any, *, least: int = 1) -> int:
+    """Takes an integer of any library's kind as Python's own; a boolean is none, nor is 4.0."""
+    sound = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(
+        sound and least <= int(value) <= _MOST,
+        name,
+        value,
+        f"give {'a positive integer' if least else 'an integer'} from {least} to {_MOST}",
+    )
+    return int(value)
+
+
+def _real(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
+    """Takes a positive, finite number as a Python float."""
+    sound = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # A Python integer may be too large for a float.
+    require(sound and 0 < value < 1e38, name, value, remedy)
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    require(isinstance(value, bool), name, value, "give true or false")
+    return bool(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +66,16 @@ class Rope:
     theta: float = 10_000.0
 
     def __post_init__(self) -> None:
-        require(self.theta > 0, "theta", self.theta, "give a positive base, 10000.0 for Llama 1 and 2")
+        self._hold("theta", _real("theta", self.theta, "give a positive base, 10000.0 for Llama 1 and 2"))
+
+    def _hold(self, name: str, value: Any) -> None:
+        """Keeps a number of numpy's, say, as Python's own of the same value: configs are compared and hashed."""
+        object.__setattr__(self, name, value)
+
+    def _hold_factor(self, value: Any) -> None:
+        factor = _real("factor", value, "give a scaling factor of at least 1")
+        require(factor >= 1, "factor", value, "give a scaling factor of at least 1")
+        self._hold("factor", factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +86,7 @@ class LinearRope(Rope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
+        self._hold_factor(self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +100,10 @@ class Llama3Rope(Rope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
+        self._hold_factor(self.factor)
+        for name in ("low_freq_factor", "high_freq_factor"):
+            self._hold(name, _real(name, getattr(self, name)))
+        self._hold("original_max_position", _whole("original_max_position", self.original_max_position))
         require(
             self.high_freq_factor > self.low_freq_factor,
             "high_freq_factor",
@@ -85,7 +125,13 @@ class YarnRope(Rope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.factor >= 1, "factor", self.factor, "give a scaling factor of at least 1")
+        self._hold_factor(self.factor)
+        self._hold("original_max_position", _whole("original_max_position", self.original_max_position))
+        for name in ("beta_fast", "beta_slow"):
+            self._hold(name, _real(name, getattr(self, name)))
+        if self.attention_factor is not None:
+            self._hold("attention_factor", _real("attention_factor", self.attention_factor))
+        _flag("truncate", self.truncate)
         require(self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}")
 
 
@@ -133,8 +179,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab", "layers", "embed", "hidden", "heads", "kv_heads", "head_dim", "max_positions"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value > 0, name, value, "give a positive integer")
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        object.__setattr__(self, "norm_eps", _real("norm_eps", self.norm_eps))
+        for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+            _flag(name, getattr(self, name))
+        ids = (*self.eos, *(() if self.bos is None else (self.bos,)))
+        for each in ids:
+            _whole("bos or eos", each, least=0)
+        object.__setattr__(self, "eos", tuple(map(int, self.eos)))
+        require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
         require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
 
@@ -161,7 +214,8 @@ class ModelConfig:
 
 def _read_hf(raw: dict[str, Any]) -> ModelConfig:
     family = raw.get("model_type")
-    require(family in _FAMILIES, "model_type", family, f"jaxkv builds {', '.join(sorted(_FAMILIES))}")
+    known = isinstance(family, str) and family in _FAMILIES
+    require(known, "model_type", family, f"jaxkv builds {', '.join(sorted(_FAMILIES))}")
     taken = {"model_type"}
 
     def take(key: str, default: Any = None, *, needed: bool = False) -> Any:
@@ -170,6 +224,9 @@ def _read_hf(raw: dict[str, Any]) -> ModelConfig:
         require(not (needed and value is None), key, value, "the model's config must give it")
         return default if value is None else value
 
+    def whole(key: str, default: int | None = None) -> int:
+        return _whole(key, take(key, default, needed=default is None))
+
     activation = take("hidden_act", "silu")
     require(activation in _ACTIVATIONS, "hidden_act", activation, "jaxkv builds silu (SwiGLU) only")
     window = take("sliding_window")
@@ -177,46 +234,57 @@ def _read_hf(raw: dict[str, Any]) -> ModelConfig:
     window_used = take("use_sliding_window", family == "mistral") and window is not None
     require(not window_used, "sliding_window", window, "sliding windows are not built; use a full-attention model")
     kinds = take("layer_types", [])
-    require(set(kinds) <= {"full_attention"}, "layer_types", kinds, "only full_attention layers are built")
+    full = isinstance(kinds, (list, tuple)) and all(each == "full_attention" for each in kinds)
+    require(full, "layer_types", kinds, "only full_attention layers are built")
     quantization = take("quantization_config")
     require(quantization is None, "quantization_config", quantization, "load the unquantised weights, or a GGUF")
 
-    embed, heads = take("hidden_size", needed=True), take("num_attention_heads", needed=True)
+    embed, heads = whole("hidden_size"), whole("num_attention_heads")
     switches = _FAMILIES[str(family)]
-    attention_bias = take("attention_bias", False)
-    eos = take("eos_token_id", [])
-    max_positions = take("max_position_embeddings", 2048)
+    attention_bias = _flag("attention_bias", take("attention_bias", False))
+    max_positions = whole("max_position_embeddings", 2048)
     result = ModelConfig(
-        vocab=take("vocab_size", needed=True),
-        layers=take("num_hidden_layers", needed=True),
+        vocab=whole("vocab_size"),
+        layers=whole("num_hidden_layers"),
         embed=embed,
-        hidden=take("intermediate_size", needed=True),
+        hidden=whole("intermediate_size"),
         heads=heads,
-        kv_heads=take("num_key_value_heads", heads),
-        head_dim=take("head_dim", embed // heads),
-        norm_eps=take("rms_norm_eps", 1e-6),
+        kv_heads=whole("num_key_value_heads", heads),
+        head_dim=whole("head_dim", embed // heads),
+        norm_eps=_real("rms_norm_eps", take("rms_norm_eps", 1e-6)),
         rope=_read_rope(take, max_positions),
         max_positions=max_positions,
-        tied=take("tie_word_embeddings", False),
+        tied=_flag("tie_word_embeddings", take("tie_word_embeddings", False)),
         qkv_bias=switches.get("qkv_bias", False) or (family != "qwen2" and attention_bias),
         out_bias=family != "qwen2" and attention_bias,
-        mlp_bias=take("mlp_bias", False),
+        mlp_bias=_flag("mlp_bias", take("mlp_bias", False)),
         qk_norm=switches.get("qk_norm", False),
-        bos=take("bos_token_id"),
-        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        bos=next(iter(_ids("bos_token_id", take("bos_token_id"))), None),
+        eos=_ids("eos_token_id", take("eos_token_id")),
     )
     unknown = sorted(set(raw) - taken - _IGNORED)
     require(not unknown, "config", unknown, "these keys are not supported; remove them only if they change nothing")
     return result
 
 
+def _ids(key: str, value: Any) -> tuple[int, ...]:
+    """One id or several; -1 stands for none."""
+    values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return tuple(_whole(key, each, least=0) for each in values if each != -1)
+
+
 def _read_rope(take: Any, max_positions: int) -> Rope:
     # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling; both may be there.
-    merged = {**(take("rope_scaling") or {}), **(take("rope_parameters") or {})}
-    theta = float(merged.pop("rope_theta", None) or take("rope_theta", 10_000.0))
-    take("rope_theta")
-    partial = take("partial_rotary_factor", 1.0)
-    partial = merged.pop("partial_rotary_factor", None) or partial
+    merged: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = take(key, {})
+        require(isinstance(given, Mapping), key, given, "give an object with rope_type and its numbers")
+        merged |= given
+    # Both are asked for, so that neither counts as unknown.
+    outer = take("rope_theta", 10_000.0), take("partial_rotary_factor", 1.0)
+    inner = merged.pop("rope_theta", None), merged.pop("partial_rotary_factor", None)
+    theta, partial = (ours if theirs is None else theirs for ours, theirs in zip(outer, inner, strict=True))
+    theta = _real("rope_theta", theta)
     require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
     kind = merged.pop("rope_type", merged.pop("type", "default"))
     merged.pop("type", None)
@@ -226,32 +294,39 @@ def _read_rope(take: Any, max_positions: int) -> Rope:
         require(value is not None or default is not None, f"rope_scaling.{key}", value, f"rope type {kind!r} needs it")
         return default if value is None else value
 
+    def real(key: str, default: float | None = None) -> float:
+        return _real(f"rope_scaling.{key}", pick(key, default))
+
+    def original(default: int | None = None) -> int:
+        key = "original_max_position_embeddings"
+        return _whole(f"rope_scaling.{key}", pick(key, default))
+
     rope: Rope
     if kind == "default":
         rope = Rope(theta=theta)
     elif kind == "linear":
-        rope = LinearRope(theta=theta, factor=float(pick("factor")))
+        rope = LinearRope(theta=theta, factor=real("factor"))
     elif kind == "llama3":
         rope = Llama3Rope(
             theta=theta,
-            factor=float(pick("factor")),
-            low_freq_factor=float(pick("low_freq_factor")),
-            high_freq_factor=float(pick("high_freq_factor")),
-            original_max_position=int(pick("original_max_position_embeddings")),
+            factor=real("factor"),
+            low_freq_factor=real("low_freq_factor"),
+            high_freq_factor=real("high_freq_factor"),
+            original_max_position=original(),
         )
     elif kind == "yarn":
         for key in ("mscale", "mscale_all_dim"):
             require(not merged.get(key), f"rope_scaling.{key}", merged.get(key), "DeepSeek's YaRN variant is not built")
             merged.pop(key, None)
-        attention_factor = merged.pop("attention_factor", None)
+        given = merged.pop("attention_factor", None)
         rope = YarnRope(
             theta=theta,
-            factor=float(pick("factor")),
-            original_max_position=int(pick("original_max_position_embeddings", max_positions)),
-            beta_fast=float(pick("beta_fast", 32.0)),
-            beta_slow=float(pick("beta_slow", 1.0)),
-            attention_factor=None if attention_factor is None else float(attention_factor),
-            truncate=bool(merged.pop("truncate", True)),
+            factor=real("factor"),
+            original_max_position=original(max_positions),
+            beta_fast=real("beta_fast", 32.0),
+            beta_slow=real("beta_slow", 1.0),
+            attention_factor=None if given is None else _real("rope_scaling.attention_factor", given),
+            truncate=_flag("rope_scaling.truncate", pick("truncate", True)),
         )
     else:
         require(False, "rope_type", kind, "jaxkv builds default, linear, llama3 and yarn")

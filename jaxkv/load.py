@@ -1,6 +1,7 @@
 """From a name or a path to parameters: every tensor of the checkpoint finds its place, or is refused by name."""
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv._errors import require
 from jaxkv._settings import settled
+from jaxkv.checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.text import Text
@@ -22,10 +23,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # Buffers some exporters write; the rotation is computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ENDS = {
-    "model.embed_tokens.weight": ("embedding", None),
+    _EMBEDDING: ("embedding", None),
     "model.norm.weight": ("norm.scale", None),
-    "lm_head.weight": ("head", None),
+    _HEAD: ("head", None),
 }
 # Name within a block -> (our parameter, which slice of it).
 _BLOCK = {
@@ -68,6 +71,12 @@ class LanguageModel(nnx.Module):
         self.filter_layers = filter_layers
         self.fingerprint = _fingerprint(decoder)
 
+    def __repr__(self) -> str:
+        layers, megabytes = self.config.layers, self.nbytes / 1e6
+        return f"LanguageModel({self.name!r}, {layers} layers, {self.dtype}, {megabytes:,.1f} MB)"
+
+    __str__ = __repr__  # Flax would print every parameter
+
     @property
     def config(self) -> ModelConfig:
         """The model's shape."""
@@ -102,16 +111,25 @@ def load(name_or_path: str | os.PathLike[str], dtype: Any = None, *, progress: b
     """
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    kind = jnp.dtype(dtype)
-    require(kind.name in _DTYPES, "dtype", kind.name, f"give one of {', '.join(_DTYPES)}")
+    kind = _dtype(dtype)
     path = fetch(os.fspath(name_or_path), progress=progress)
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
+    _check_depth(config, checkpoint)
     decoder = Decoder(config, dtype=kind)
     fill(decoder, checkpoint)
     name = os.fspath(name_or_path)
     filters = manifest(name).filter_layers if name in names() else None
     return LanguageModel(decoder, text=Text.from_checkpoint(checkpoint), name=name, filter_layers=filters)
+
+
+def _dtype(given: Any) -> np.dtype:
+    try:
+        name = jnp.dtype(given).name
+    except TypeError:  # no dtype at all
+        name = given
+    require(name in _DTYPES, "dtype", name, f"give one of {', '.join(_DTYPES)}")
+    return jnp.dtype(name)
 
 
 def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
@@ -127,16 +145,26 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     slots = _slots(decoder)
     wanted = _wanted(decoder, slots)
     names = {name for name in checkpoint.names if not _DERIVED.search(name)}
-    if decoder.head is None:
-        names.discard("lm_head.weight")  # some exporters write the tied matrix twice
+    # Some exporters write the tied matrix twice.
+    twice = (_EMBEDDING, _HEAD) if decoder.head is None and _HEAD in names else ()
+    names -= set(twice[1:])
     missing, extra = sorted(wanted - names), sorted(names - wanted)
     require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
     require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
     started: dict[str, tuple[np.ndarray, set[int]]] = {}
     finite: list[tuple[str, jax.Array]] = []
+    first: np.ndarray | None = None
     for name, array in checkpoint.tensors():
+        if name in twice:
+            first = array if first is None else _same(first, array)
         if name not in wanted:
             continue
+        require(
+            jnp.issubdtype(array.dtype, jnp.floating),
+            f"{name}.dtype",
+            array.dtype.name,
+            "weights are floating point; load the unquantised ones, or a GGUF",
+        )
         path, part = slots[name]
         parameter = _at(decoder, path)
         shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
@@ -162,10 +190,29 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     )
 
 
+def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Before a block is made for each of the layers that a config claims."""
+    held = {match[1] for name in checkpoint.names if (match := _LAYER.match(name))}
+    remedy = f"the checkpoint holds {len(held)} layers: mend its config.json, or get the checkpoint again"
+    require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
+
+
+def _same(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The one of two matrices that a tied model needs, where they are equal."""
+    remedy = (
+        "it differs from the embedding, which tie_word_embeddings=true puts in its place: write "
+        '"tie_word_embeddings": false into config.json to use it, or remove it from the weights'
+    )
+    if first.dtype != second.dtype:
+        first, second = first.astype(np.float32), second.astype(np.float32)
+    require(np.array_equal(first, second), "weights", _HEAD, remedy)
+    return first
+
+
 def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
     """How a checkpoint lays out a parameter: ours has the heads as an axis, where its rows run through all of them."""
     outputs = target if name.endswith(".bias") or len(target) == 1 else target[:-1]
-    return (int(np.prod(outputs)), *target[len(outputs) :])
+    return (math.prod(outputs), *target[len(outputs) :])
 
 
 def _slots(decoder: Decoder) -> dict[str, tuple[str, int | None]]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import Checkpoint, GgufTokenizer
-from checkpoints.chat_template import compile_template, read_template
-from checkpoints.safetensors_files import read_json
 from jaxkv._errors import require
+from jaxkv.checkpoints import Checkpoint, GgufTokenizer
+from jaxkv.checkpoints.chat_template import ChatTemplate, read_template
+from jaxkv.checkpoints.json_files import check_size, read_json
 
 Message = Mapping[str, Any]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+# The largest real ones, of 260,000 tokens, take 40 MB.
+_MOST_TOKENIZER_BYTES = 256 << 20
 # More than one unfinished character can give; a longer run is the text's own.
 _LONGEST_HELD = 8
 _SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq")
@@ -24,7 +28,6 @@ class Text:
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
-        eos_ids: ids that end an answer: end of sequence and end of turn.
         has_template: whether the checkpoint carries a chat template.
     """
 
@@ -51,16 +54,23 @@ class Text:
         self._tokenizer = tokenizer
         self._specials = dict(specials or {})
         self._origin = origin
-        self._template_source = template
-        self._template: Any = None
-        self.has_template = bool(template)
+        self._template = ChatTemplate(template) if template else None
+        self.has_template = self._template is not None
         bos, eos = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos"))
         self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
         self._adds_bos = adds_bos and self.bos_id is not None
         ends = ([] if eos is None else [tokenizer.token_to_id(eos)]) + list(eos_ids)
+        self._ends = [each for each in ends if each is not None]
         self._pieces: tuple[str, str, str] | None = None
-        ends.append(self._turn_end())
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(each for each in ends if each is not None))
+        self._eos_ids: tuple[int, ...] | None = None
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: end of sequence and end of turn, for which the template runs when first asked."""
+        if self._eos_ids is None:
+            end = self._turn_end()
+            self._eos_ids = tuple(dict.fromkeys([*self._ends, *([] if end is None else [end])]))
+        return self._eos_ids
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
@@ -94,19 +104,25 @@ class Text:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Text:
-        settings = _read_json(folder / "tokenizer_config.json")
+        where = folder / "tokenizer_config.json"
+        settings = _read_json(where)
         tokenizer = _load_tokenizer(folder)
         specials = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
+            require(token is None or isinstance(token, str), name, token, f"give a string in {where}")
             if token is not None:
                 specials[name] = token
         ends: list[int] = []
         for file in ("config.json", "generation_config.json"):
             value = _read_json(folder / file).get("eos_token_id")
-            ends += [] if value is None else value if isinstance(value, list) else [value]
+            values = [] if value is None else value if isinstance(value, list) else [value]
+            sound = all(isinstance(each, int) for each in values)
+            require(sound, "eos_token_id", value, f"give ids as integers in {folder / file}")
+            ends += values
         adds_bos = settings.get("add_bos_token")
+        require(adds_bos in (None, False, True), "add_bos_token", adds_bos, f"give true or false in {where}")
         if adds_bos is None:
             # Then the tokenizer's own post-processor decides.
             adds_bos = tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(specials.get("bos_token", ""))]
@@ -122,8 +138,12 @@ class Text:
 
         Returns:
             The ids.
+
+        Raises:
+            ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
         """
-        ids = self._tokenizer.encode(s, add_special_tokens=False).ids
+        encode = lambda: self._tokenizer.encode(s, add_special_tokens=False).ids  # noqa: E731
+        ids = _guarded(encode, self._origin, "it cannot encode this text", "give another, or token ids")
         # A chat template may have written the bos token itself.
         if bos and self._adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -166,17 +186,12 @@ class Text:
             TypeError: where a message is not a mapping.
             ValueError: where there is no template, or the template refuses the messages.
         """
-        import jinja2
-
         for message in messages:
             if not isinstance(message, Mapping):
                 raise TypeError(f'messages={message!r}: give mappings such as {{"role": "user", "content": "Hi"}}')
-
-        require(self.has_template, "chat_template", None, f"{self._origin} carries none; encode plain text instead")
+        if self._template is None:
+            raise ValueError(f"chat_template=None: {self._origin} carries none; encode plain text instead")
         try:
-            if self._template is None:
-                self._template = compile_template(self._template_source or "")
-            # Some templates remove entries of the messages they are given.
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=generation_prompt,
@@ -184,7 +199,7 @@ class Text:
                 documents=None,
                 **self._specials,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             roles = [message.get("role") for message in messages]
             remedy = f"the chat template of {self._origin} refuses these ({error}); change them, or encode plain text"
             raise ValueError(f"messages={roles}: {remedy}") from error
@@ -306,19 +321,55 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    tokenizer: Any
-    if (folder / "tokenizer.json").is_file():
+    file = folder / "tokenizer.json"
+    if file.is_file():
         import tokenizers
 
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        check_size(file, _MOST_TOKENIZER_BYTES)
+        tokenizer: Any = _made(file, lambda: tokenizers.Tokenizer.from_file(str(file)))
     else:
+        _check_sentencepiece(folder)
         # Older layouts: transformers converts them, at the price of its import.
         import transformers
 
-        loaded = transformers.AutoTokenizer.from_pretrained(str(folder))
+        # Told nothing, it would ask on the terminal whether to run the folder's own code.
+        convert = lambda: transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # noqa: E731
+        loaded: Any = _made(folder, convert)
         tokenizer = getattr(loaded, "backend_tokenizer", None)
         require(tokenizer is not None, "tokenizer", str(folder), "no fast tokenizer; save it with a tokenizer.json")
     # The file may carry settings of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _guarded(call: Callable[[], Any], origin: str, problem: str, remedy: str) -> Any:
+    """Calls a library that raises whatever it likes on a tokenizer from elsewhere."""
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    # Rust raises plain Exception, and where it panics, what is not even that.
+    except BaseException as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"tokenizer={origin!r}: {problem} ({first}); {remedy}") from error
+
+
+def _made(path: Path, make: Callable[[], Any]) -> Any:
+    return _guarded(make, str(path), "it cannot be read", "copy or download it again")
+
+
+def _check_sentencepiece(folder: Path) -> None:
+    """Before transformers takes the model for another kind of file, and says so."""
+    for name in _SENTENCEPIECE:
+        if (folder / name).is_file() and not (folder / "vocab.json").is_file():
+            missing = [package for package in ("sentencepiece", "google.protobuf") if not _has(package)]
+            remedy = f"reading it takes {' and '.join(missing)}: pip install 'jaxkv[sentencepiece]'"
+            require(not missing, "tokenizer", str(folder / name), remedy)
+
+
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package it lies in
+        return False

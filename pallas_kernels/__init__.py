@@ -3,8 +3,8 @@
 Nothing here knows of caches, policies or models: functions of arrays, which `jaxkv.attention` calls.
 """
 
-from pallas_kernels.decode import attend
-from pallas_kernels.gather import compact, gather_rows
-from pallas_kernels.prefill import column_sums, flash
+from .decode import attend
+from .gather import compact, gather_rows
+from .prefill import column_sums, flash
 
 __all__ = ["attend", "column_sums", "compact", "flash", "gather_rows"]

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
-from pallas_kernels._compat import (
+from . import tuning
+from ._compat import (
     MASKED,
     BlockSpec,
     call,
@@ -33,7 +33,7 @@ from pallas_kernels._compat import (
     take_rows,
     when,
 )
-from pallas_kernels.tuning import DecodeTiles
+from .tuning import DecodeTiles
 
 
 @partial(jax.jit, static_argnames=("mass", "tiles", "interpret"))

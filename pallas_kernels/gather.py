@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
-from pallas_kernels._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows, when
-from pallas_kernels.tuning import GatherTiles
+from . import tuning
+from ._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows, when
+from .tuning import GatherTiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
-from pallas_kernels._compat import MASKED, BlockSpec, call, dot, load, pad_dim, program_id, put_rows, store, take_rows
-from pallas_kernels.tuning import PrefillTiles
+from . import tuning
+from ._compat import MASKED, BlockSpec, call, dot, load, pad_dim, program_id, put_rows, store, take_rows
+from .tuning import PrefillTiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._compat import Launch, pad_dim
+from ._compat import Launch, pad_dim
 
 # Programs wanted at once: 8 for each of an H100's 132 multiprocessors. More than it can hold, so that they even out.
 _PROGRAMS = 8 * 132

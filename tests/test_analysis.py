@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tiny
 
-import checkpoints
 import jaxkv
+from jaxkv import checkpoints
 from jaxkv.analysis import Similarity, best_filters, filter_layers, similarity
 from jaxkv.cli import finding, main
 from jaxkv.evals import COLOURS, two_stage
@@ -21,7 +21,7 @@ from jaxkv.models.prefill import read_layers
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
 # The package's function of this name hides the module.
-manifests = importlib.import_module("checkpoints.manifest")
+manifests = importlib.import_module("jaxkv.checkpoints.manifest")
 CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)
 NAME = "smollm2-135m-instruct"
 

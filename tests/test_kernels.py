@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pallas_kernels
-from pallas_kernels import tuning
-from pallas_kernels._compat import Launch
-from pallas_kernels.tuning import DecodeTiles, GatherTiles, PrefillTiles
+from jaxkv import pallas_kernels
+from jaxkv.pallas_kernels import tuning
+from jaxkv.pallas_kernels._compat import Launch
+from jaxkv.pallas_kernels.tuning import DecodeTiles, GatherTiles, PrefillTiles
 
 DTYPES = {"float32": (jnp.float32, 2e-5), "bfloat16": (jnp.bfloat16, 2e-2), "float16": (jnp.float16, 3e-3)}
 DIMS = [64, 80, 96, 128, 256]

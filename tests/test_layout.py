@@ -8,10 +8,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pallas_kernels", "checkpoints", "jaxkv")
+BESIDE = ("pallas_kernels", "checkpoints")
+ONLY_INSIDE = "import it as a part of jaxkv: users have modules of this name"
 # A module imports from the lines above its own, and from its own package. A new module is a new line.
 LAYERS = (
     "pallas_kernels",
     "checkpoints",
+    "jaxkv._beside",
     "jaxkv._errors",
     "jaxkv._settings",
     "jaxkv.config",
@@ -58,18 +61,30 @@ def layer_of(module: str) -> str:
     return max(fits, key=len)
 
 
+def plain(name: str) -> str:
+    """Where a module lies: what jaxkv imports as `jaxkv.checkpoints` lies beside it."""
+    inner = name.removeprefix("jaxkv.")
+    return inner if inner.split(".")[0] in BESIDE else name
+
+
 def imported(tree: ast.AST, path: Path) -> Iterator[str]:
     """Names of imported modules, wherever in the file, `from package import module` resolved."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                assert alias.name.split(".")[0] not in BESIDE, f"{path}:{node.lineno}: {ONLY_INSIDE}"
+                yield plain(alias.name)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            package = path.parent.name
+            # They go by two names, `checkpoints` and `jaxkv.checkpoints`, so among themselves they name neither.
+            assert node.level == 0 or (node.level == 1 and package in BESIDE), f"{path}:{node.lineno}: absolute imports"
+            whole = ".".join(filter(None, [package if node.level else "", node.module]))
+            assert node.level or whole.split(".")[0] not in BESIDE, f"{path}:{node.lineno}: {ONLY_INSIDE}"
+            names = [plain(f"{whole}.{alias.name}") for alias in node.names]
             modules = [name for name in names if name in MODULES]
             yield from modules
             if len(modules) < len(names):
-                yield node.module or ""
+                yield plain(whole)
 
 
 def broken(module: str, targets: list[str]) -> list[str]:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from checkpoints import GgufTokenizer, fetch, open_checkpoint
-from checkpoints.source import Checkpoint
+from jaxkv.checkpoints import GgufTokenizer, fetch, open_checkpoint
+from jaxkv.checkpoints.source import Checkpoint
 from jaxkv.text import Text
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokens.json").read_text("utf-8"))
@@ -88,6 +88,9 @@ LLAMA2 = (
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
     "{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
 )
+
+
+CHATML = "{% for m in messages %}<end>{{ m.role + ':' + m.content + '<end>' }}{% endfor %}"
 
 
 def byte_level(*specials):
@@ -180,6 +183,95 @@ def test_folder_without_tokenizer(tmp_path):
     assert Text.from_checkpoint(checkpoint) is None
 
 
+CORRUPT = {
+    "empty": b"",
+    "no model": b'{"version": "1.0"}',
+    "nested": b'{"version": "1.0", "model": ' + b"[" * 100_000,
+    "not UTF-8": b"\xff\xfe",
+    "negative id": b'{"version":"1.0","model":{"type":"BPE","vocab":{"a":-1},"merges":[]}}',
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT)
+def test_corrupt_tokenizer(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(CORRUPT[content])
+    with pytest.raises(ValueError, match=r"tokenizer='.*tokenizer\.json': it cannot be read \(.+\); copy or download"):
+        Text.from_checkpoint(open_folder(tmp_path))
+
+
+@pytest.mark.parametrize("hostile", ["x" * 60, "\ud800"])
+def test_text_that_the_tokenizer_fails_on(hostile):
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    with pytest.raises(ValueError, match=r"tokenizer='odd-model': it cannot encode this text \(.+\); give another"):
+        Text(tokenizer, origin="odd-model").encode(hostile, bos=False)
+
+
+def test_tokenizer_too_large_to_be_one(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: 8,589,934,592 bytes, at most"):
+        Text.from_checkpoint(open_folder(tmp_path))
+
+
+def test_sentencepiece_is_an_extra(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    remedy = r"reading it takes sentencepiece and google\.protobuf: pip install 'jaxkv\[sentencepiece\]'"
+    with pytest.raises(ValueError, match=rf"tokenizer='.*tokenizer\.model': {remedy}"):
+        Text.from_checkpoint(open_folder(tmp_path))
+
+
+def test_a_tokenizers_own_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    (tmp_path / "vocab.json").write_text("{}")
+    own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    monkeypatch.setattr("builtins.input", None)
+    with pytest.raises(ValueError, match=r"tokenizer='.*': it cannot be read \(.*; copy or download it again"):
+        Text.from_checkpoint(open_folder(tmp_path))
+
+
+def folder_with(tmp_path, **settings):
+    byte_level("<s>", "</s>").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8-sig")
+    return Text.from_checkpoint(open_folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"chat_template": [{"name": "default"}]},
+            r"chat_template=\{'name': 'default'\}: give .*tokenizer_config\.json",
+        ),
+        ({"chat_template": [{"template": "x"}]}, "chat_template=.*'template': 'x'.*name"),
+        ({"chat_template": ["x"]}, "chat_template='x': give"),
+        ({"chat_template": [{"name": ["default"], "template": "x"}]}, "chat_template=.*give"),
+        ({"chat_template": [{"name": "default", "template": 3}]}, "chat_template=.*give"),
+        ({"chat_template": 3}, "chat_template=3: give a string"),
+        ({"chat_template": {"default": "x"}}, "chat_template=.*give a string"),
+        ({"bos_token": {"content": 3}}, "bos_token=3: give a string"),
+        ({"eos_token": ["</s>"]}, "eos_token=.*give a string"),
+        ({"add_bos_token": "false"}, "add_bos_token='false': give true or false"),
+    ],
+)
+def test_settings_of_another_kind(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        folder_with(tmp_path, **settings)
+
+
+def test_byte_order_marks_are_no_text(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(CHATML, "utf-8-sig")
+    text = folder_with(tmp_path, bos_token="<s>")
+    assert text.chat(conversation("Hi"), generation_prompt=False) == "<end>user:Hi<end>"
+    assert text.bos_id is not None
+
+
+def test_a_template_of_several(tmp_path):
+    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    assert folder_with(tmp_path, chat_template=several).chat(conversation("Hi"), generation_prompt=False) == "Hi"
+
+
 # --- other GGUF vocabularies ----------------------------------------------------------------------------------------
 
 
@@ -216,6 +308,13 @@ def test_pre_tokenizers():
     assert words("smollm") == ["I", "'", "LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
     assert words("llama-bpe") == ["I", "'LL", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġnow"]
     assert words("qwen2") == ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
+
+
+def test_vocabularies_that_would_take_for_ever():
+    parts = dict(model="llama", tokens=("x" * 100_000,), unk=0)
+    for scores, tokens in [((0.0,), parts["tokens"]), ((float("nan"),), ("x",))]:
+        with pytest.raises(ValueError, match="tokens='.* characters': tokens too long, or scores not finite"):
+            GgufTokenizer(**{**parts, "scores": scores, "tokens": tokens}).build()
 
 
 def test_unbuilt_vocabularies_are_named():

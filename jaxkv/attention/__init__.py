@@ -285,7 +285,7 @@ def packed(
 
 def _kernels(implementation: Implementation):
     # Pallas takes half a second and tens of megabytes to import, which nobody pays who does not use it.
-    import pallas_kernels
+    import jaxkv.pallas_kernels as pallas_kernels
 
     return pallas_kernels, implementation is Implementation.INTERPRETED
 

@@ -6,9 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from checkpoints import names, save_filter_layers
 from jaxkv._errors import require
 from jaxkv.analysis import Found, drawing, filter_layers
+from jaxkv.checkpoints import names, save_filter_layers
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, positive, whole

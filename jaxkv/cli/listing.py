@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from checkpoints import cache_dir, manifest, names
+from jaxkv.checkpoints import cache_dir, manifest, names
 from jaxkv.cli.policy_options import flags_of
 from jaxkv.cli.streams import say
 from jaxkv.policies.registry import POLICIES, defaults

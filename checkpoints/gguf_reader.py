@@ -1,0 +1,186 @@
+"""The parts of a GGUF file, metadata and tensors; every length in it is checked before anything is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._errors import refusal, require
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: np.uint8,
+    1: np.int8,
+    2: np.uint16,
+    3: np.int16,
+    4: np.uint32,
+    5: np.int32,
+    6: np.float32,
+    7: np.bool_,
+    10: np.uint64,
+    11: np.int64,
+    12: np.float64,
+}
+# Several times what the largest vocabularies and deepest models take.
+_MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = 256 << 20, 8 << 20, 1 << 16, 1 << 20, 4
+
+
+class _Corrupt(Exception):
+    """What is wrong with the file, without its name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+    """One tensor as it lies in the file.
+
+    Attributes:
+        name: llama.cpp's name.
+        kind: a `gguf.GGMLQuantizationType`.
+        shape: its axes, the slowest first.
+        data: a read-only view: floats of that shape, or the bytes of its quantised rows.
+    """
+
+    name: str
+    kind: Any
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Reads a file's metadata and finds its tensors.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Metadata by key, as Python's own values, and tensors by name.
+
+    Raises:
+        ValueError: where the file is missing, truncated or corrupt.
+    """
+    require(path.is_file(), "file", path, "no such file")
+    size = path.stat().st_size
+    try:
+        if size < 24:
+            raise _Corrupt("too short for a header")
+        cursor = _Cursor(np.memmap(path, np.uint8, mode="r"))
+        metadata, tensor_count = _metadata(cursor)
+        return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
+    except OSError as error:
+        raise refusal("file", path, f"{size:,} bytes cannot be mapped ({error.strerror}); free some memory") from error
+    except (_Corrupt, UnicodeDecodeError) as error:
+        remedy = f"truncated or corrupt GGUF of {size} bytes ({error}); download it again"
+        raise refusal("file", path, remedy) from error
+
+
+class _Cursor:
+    """A place in the file; what lies beyond its end cannot be read."""
+
+    def __init__(self, data: np.ndarray):
+        self.data = data
+        self.at = 0
+        self._view = data.data
+        self._end = min(len(data), _MOST_BYTES)
+
+    def take(self, size: int) -> memoryview:
+        if self.at + size > self._end:
+            raise _Corrupt(f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata")
+        self.at += size
+        return self._view[self.at - size : self.at]
+
+    def many(self, dtype: Any, count: int) -> list[Any]:
+        kind = np.dtype(dtype).newbyteorder("<")
+        return np.frombuffer(self.take(count * kind.itemsize), kind).tolist()
+
+    def whole(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def text(self) -> str:
+        return str(self.take(self.whole(8)), "utf-8")
+
+    def count(self, most: int, what: str) -> int:
+        count = self.whole(8)
+        if count > most:
+            raise _Corrupt(f"{count:,} {what}, at most {most:,} are read")
+        return count
+
+
+def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
+    if bytes(cursor.take(4)) != _MAGIC:
+        raise _Corrupt("GGUF magic invalid")
+    version = cursor.whole(4)
+    if version not in _VERSIONS:
+        raise _Corrupt(f"version {version}, where {' and '.join(map(str, _VERSIONS))} are read")
+    tensor_count = cursor.count(_MOST_TENSORS, "tensors")
+    metadata: dict[str, Any] = {}
+    for _ in range(cursor.count(_MOST_KEYS, "keys")):
+        key = cursor.text()
+        if key in metadata:
+            raise _Corrupt(f"the key {key!r} twice")
+        metadata[key] = _value(cursor, cursor.whole(4), key)
+    return metadata, tensor_count
+
+
+def _value(cursor: _Cursor, kind: int, key: str) -> Any:
+    if kind in _SCALARS:
+        return cursor.many(_SCALARS[kind], 1)[0]
+    if kind == _STRING:
+        return cursor.text()
+    if kind != _ARRAY:
+        raise _Corrupt(f"a value of unknown kind {kind} for {key!r}")
+    inner, count = cursor.whole(4), cursor.count(_MOST_ITEMS, f"items in {key!r}")
+    if inner in _SCALARS:
+        return cursor.many(_SCALARS[inner], count)
+    if inner != _STRING:
+        raise _Corrupt(f"items of unknown kind {inner} in {key!r}")
+    return [cursor.text() for _ in range(count)]
+
+
+def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        raise _Corrupt(f"an alignment of {alignment!r}, which is no power of two")
+    entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for _ in range(count):
+        name = cursor.text()
+        axes = cursor.whole(4)
+        if name in entries or axes > _MOST_AXES:
+            raise _Corrupt(f"the tensor {name!r} twice, or with {axes} axes")
+        # The file lists the fastest axis first.
+        shape = tuple(reversed(cursor.many(np.uint64, axes)))
+        entries[name] = shape, cursor.whole(4), cursor.whole(8)
+    start = -(-cursor.at // alignment) * alignment
+    end, tensors = 0, {}
+    for name, (shape, kind, offset) in sorted(entries.items(), key=lambda item: item[1][2]):
+        tensor, size = _tensor(cursor.data, name, shape, kind, start + offset)
+        if offset < end and size:
+            raise _Corrupt(f"the tensor {name!r} overlaps the one before it")
+        end, tensors[name] = max(end, offset + size), tensor
+    return {name: tensors[name] for name in entries}
+
+
+def _tensor(data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}
+    plain |= {"I16": np.int16, "I32": np.int32, "I64": np.int64}
+    if kind not in {each.value for each in GGMLQuantizationType}:
+        raise _Corrupt(f"the tensor {name!r} of unknown type {kind}")
+    known = GGMLQuantizationType(kind)
+    block, block_bytes = GGML_QUANT_SIZES[known]
+    if (shape[-1] if shape else 1) % block:
+        raise _Corrupt(f"the tensor {name!r} of shape {shape}, where rows come in blocks of {block}")
+    size = math.prod(shape) // block * block_bytes
+    if at + size > len(data):
+        raise _Corrupt(f"the tensor {name!r} ends at byte {at + size:,}")
+    if known.name in plain:
+        view = np.frombuffer(data, plain[known.name], math.prod(shape), at).reshape(shape)
+    else:
+        rows = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
+        view = np.frombuffer(data, np.uint8, size, at).reshape(rows)
+    return GgufTensor(name=name, kind=known, shape=shape, data=view), size

@@ -1,0 +1,111 @@
+"""Renders chat templates, in a process of its own: a template is code from elsewhere, and here it can do no harm.
+
+Run as a script by `chat_template`, which names the folders of Jinja. Each line of standard input asks for one text,
+each line of standard output answers; both are JSON. Too much memory is an error, too much time the process's end.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+_IDLE_SECONDS = 60
+# Whoever asks waits less long, and then ends this process; but may be gone itself.
+_GRACE_SECONDS = 5
+# Of address space: Python and Jinja take an eighth of it.
+_BYTES, _BYTES_PER_INPUT = 1 << 30, 64
+# Templates add tool descriptions and the like to what they are given; none repeats it often.
+_OUTPUT, _OUTPUT_PER_INPUT = 4 << 20, 16
+_LONGEST_ERROR = 500
+
+
+def _bound_memory(size: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows: there, time alone is bounded
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = _BYTES + _BYTES_PER_INPUT * size
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    except (OSError, ValueError):
+        pass  # macOS may refuse it
+
+
+def _bound_time(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _compile(source: str) -> Any:
+    """Compiles a template as Hugging Face does, sandboxed."""
+    import datetime
+
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """Passes `{% generation %}` blocks through; they mark answers for training."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            """Reads the block and returns what is inside."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _render(template: Any, variables: dict[str, Any], most: int) -> str:
+    pieces, total = [], 0
+    for piece in template.generate(**variables):
+        pieces.append(piece)
+        total += len(piece)
+        if total > most:
+            raise MemoryError(f"more than {most:,} characters")
+    return "".join(pieces)
+
+
+def main() -> None:
+    """Answers until standard input ends or nothing has come for a while."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    sys.path += sys.argv[1:]
+    compiled: dict[str, Any] = {}
+    while True:
+        _bound_time(_IDLE_SECONDS)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        request = json.loads(line)
+        _bound_time(request["seconds"] + _GRACE_SECONDS)
+        _bound_memory(len(line))
+        try:
+            source = request["source"]
+            if source not in compiled:
+                compiled[source] = _compile(source)
+            text = _render(compiled[source], request["variables"], _OUTPUT + _OUTPUT_PER_INPUT * len(line))
+            answer = json.dumps({"text": text})
+        except Exception as error:
+            kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+            answer = json.dumps({"error": f"{kind}{error}"[:_LONGEST_ERROR]})
+        sys.stdout.buffer.write(answer.encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""GGUF files whose lengths and kinds are wrong: refused by name, in little time and memory."""
+
+import os
+import struct
+import time
+
+import gguf
+import numpy as np
+import pytest
+from test_checkpoints import EMBED, write_gguf
+
+from jaxkv.checkpoints import gguf_reader, open_checkpoint
+
+U8, U32, STRING, ARRAY = 0, 4, 8, 9
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+def file(path, *, tensors=0, keys=None, body=b""):
+    keys = body.count(b"\0key") if keys is None else keys
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + body + bytes(64))
+    return path
+
+
+def pair(kind, value):
+    return text(b"\0key") + struct.pack("<I", kind) + value
+
+
+def tensor(name, *axes, kind=0, offset=0):
+    return text(name) + struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, kind, offset)
+
+
+HUGE = struct.pack("<Q", 2**60)
+CLAIMS = {
+    "keys": (dict(keys=2**40), "keys, at most"),
+    "tensors": (dict(tensors=2**40), "tensors, at most"),
+    "text": (dict(body=pair(STRING, HUGE)), "beyond the metadata"),
+    "name": (dict(keys=1, body=HUGE), "beyond the metadata"),
+    "list of numbers": (dict(body=pair(ARRAY, struct.pack("<I", U8) + HUGE)), "items in '.x00key', at most"),
+    "list of texts": (dict(body=pair(ARRAY, struct.pack("<I", STRING) + HUGE)), "items in '.x00key', at most"),
+    "list past the end": (dict(body=pair(ARRAY, struct.pack("<IQ", U32, 10**6))), "4,000,000 bytes from byte"),
+    "list of lists": (dict(body=pair(ARRAY, struct.pack("<IQ", ARRAY, 1) * 99)), "items of unknown kind 9"),
+    "kind": (dict(body=pair(77, b"")), "unknown kind 77"),
+    "not UTF-8": (dict(body=pair(STRING, text(b"\xff"))), "utf-8"),
+    "twice": (dict(body=pair(U8, b"\1") * 2), "'.x00key' twice"),
+    "axes": (dict(tensors=1, body=text(b"a") + struct.pack("<I", 2**31)), "with 2147483648 axes"),
+    "shape": (dict(tensors=1, body=tensor(b"a", 2**40, 2**40)), "'a' ends at byte"),
+    "offset": (dict(tensors=1, body=tensor(b"a", 2, offset=2**50)), "'a' ends at byte"),
+    "type": (dict(tensors=1, body=tensor(b"a", 2, kind=999)), "'a' of unknown type 999"),
+    "blocks": (dict(tensors=1, body=tensor(b"a", 33, kind=8)), "blocks of 32"),
+    "overlap": (dict(tensors=2, body=tensor(b"a", 4) + tensor(b"b", 4, offset=8)), "'b' overlaps"),
+    "one name": (dict(tensors=2, body=tensor(b"a", 2) + tensor(b"a", 2, offset=32)), "'a' twice"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_claims_that_the_file_does_not_hold(tmp_path, claim):
+    parts, message = CLAIMS[claim]
+    path = file(tmp_path / "m.gguf", **parts)
+    started = time.perf_counter()
+    with pytest.raises(ValueError, match=rf"m\.gguf: truncated or corrupt GGUF of \d+ bytes .*{message}"):
+        open_checkpoint(path)
+    assert time.perf_counter() - started < 5
+
+
+def test_a_large_file_of_nothing(tmp_path):
+    path = file(tmp_path / "m.gguf", body=pair(ARRAY, struct.pack("<IQ", U8, 2**33)))
+    with path.open("r+b") as handle:
+        handle.truncate(2**34)  # sparse: it takes no room
+    with pytest.raises(ValueError, match="8,589,934,592 items"):
+        open_checkpoint(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"m\.gguf: neither a folder nor a regular file"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_it_reads_what_the_formats_library_reads(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", edit=lambda writer: writer.add_array("mixed.texts", ["é", "", "x" * 300]))
+    metadata, tensors = gguf_reader.read(path)
+    theirs = gguf.GGUFReader(path)
+    own = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert metadata == own and list(tensors) == [each.name for each in theirs.tensors]
+    for each in theirs.tensors:
+        np.testing.assert_array_equal(tensors[each.name].data, each.data)
+        assert tensors[each.name].kind is each.tensor_type
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda w: w.add_string("llama.attention.key_length", "8"), "llama.attention.key_length='8': a whole number"),
+        (lambda w: w.add_float32("llama.expert_count", 0.0), r"expert_count=0\.0: a whole number"),
+        (lambda w: w.add_string("split.count", "1"), "split.count='1': a whole number"),
+        (lambda w: w.add_array("llama.rope.dimension_count", [8, 4]), "layers of different shapes"),
+        (lambda w: w.add_array("llama.rope.dimension_count", ["8"]), "must give a whole number"),
+        (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), r"tokens=\[1, 2\]: a list of text"),
+        (lambda w: w.add_string("tokenizer.ggml.eos_token_id", "2"), "eos_token_id='2': a whole number"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "linear"), "llama.rope.scaling.factor=None: .*a number"),
+    ],
+)
+def test_metadata_of_another_kind(tmp_path, edit, message):
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=edit))
+
+
+def test_no_heads(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_checkpoints.HEADS", 0)
+    monkeypatch.setattr("test_checkpoints.permute", lambda array, heads: array)
+    with pytest.raises(ValueError, match="llama.attention.head_count=0: give at least 1"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf"))
+
+
+def test_projections_of_another_shape_reach_whoever_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_checkpoints.HEADS", 3)
+    monkeypatch.setattr("test_checkpoints.permute", lambda array, heads: array[:-1])
+    tensors = dict(open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=lambda w: w.add_key_length(8))).tensors())
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (23, EMBED)

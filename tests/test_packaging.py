@@ -1,0 +1,52 @@
+"""What an installed jaxkv takes from the path, and what it leaves there for others."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BESIDE = ("checkpoints", "pallas_kernels")
+OURS = "assert jaxkv.checkpoints.names() and jaxkv.pallas_kernels.attend\n"
+THEIRS = "assert checkpoints.MINE and pallas_kernels.MINE\n"
+
+
+def run(folder, code, *, root=ROOT):
+    """Runs a script of a user's, in a folder that comes before ours on the path."""
+    (folder / "script.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    out = subprocess.run([sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py", "{}/step-100/weights"])
+def test_users_keep_modules_and_folders_of_these_names(tmp_path, file):
+    for name in BESIDE:
+        path = tmp_path / file.format(name)
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("MINE = True\n")
+    if file.endswith("weights"):
+        run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\n" + OURS)
+        return
+    run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\nimport checkpoints, pallas_kernels\n" + OURS + THEIRS)
+    run(tmp_path, "import checkpoints, pallas_kernels\nimport jaxkv, jaxkv.pallas_kernels\n" + OURS + THEIRS)
+
+
+def test_a_wheel_holds_them_inside(tmp_path):
+    site = tmp_path / "site-packages"
+    shutil.copytree(ROOT / "jaxkv", site / "jaxkv")
+    for name in BESIDE:
+        shutil.copytree(ROOT / name, site / "jaxkv" / name)
+    (tmp_path / "checkpoints.py").write_text("raise ImportError")
+    run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\nassert len(jaxkv.__path__) == 1\n" + OURS, root=site)
+
+
+def test_every_package_is_installed():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    lie = {name: setuptools["package-dir"].get(name, name.replace(".", "/")) for name in setuptools["packages"]}
+    found = {path.parent for top in ("jaxkv", *BESIDE) for path in (ROOT / top).rglob("__init__.py")}
+    assert {ROOT / folder for folder in lie.values()} == found
