@@ -14,6 +14,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
 from jaxkv.policies.base import Policy
 from jaxkv.policies.reading import Reading
+from jaxkv.policies.registry import as_policy
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -93,7 +94,7 @@ class Plan:
 
 def plan(
     config: ModelConfig,
-    policy: Policy,
+    policy: Policy | type[Policy] | str,
     lengths: list[int],
     *,
     dtype=jnp.float32,
@@ -103,7 +104,7 @@ def plan(
 
     Args:
         config: the model's shape.
-        policy: the compression.
+        policy: the compression, or its name or class.
         lengths: tokens of each prompt.
         dtype: of the cache.
         room: rows to leave behind every segment; one number, or one for each layer.
@@ -115,7 +116,7 @@ def plan(
         ValueError: if the budget cannot be honoured for one of the prompts, naming it.
     """
     require(bool(lengths) and min(lengths) > 0, "prompt", lengths, "every prompt needs at least one token")
-    policy = policy.for_model(config.layers, None)
+    policy = as_policy(policy).for_model(config.layers, None)
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     forced = policy.forced(length, slots).sum(axis=1)
@@ -149,7 +150,7 @@ def plan(
     activations = len(lengths) * slots * (config.embed * item + heads * 12)
     activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
     # Merging compares float32 copies of one layer's rows.
-    activations += 4 * layer_kv // item * (policy.merge is not None)
+    activations += 4 * layer_kv // item * (policy.settings.merge is not None)
     # Prompts in chunks are whole on the device until their last chunk.
     whole = len(away) * layer_kv * policy.by_chunks
     token_bytes = len(lengths) * 2 * heads * config.head_dim * item
@@ -213,16 +214,17 @@ def widest(policy: Policy, slots: int, layers: int) -> int | None:
     Returns:
         Rows, the new token's included; None where some layers grow without end.
     """
-    if not (policy.evicts or policy.every) or policy.layers.unlimited(layers).any():
+    settings = policy.settings
+    if not (policy.evicts or settings.every) or policy.layers.unlimited(layers).any():
         return None
     most = slots
     if policy.heads.uniform:
         lengths = np.arange(1, slots + 1)
         budget = policy.budgets(lengths, _forced_counts(policy, lengths), strict=False)
         most = int(policy.layers.widest(budget, lengths).max())
-    if isinstance(policy.budget, int):
-        most = max(most, policy.budget)
-    return most + (policy.every or 1)
+    if isinstance(settings.budget, int):
+        most = max(most, settings.budget)
+    return most + (settings.every or 1)
 
 
 def ring_rows(queries: int) -> int:
@@ -247,7 +249,7 @@ def _forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.nda
     counts = []
     for n in lengths.tolist():
         spans = [(0, policy.kept_first), (max(0, n - policy.kept_last), n)]
-        spans += [slice(*span).indices(n)[:2] for span in policy.protect]
+        spans += [slice(*span).indices(n)[:2] for span in policy.settings.protect]
         end = total = 0
         for first, last in sorted(spans):
             first, last = max(first, end), min(last, n)

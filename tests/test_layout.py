@@ -13,6 +13,7 @@ LAYERS = (
     "pallas_kernels",
     "checkpoints",
     "jaxkv._errors",
+    "jaxkv._values",
     "jaxkv.config",
     "jaxkv.rope",
     "jaxkv.attention",

@@ -66,7 +66,7 @@ def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
     policy = cache.policy
     if policy.upkeep is None:
         return np.zeros(cache.batch, bool)
-    return beyond(cache) >= (1 if policy.evicts else policy.every)
+    return beyond(cache) >= (1 if policy.evicts else policy.settings.every)
 
 
 def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:

@@ -108,7 +108,8 @@ def compile_ahead(
     """
     pool_rows = needed.pool_rows(config.kv_heads)
     scored = policy.upkeep is not None and policy.upkeep.scored
-    parts = (policy.scorer, policy.layers, policy.heads, policy.needs, policy.merge, scored)
+    merge = policy.settings.merge
+    parts = (policy.scorer, policy.layers, policy.heads, policy.needs, merge, scored)
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
     if signature in compiled_shapes:
         return
@@ -125,8 +126,8 @@ def compile_ahead(
         scores, mass, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
         allowed = forced if policy.carries_over else None
         mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=policy.heads)
-        if policy.merge is not None:
-            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.merge)
+        if merge is not None:
+            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=merge)
     if needed.form is not Form.SHARED:
         for rows in set(pool_rows):
             pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
@@ -195,10 +196,11 @@ class _Chooser:
 
     def rows(self, layer: _Scored, index: int, mask: Array) -> tuple[Array, Array]:
         """A layer's keys and values, dropped rows merged in."""
-        if self.policy.merge is None:
+        merge = self.policy.settings.merge
+        if merge is None:
             return layer.k, layer.v
         key = jax.random.fold_in(self.key, index)
-        k, v, tau = merged(layer.k, layer.v, mask, self.length, layer.mass, key, merge=self.policy.merge)
+        k, v, tau = merged(layer.k, layer.v, mask, self.length, layer.mass, key, merge=merge)
         if tau is not None:
             self.taus.append(tau)
         return k, v

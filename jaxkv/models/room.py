@@ -23,11 +23,12 @@ def first_room(policy: Policy, layers: int, lengths: np.ndarray, block: int) -> 
     """
     if policy.upkeep is None:
         return (block,) * layers
-    short = isinstance(policy.budget, int) and bool((np.asarray(lengths) < policy.budget).any())
+    budget, every = policy.settings.budget, policy.settings.every
+    short = isinstance(budget, int) and bool((np.asarray(lengths) < budget).any())
     if policy.evicts:
         return tuple(block + 1 if short or grows else 1 for grows in policy.layers.unlimited(layers).tolist())
-    assert policy.every is not None
-    return (max(policy.every, block) if short else policy.every,) * layers
+    assert every is not None
+    return (max(every, block) if short else every,) * layers
 
 
 def steps_that_fit(cache: KVCache) -> int:
@@ -47,8 +48,9 @@ def steps_that_fit(cache: KVCache) -> int:
         to_limit = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where(free > to_limit, endless, free).min())
-    assert policy.every is not None
-    return int(min(free.min(), policy.every - beyond(cache).max()))
+    every = policy.settings.every
+    assert every is not None
+    return int(min(free.min(), every - beyond(cache).max()))
 
 
 def make_room(flat: Flat, cache: KVCache, block: int, *, key: PRNGKeyArray) -> KVCache:
@@ -68,9 +70,9 @@ def make_room(flat: Flat, cache: KVCache, block: int, *, key: PRNGKeyArray) -> K
     if policy.evicts:
         at_limit = (np.asarray(cache.length) >= np.asarray(cache.limit)).all(axis=(1, 2))
         wanted = np.where(at_limit, 1, block + 1)
-    elif policy.every is not None:
+    elif (every := policy.settings.every) is not None:
         growing = bool((beyond(cache) < 0).any())
-        wanted = np.full(cache.config.layers, max(policy.every, block) if growing else policy.every)
+        wanted = np.full(cache.config.layers, max(every, block) if growing else every)
     if due(cache).any():
         return again(flat, cache, key=key, room=wanted)
     if (cache.free() >= wanted).all():

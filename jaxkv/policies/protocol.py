@@ -9,10 +9,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv._values import ENDLESS, FARTHEST
 from jaxkv.attention import Implementation
 from jaxkv.policies.merging import Merger
 
 Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a policy was asked for, as the engine reads it: a wrapper's are its base's, a preset's are the preset's.
+
+    Attributes:
+        budget: as in `Policy`; a number of rows that no text has is cut to one that no text has.
+        min_budget: as in `Policy`.
+        protect: as in `Policy`, cut to where positions end.
+        every: as in `Policy`.
+        merge: as in `Policy`.
+    """
+
+    budget: int | float | None
+    min_budget: str
+    protect: tuple[Span, ...]
+    every: int | None
+    merge: Merger | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, int):
+            object.__setattr__(self, "budget", min(self.budget, ENDLESS))
+        if self.every is not None:
+            object.__setattr__(self, "every", min(self.every, ENDLESS))
+        cut = lambda edge: max(-FARTHEST, min(edge, FARTHEST))  # noqa: E731
+        object.__setattr__(self, "protect", tuple((cut(start), cut(stop)) for start, stop in self.protect))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
