@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,17 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from tqdm import tqdm
 
 from jaxkv._errors import require
+from jaxkv.arguments import (
+    as_cache,
+    as_count,
+    as_flag,
+    as_implementation,
+    as_key,
+    as_model,
+    as_progress,
+    as_sampling,
+    as_stops,
+)
 from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, Turn, repack
@@ -29,6 +40,7 @@ from jaxkv.models.room import first_room, make_room, steps_that_fit
 from jaxkv.plan import LOOK, Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
 from jaxkv.policies.full import FullKV
+from jaxkv.policies.registry import as_policy
 from jaxkv.prompts import Encoded, Prompt, encode
 from jaxkv.results import Answers, Generation, Stats, Stream
 from jaxkv.sampling import Greedy, Sampling
@@ -41,10 +53,10 @@ def prefill(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Policy | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     raw: bool = False,
-    key: PRNGKeyArray | None = None,
-    implementation: Implementation | str = Implementation.AUTO,
+    key: PRNGKeyArray | int | None = None,
+    implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
     """Runs prompts through the model and keeps what the policy keeps, to be asked about later, many times over.
@@ -54,9 +66,9 @@ def prefill(
     Args:
         params: from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of any.
-        policy: the compression; FullKV() keeps everything.
+        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
         raw: the text is plain text, not a user's message.
-        key: random key, for policies that draw.
+        key: random key or seed, for policies that draw.
         implementation: what computes attention; by default the fastest one here.
         progress: a bar on stderr; by default where stderr is a terminal.
 
@@ -65,9 +77,12 @@ def prefill(
 
     Raises:
         ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+        TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    policy = (FullKV() if policy is None else policy).for_model(params.config.layers, params.filter_layers)
+    params, raw, key = as_model(params), as_flag("raw", raw), as_key(key)
+    implementation, progress = as_implementation(implementation), as_progress(progress)
+    policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
     _require_fits(params, encoded.lengths, 0)
     chosen = _choose(params, policy, implementation)
@@ -79,16 +94,16 @@ def generate(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Policy | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     cache: KVCache | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | np.integer = 128,
     sampling: Sampling | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Iterable[str] | None = (),
     stop_at_eos: bool = True,
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | int | None = None,
     raw: bool = False,
     stream: bool = False,
-    implementation: Implementation | str = Implementation.AUTO,
+    implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Any:
     """Answers prompts, over a cache compressed by a policy.
@@ -96,13 +111,15 @@ def generate(
     Args:
         params: from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of any; on top of a cache: what comes next.
-        policy: the compression; FullKV() keeps everything. With a cache, the cache's own.
+        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything. With a
+            cache, the cache's own.
         cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
         max_new_tokens: tokens to draw at most.
         sampling: how to draw; Greedy() if None.
-        stop: strings that end an answer; they are left out of it.
+        stop: strings that end an answer. They are left out of its text, but stay in its tokens and in the cache: a
+            policy that has dropped rows for them cannot take them back.
         stop_at_eos: end at the model's end-of-answer tokens.
-        key: random key for sampling and for policies that draw; needed if sampling is not greedy.
+        key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
         raw: the text is plain text, not a user's message.
         stream: return a `Stream` that yields text as it comes.
         implementation: what computes attention; by default the fastest one here. `stats.attention` says what ran.
@@ -114,21 +131,18 @@ def generate(
     Raises:
         ValueError: for an empty or over-long prompt, a budget the policy cannot honour, a cache of another policy or
             model.
+        TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    require(
-        isinstance(max_new_tokens, int) and max_new_tokens >= 1,
-        "max_new_tokens",
-        max_new_tokens,
-        "draw at least 1 token",
-    )
-    sampling = Greedy() if sampling is None else sampling
+    params, cache = as_model(params), as_cache(cache)
+    max_new_tokens = as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    sampling, stops, key = as_sampling(sampling), as_stops(stop), as_key(key)
+    raw, stream, stop_at_eos = as_flag("raw", raw), as_flag("stream", stream), as_flag("stop_at_eos", stop_at_eos)
+    implementation, progress = as_implementation(implementation), as_progress(progress)
     require(isinstance(sampling, Greedy) or key is not None, "key", key, f"{sampling} needs jax.random.key(...)")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    require(all(stops), "stop", stop, "a stop string has at least one character")
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
     turn = Turn.START if cache is None else cache.turn
-    policy = None if policy is None else policy.for_model(params.config.layers, params.filter_layers)
+    policy = None if policy is None else as_policy(policy).for_model(params.config.layers, params.filter_layers)
     if cache is not None:
         _require_ours(params, cache, policy)
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)

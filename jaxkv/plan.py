@@ -85,6 +85,15 @@ class Plan:
     host_bytes: int = 0
     loaded_bytes: int = 0
 
+    def __repr__(self) -> str:
+        """One line; the arrays are left to whoever asks for them."""
+        least, most = int(self.budget.min()), int(self.budget.max())
+        rows = str(least) if least == most else f"{least} to {most}"
+        size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
+        size += f", {self.host_bytes / 1e6:.2f} MB in host memory" if self.host_bytes else ""
+        size += f", peak {self.peak_bytes / 1e6:.2f} MB"
+        return f"Plan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
+
     def pool_rows(self, heads: int) -> tuple[int, ...]:
         """P of each pool."""
         if self.form is Form.SHARED:

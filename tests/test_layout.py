@@ -27,6 +27,7 @@ LAYERS = (
     "jaxkv.load",
     "jaxkv.prompts",
     "jaxkv.results",
+    "jaxkv.arguments",
     "jaxkv.compilation",
     "jaxkv.generate",
     "jaxkv.analysis",

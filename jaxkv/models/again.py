@@ -15,7 +15,7 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
 from jaxkv.plan import bucket
 from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Observed, Scorer, Upkeep
+from jaxkv.policies.protocol import Observed, Scorer, Upkeep, checked
 from jaxkv.policies.select import HeadBudgets, sortable, top
 
 
@@ -209,8 +209,8 @@ def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, 
         layer=layer.layer,
         key=layer.key,
     )
-    mass = parts.scorer.mass(seen)
-    scores = parts.scorer.scores(mass, length)
+    mass = checked(parts.scorer, "mass", parts.scorer.mass(seen), seen.k)
+    scores = checked(parts.scorer, "scores", parts.scorer.scores(mass, length), seen.k)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 

@@ -13,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, at_home, put_away
 from jaxkv.cache import KVCache, State, lay_out
 from jaxkv.config import ModelConfig
-from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared
+from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
 from jaxkv.models.moving import Live, reading_state
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Needs, Observed
+from jaxkv.policies.protocol import Needs, Observed, Scorer
 from jaxkv.policies.reading import Reading
 
 
@@ -124,6 +125,7 @@ def compile_ahead(
     if policy.scorer is not None:
         seen = _observed(out, policy.scorer.queries, length, 0, jax.random.key(0), implementation)
         scores, mass, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
+        unordered(scores, length)
         allowed = forced if policy.carries_over else None
         mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=policy.heads)
         if merge is not None:
@@ -252,7 +254,7 @@ def prefill(
         (batch, config.kv_heads, needed.slots),
     )
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
-    pools, starts, counts, held, weights, rings = [], [], [], [], [], []
+    pools, starts, counts, held, weights, rings, torn = [], [], [], [], [], [], []
     reading, banked = policy.reading(layers, needed.slots), list[Array]()
     remembering = _remembering(policy, reading, layers)
     for index in range(layers):
@@ -266,6 +268,7 @@ def prefill(
         if scorer is not None:
             seen = _observed(out, scorer.queries, length, index, key, implementation)
             scores, mass, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
+            torn.append(unordered(scores, length))
             layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
             if shared:
                 held.append(layer)
@@ -295,6 +298,7 @@ def prefill(
         # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
         jax.block_until_ready(pool)
         tick()
+    _require_ordered(scorer, torn)
     rows = needed.rows
     if shared:
         claims = np.stack([np.asarray(weight) for weight in weights])
@@ -334,6 +338,13 @@ def prefill(
         bank = Bank(rows=tuple(banked), layers=reading.offloaded)
         cache = dataclasses.replace(at_home(cache), bank=bank)
     return cache, _logits(flat.ends, x, graphs=graphs)
+
+
+def _require_ordered(scorer: Scorer | None, torn: list[Array]) -> None:
+    """Refuses scores that are not numbers, once for all layers: nothing waits for them before."""
+    layers = np.flatnonzero(np.asarray(torn, bool)).tolist()
+    remedy = f"{scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if that is not finite"
+    require(not layers, "scores", "NaN", remedy)
 
 
 def _remembering(policy: Policy, reading: Reading | None, layers: int) -> list[int]:

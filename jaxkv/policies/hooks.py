@@ -35,7 +35,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_parts(policy: Any, root: type) -> None:
+def check_parts(policy: Any, root: Any) -> None:
     """Refuses parts that cannot be what they are meant to be.
 
     Args:
@@ -45,7 +45,7 @@ def check_parts(policy: Any, root: type) -> None:
     Raises:
         TypeError: naming the part, what it is and what is wanted.
     """
-    cls = type(policy)
+    cls: Any = type(policy)
     wrong = misspelt(cls, root)
     if wrong is not None:
         name, meant = wrong
@@ -106,7 +106,7 @@ def check_scorer(label: str, scorer: Any) -> None:
 
 
 @functools.cache
-def misspelt(cls: type, root: type) -> tuple[str, str] | None:
+def misspelt(cls: Any, root: Any) -> tuple[str, str] | None:
     """A public name of a class that is nearly a part's, where the part itself is left as it is.
 
     Args:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -173,4 +173,32 @@ class Scorer(Protocol):
         """What was observed of every row. Rows past a sequence's length may hold anything."""
 
     def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is."""
+        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is.
+
+        float32. A prompt whose rows get what is not a number is refused; where a cache is compressed again, such rows
+        come last.
+        """
+
+
+def checked(scorer: Scorer, method: str, given: Any, rows: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
+    """What a scorer gave, if it is what scorers give; while a program is traced, so that it costs nothing.
+
+    Args:
+        scorer: whose it is.
+        method: of which method.
+        given: what it returned.
+        rows: the keys that it was asked about.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: naming the scorer, what it gave and what is wanted.
+    """
+    wanted = rows.shape[:3]
+    shape, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
+    if shape != wanted or dtype != jnp.float32:
+        gave = type(given).__name__ if shape is None else f"{dtype}{list(shape)}"
+        remedy = f"give one float32 for each kv head and row, [B, K, S] = {list(wanted)}"
+        raise TypeError(f"{type(scorer).__name__}.{method}={gave}: {remedy}")
+    return given
