@@ -134,7 +134,7 @@ def count(value: Any, name: str, least: int, remedy: str) -> None:
     object.__setattr__(value, name, given)
 
 
-def real(value: Any, name: str, remedy: str, *, low: float, high: float, above: bool = False) -> None:
+def real(value: Any, name: str, remedy: str, *, low: int | float, high: int | float, above: bool = False) -> None:
     """Checks a field that is a real number, and makes it a plain float.
 
     Args:

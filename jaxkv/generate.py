@@ -13,18 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from tqdm import tqdm
 
+from jaxkv import arguments
 from jaxkv._errors import require
-from jaxkv.arguments import (
-    as_cache,
-    as_count,
-    as_flag,
-    as_implementation,
-    as_key,
-    as_model,
-    as_progress,
-    as_sampling,
-    as_stops,
-)
 from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, Turn, repack
@@ -80,8 +70,8 @@ def prefill(
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    params, raw, key = as_model(params), as_flag("raw", raw), as_key(key)
-    implementation, progress = as_implementation(implementation), as_progress(progress)
+    params, raw, key = arguments.as_model(params), arguments.as_flag("raw", raw), arguments.as_key(key)
+    implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
     policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
     _require_fits(params, encoded.lengths, 0)
@@ -134,11 +124,15 @@ def generate(
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    params, cache = as_model(params), as_cache(cache)
-    max_new_tokens = as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
-    sampling, stops, key = as_sampling(sampling), as_stops(stop), as_key(key)
-    raw, stream, stop_at_eos = as_flag("raw", raw), as_flag("stream", stream), as_flag("stop_at_eos", stop_at_eos)
-    implementation, progress = as_implementation(implementation), as_progress(progress)
+    params, cache = arguments.as_model(params), arguments.as_cache(cache)
+    max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
+    raw, stream, stop_at_eos = (
+        arguments.as_flag("raw", raw),
+        arguments.as_flag("stream", stream),
+        arguments.as_flag("stop_at_eos", stop_at_eos),
+    )
+    implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
     require(isinstance(sampling, Greedy) or key is not None, "key", key, f"{sampling} needs jax.random.key(...)")
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
     turn = Turn.START if cache is None else cache.turn

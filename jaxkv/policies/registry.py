@@ -75,8 +75,8 @@ def _class_of(name: str, field: str) -> type[Policy]:
     plain = name.lower().replace("-", "").replace("_", "")
     plain = name_of(FullKV) if plain == FullKV.__name__.lower() else plain
     near = difflib.get_close_matches(plain, POLICIES, n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    require(plain in POLICIES, field, name, f"no such policy; {meant}known policies: {', '.join(POLICIES)}")
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    require(plain in POLICIES, field, name, f"no such policy; known policies: {', '.join(POLICIES)}{meant}")
     return POLICIES[plain]
 
 
