@@ -119,9 +119,15 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     out = jaxkv.generate(model, [DOC, "Hi, you"], policy=policy, **DRAWING)
     shown, seen = repr(out.cache), np.asarray(out.cache.seen)
     size = f"{out.cache.nbytes / 1e6:.2f} MB"
-    wanted = ("SnapKV(budget=16, window=4)", "2 sequences", f"{seen.min()} to {seen.max()} tokens", size, "turn: answer")
+    wanted = (
+        "SnapKV(budget=16, window=4)",
+        "2 sequences",
+        f"{seen.min()} to {seen.max()} tokens",
+        size,
+        "turn: answer",
+    )
     assert all(each in shown for each in wanted) and str(out.cache) == shown
-    assert re.search(r"\d+ to \d+ rows in each of 2 x 2 heads", shown), shown
+    assert re.search(r"\d+ to \d+ rows in each of 3 x 2 heads", shown), shown
     assert repr(out) == f"Generation(2 answers, 24 tokens; {shown})"
     one = jaxkv.generate(model, DOC, policy=policy, **DRAWING)
     assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
