@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._errors import require
+from jaxkv._values import is_whole, plain
 from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
 from jaxkv.policies.base import Policy
@@ -104,7 +106,7 @@ class Plan:
 def plan(
     config: ModelConfig,
     policy: Policy | type[Policy] | str,
-    lengths: list[int],
+    lengths: Sequence[int] | np.ndarray,
     *,
     dtype=jnp.float32,
     room: int | tuple[int, ...] = 0,
@@ -124,7 +126,9 @@ def plan(
     Raises:
         ValueError: if the budget cannot be honoured for one of the prompts, naming it.
     """
-    require(bool(lengths) and min(lengths) > 0, "prompt", lengths, "every prompt needs at least one token")
+    lengths, room = [plain(each) for each in lengths], plain(room)
+    tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
+    require(tokens, "prompt", lengths, "every prompt needs at least one token")
     policy = as_policy(policy).for_model(config.layers, None)
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))

@@ -349,6 +349,15 @@ def test_every_other_number_is_plain_too():
     assert OmniKV(selector="uniform").selector is Selector.UNIFORM
 
 
+def test_lengths_and_room_of_a_plan_may_be_numpys():
+    plan = jaxkv.plan(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
+    same = jaxkv.plan(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
+    assert same.cache_bytes == plan.cache_bytes and same.budget.tolist() == plan.budget.tolist() == [30, 20]
+    for lengths in ([], [0], [2.5], np.zeros(0, np.int32)):
+        with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
+            jaxkv.plan(GQA, "full", lengths)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
