@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
+from jaxkv._values import brief
 from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank
 from jaxkv.config import ModelConfig
@@ -104,7 +105,7 @@ class KVCache:
         policy: who compressed it.
         config: the model's shape.
         model: fingerprint of the weights that made it.
-        turn: where the conversation stands.
+        turn: where the conversation stands; where sequences stand at different turns, that of each.
     """
 
     pools: tuple[Pool, ...]
@@ -118,7 +119,24 @@ class KVCache:
     policy: Any
     config: ModelConfig
     model: str = ""
-    turn: Turn = Turn.START
+    turn: Turn | tuple[Turn, ...] = Turn.START
+
+    def __repr__(self) -> str:
+        """One line: the policy, sequences, rows per kv head, bytes, the turn. For any leaves, tracers among them."""
+        layers, batch, heads = _shape(self.length) or (0, 0, 0)
+        parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
+        seen, rows = _known(self.seen), _known(self.length)
+        if seen is not None:
+            parts.append(f"{_range(seen)} tokens")
+        if rows is not None:
+            parts.append(f"{_range(rows)} rows in each of {layers} x {heads} heads")
+        here = (self.pools, self.start, self.length, self.limit, self.seen, self.state)
+        parts.append(f"{_bytes(here) / 1e6:.2f} MB")
+        if self.bank is not None:
+            parts.append(f"{_bytes(self.bank) / 1e6:.2f} MB in host memory")
+        turns = self.turn if isinstance(self.turn, tuple) else (self.turn,)
+        parts.append("turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns)))
+        return f"KVCache({'; '.join(parts)})"
 
     @property
     def batch(self) -> int:
@@ -171,6 +189,29 @@ class KVCache:
         if self.form is Form.SHARED:
             left = np.moveaxis(left.reshape(batch, layers, heads), 0, 1)
         return left.min(axis=(1, 2))
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    shape = getattr(leaf, "shape", None)
+    return shape if isinstance(shape, tuple) and len(shape) == 3 else None
+
+
+def _known(leaf: Any) -> np.ndarray | None:
+    """An array's numbers, if it has any that can be looked at: no tracer, nothing deleted."""
+    deleted = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+    if isinstance(leaf, jax.core.Tracer) or deleted or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
+        return None
+    return np.asarray(leaf)
+
+
+def _range(numbers: np.ndarray) -> str:
+    low, high = int(numbers.min()), int(numbers.max())
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _bytes(tree: Any) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
+    return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:

@@ -1,13 +1,14 @@
 """`prefill` and `generate`: prompts in, a compressed cache and text out."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from jaxkv import arguments
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.answering import Clocks, Request, answered, prefilled
@@ -19,6 +20,7 @@ from jaxkv.models.decoder import Flat
 from jaxkv.plan import plan
 from jaxkv.policies.base import Policy
 from jaxkv.policies.full import FullKV
+from jaxkv.policies.registry import as_policy
 from jaxkv.prompts import Prompt, encode
 from jaxkv.results import Stream
 from jaxkv.sampling import Greedy, Sampling
@@ -29,10 +31,10 @@ def prefill(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Policy | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     raw: bool = False,
-    key: PRNGKeyArray | None = None,
-    implementation: Implementation | str = Implementation.AUTO,
+    key: PRNGKeyArray | int | None = None,
+    implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
     """Runs prompts through the model and keeps what the policy keeps, to be asked about later, many times over.
@@ -42,9 +44,9 @@ def prefill(
     Args:
         params: from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of any.
-        policy: the compression; FullKV() keeps everything.
+        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
         raw: the text is plain text, not a user's message.
-        key: random key, for policies that draw.
+        key: random key or seed, for policies that draw.
         implementation: what computes attention; by default the fastest one here.
         progress: a bar on stderr; by default where stderr is a terminal.
 
@@ -53,9 +55,12 @@ def prefill(
 
     Raises:
         ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+        TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    policy = (FullKV() if policy is None else policy).for_model(params.config.layers, params.filter_layers)
+    params, raw, key = arguments.as_model(params), arguments.as_flag("raw", raw), arguments.as_key(key)
+    implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
+    policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
     _require_fits(params, policy, encoded.lengths, 0)
     chosen = _choose(params, policy, implementation)
@@ -69,16 +74,16 @@ def generate(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Policy | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     cache: KVCache | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | np.integer = 128,
     sampling: Sampling | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Iterable[str] | None = (),
     stop_at_eos: bool = True,
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | int | None = None,
     raw: bool = False,
     stream: bool = False,
-    implementation: Implementation | str = Implementation.AUTO,
+    implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Any:
     """Answers prompts, over a cache compressed by a policy.
@@ -86,13 +91,15 @@ def generate(
     Args:
         params: from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of any; on top of a cache: what comes next.
-        policy: the compression; FullKV() keeps everything. With a cache, the cache's own.
+        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything. With a
+            cache, the cache's own.
         cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
         max_new_tokens: tokens to draw at most.
         sampling: how to draw; Greedy() if None.
-        stop: strings that end an answer; they are left out of it.
+        stop: strings that end an answer. They are left out of its text, but stay in its tokens and in the cache: a
+            policy that has dropped rows for them cannot take them back.
         stop_at_eos: end at the model's end-of-answer tokens.
-        key: random key for sampling and for policies that draw; needed if sampling is not greedy.
+        key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
         raw: the text is plain text, not a user's message.
         stream: return a `Stream` that yields text as it comes.
         implementation: what computes attention; by default the fastest one here. `stats.attention` says what ran.
@@ -104,21 +111,22 @@ def generate(
     Raises:
         ValueError: for an empty or over-long prompt, a budget the policy cannot honour, a cache of another policy or
             model.
+        TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    require(
-        isinstance(max_new_tokens, int) and max_new_tokens >= 1,
-        "max_new_tokens",
-        max_new_tokens,
-        "draw at least 1 token",
+    params, cache = arguments.as_model(params), arguments.as_cache(cache)
+    max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
+    raw, stream, stop_at_eos = (
+        arguments.as_flag("raw", raw),
+        arguments.as_flag("stream", stream),
+        arguments.as_flag("stop_at_eos", stop_at_eos),
     )
-    sampling = Greedy() if sampling is None else sampling
+    implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
     require(isinstance(sampling, Greedy) or key is not None, "key", key, f"{sampling} needs jax.random.key(...)")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    require(all(stops), "stop", stop, "a stop string has at least one character")
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")
     turn = Turn.START if cache is None else cache.turn
-    policy = None if policy is None else policy.for_model(params.config.layers, params.filter_layers)
+    policy = None if policy is None else as_policy(policy).for_model(params.config.layers, params.filter_layers)
     if cache is not None:
         _require_ours(params, cache, policy)
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
@@ -211,6 +219,7 @@ def _require_places(config: ModelConfig, policy: Policy, lengths: np.ndarray, ne
         target = int(np.asarray(cache.limit).max())
     remedy = f"the model was made for {limit} at a time: shorten the prompt"
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
-    most = now + new if policy.every is None else min(now + new, target + policy.every)
+    every = policy.settings.every
+    most = now + new if every is None else min(now + new, target + every)
     remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64, say, to go on"
     require(most <= limit, "max_new_tokens", new, remedy)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import jax
@@ -11,10 +12,12 @@ from jaxtyping import Int
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
+from jaxkv._values import is_whole, plain
 from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
 from jaxkv.policies.base import Policy
 from jaxkv.policies.reading import Reading
+from jaxkv.policies.registry import as_policy
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -85,6 +88,15 @@ class Plan:
     host_bytes: int = 0
     loaded_bytes: int = 0
 
+    def __repr__(self) -> str:
+        """One line; the arrays are left to whoever asks for them."""
+        least, most = int(self.budget.min()), int(self.budget.max())
+        rows = str(least) if least == most else f"{least} to {most}"
+        size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
+        size += f", {self.host_bytes / 1e6:.2f} MB in host memory" if self.host_bytes else ""
+        size += f", peak {self.peak_bytes / 1e6:.2f} MB"
+        return f"Plan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
+
     def pool_rows(self, heads: int) -> tuple[int, ...]:
         """P of each pool."""
         if self.form is Form.SHARED:
@@ -95,8 +107,8 @@ class Plan:
 @settled
 def plan(
     config: ModelConfig,
-    policy: Policy,
-    lengths: list[int],
+    policy: Policy | type[Policy] | str,
+    lengths: Sequence[int] | np.ndarray,
     *,
     dtype=jnp.float32,
     room: int | tuple[int, ...] = 0,
@@ -105,7 +117,7 @@ def plan(
 
     Args:
         config: the model's shape.
-        policy: the compression.
+        policy: the compression, or its name or class.
         lengths: tokens of each prompt.
         dtype: of the cache.
         room: rows to leave behind every segment; one number, or one for each layer.
@@ -116,8 +128,10 @@ def plan(
     Raises:
         ValueError: if the budget cannot be honoured for one of the prompts, naming it.
     """
-    require(bool(lengths) and min(lengths) > 0, "prompt", lengths, "every prompt needs at least one token")
-    policy = policy.for_model(config.layers, None)
+    lengths, room = [plain(each) for each in lengths], plain(room)
+    tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
+    require(tokens, "prompt", lengths, "every prompt needs at least one token")
+    policy = as_policy(policy).for_model(config.layers, None)
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     forced = policy.forced(length, slots).sum(axis=1)
@@ -151,7 +165,7 @@ def plan(
     activations = len(lengths) * slots * (config.embed * item + heads * 12)
     activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
     # Merging compares float32 copies of one layer's rows.
-    activations += 4 * layer_kv // item * (policy.merge is not None)
+    activations += 4 * layer_kv // item * (policy.settings.merge is not None)
     # Prompts in chunks are whole on the device until their last chunk.
     whole = len(away) * layer_kv * policy.by_chunks
     token_bytes = len(lengths) * 2 * heads * config.head_dim * item
@@ -215,16 +229,17 @@ def widest(policy: Policy, slots: int, layers: int) -> int | None:
     Returns:
         Rows, the new token's included; None where some layers grow without end.
     """
-    if not (policy.evicts or policy.every) or policy.layers.unlimited(layers).any():
+    settings = policy.settings
+    if not (policy.evicts or settings.every) or policy.layers.unlimited(layers).any():
         return None
     most = slots
     if policy.heads.uniform:
         lengths = np.arange(1, slots + 1)
         budget = policy.budgets(lengths, _forced_counts(policy, lengths), strict=False)
         most = int(policy.layers.widest(budget, lengths).max())
-    if isinstance(policy.budget, int):
-        most = max(most, policy.budget)
-    return most + (policy.every or 1)
+    if isinstance(settings.budget, int):
+        most = max(most, settings.budget)
+    return most + (settings.every or 1)
 
 
 def ring_rows(queries: int) -> int:
@@ -249,7 +264,7 @@ def _forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.nda
     counts = []
     for n in lengths.tolist():
         spans = [(0, policy.kept_first), (max(0, n - policy.kept_last), n)]
-        spans += [slice(*span).indices(n)[:2] for span in policy.protect]
+        spans += [slice(*span).indices(n)[:2] for span in policy.settings.protect]
         end = total = 0
         for first, last in sorted(spans):
             first, last = max(first, end), min(last, n)

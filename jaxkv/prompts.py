@@ -1,8 +1,9 @@
 """From what a user gives (text, messages, ids, one or many) to token ids, with the conversation's turn kept."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Int
@@ -25,12 +26,17 @@ class Encoded:
     Attributes:
         ids: one list per sequence, none empty.
         single: the user gave one prompt, not a list of prompts.
-        turn: where the conversation stands after them.
+        turns: where each sequence's conversation stands after its prompt.
     """
 
     ids: list[list[int]]
     single: bool
-    turn: Turn
+    turns: tuple[Turn, ...]
+
+    @property
+    def turn(self) -> Turn | tuple[Turn, ...]:
+        """The turn of all sequences; where they differ, that of each."""
+        return self.turns[0] if len(set(self.turns)) == 1 else self.turns
 
     @property
     def lengths(self) -> Int[np.ndarray, " B"]:
@@ -53,7 +59,13 @@ class Encoded:
 
 
 def encode(
-    prompt: Prompt, text: Text | None, config: ModelConfig, *, turn: Turn = Turn.START, raw: bool = False, close: bool
+    prompt: Prompt,
+    text: Text | None,
+    config: ModelConfig,
+    *,
+    turn: Turn | tuple[Turn, ...] = Turn.START,
+    raw: bool = False,
+    close: bool,
 ) -> Encoded:
     """Turns prompts into ids.
 
@@ -61,12 +73,12 @@ def encode(
         prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
         text: the model's tokenizer; None allows token ids only.
         config: for the vocabulary's size.
-        turn: where the conversation stands before.
+        turn: where the conversation stands before; one for all sequences, or one for each.
         raw: text is plain text, no message.
         close: end the user's turn and open the answer's.
 
     Returns:
-        The ids and the turn after them.
+        The ids and the turns after them.
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
@@ -74,44 +86,83 @@ def encode(
     """
     single, items = _split(prompt)
     require(bool(items), "prompt", prompt, "give at least one prompt")
-    results = [_one(item, text, turn=turn, raw=raw, close=close) for item in items]
+    turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
+    held = f"the cache holds {len(turns)}: give as many, or 1 cache"
+    require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
+    results = [_one(item, text, turn=at, raw=raw, close=close) for item, at in zip(items, turns, strict=True)]
     for row, (ids, _) in enumerate(results):
         require(bool(ids), "prompt", items[row], f"prompt {row} has no tokens: give at least one")
         low, high = min(ids), max(ids)
         require(low >= 0 and high < config.vocab, "prompt", (low, high), f"token ids lie in [0, {config.vocab})")
-    return Encoded(ids=[ids for ids, _ in results], single=single, turn=results[0][1])
+    return Encoded(ids=[ids for ids, _ in results], single=single, turns=tuple(after for _, after in results))
+
+
+def _refuse(given: Any) -> NoReturn:
+    """Says what to give in place of something that is no prompt."""
+    remedy = "give text, chat messages, token ids, or a list of them"
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        remedy = 'bytes are neither text nor ids: give prompt.decode("utf-8"), or list(prompt)'
+    elif isinstance(given, os.PathLike):
+        remedy = "give the file's text: prompt.read_text('utf-8')"
+    elif isinstance(given, Mapping):
+        ids = "input_ids" in given
+        remedy = "give its ids: prompt['input_ids']" if ids else remedy + "; one message goes into a list: [message]"
+    elif isinstance(given, (Iterator, Set)):
+        remedy += "; list(prompt) is one, if it is in order and has an end"
+    elif isinstance(given, (list, tuple)) and given:
+        kinds = ", ".join(sorted({type(each).__name__ for each in given})[:4])
+        remedy += f"; this is a list of {kinds}"
+    raise TypeError(f"prompt={type(given).__name__}: {remedy}")
+
+
+def _listed(given: Any) -> Any:
+    """Arrays as lists of ids or of text, numpy's strings as Python's; anything else as it is."""
+    if isinstance(given, str):
+        return str.__str__(given)
+    if not hasattr(given, "ndim") or not hasattr(given, "dtype"):
+        return given
+    array = np.asarray(given)
+    if array.dtype.kind in "UO":
+        return array.tolist()
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"prompt={array.dtype}: token ids are integers")
+    require(array.ndim in (1, 2), "prompt", array.shape, "give ids as [S] or [B, S]")
+    return array.tolist()
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
-    if isinstance(prompt, str):
+    # An empty array is one prompt without ids; an empty list is no prompt.
+    empty = getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
+    prompt = _listed(prompt)
+    if isinstance(prompt, str) or empty:
         return True, [prompt]
-    if hasattr(prompt, "ndim"):
-        array = np.asarray(prompt)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"prompt={array.dtype}: token ids are integers")
-        require(array.ndim in (1, 2), "prompt", array.shape, "give ids as [S] or [B, S]")
-        return array.ndim == 1, [array] if array.ndim == 1 else list(array)
-    if isinstance(prompt, Sequence):
-        items = list(prompt)
-        if items and (isinstance(items[0], Mapping) or isinstance(items[0], (int, np.integer))):
-            return True, [items]
-        return False, items
-    raise TypeError(f"prompt={type(prompt).__name__}: give text, chat messages, token ids, or a list of them")
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
+        _refuse(prompt)
+    items = list(prompt)
+    if items and (isinstance(items[0], Mapping) or _is_id(items[0])):
+        return True, [items]
+    return False, items
 
 
 def _one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+    item = _listed(item)
     if isinstance(item, str):
         return _text(item, text, turn=turn, raw=raw, close=close)
-    items = list(np.asarray(item)) if hasattr(item, "ndim") else list(item) if isinstance(item, Sequence) else None
-    if items is not None and all(_is_id(each) for each in items):
+    if isinstance(item, (bytes, bytearray, memoryview)) or not isinstance(item, Sequence):
+        _refuse(item)
+    items = list(item)
+    if all(_is_id(each) for each in items):
         return [int(each) for each in items], Turn.RAW
-    if items is not None and items and all(isinstance(each, Mapping) for each in items):
+    if all(isinstance(each, Mapping) for each in items):
         return _messages(items, text, turn=turn, raw=raw, close=close)
-    raise TypeError(f"prompt={type(item).__name__}: give text, chat messages, token ids, or a list of them")
+    _refuse(items)
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0
+    return scalar and np.asarray(value).dtype.kind in "iu"
 
 
 def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
@@ -119,6 +170,11 @@ def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -
     assert text is not None
     if not item:
         return [], turn
+    try:
+        item.encode("utf-8")
+    except UnicodeEncodeError as error:
+        part = item[max(0, error.start - 20) : error.end]
+        raise ValueError(f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'") from None
     if raw or not text.has_template or turn is Turn.RAW:
         return text.encode(item, bos=turn is Turn.START), Turn.RAW
     before = text.open_turn() if turn is Turn.START else text.next_turn() if turn is Turn.ANSWER else ""
@@ -127,12 +183,9 @@ def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -
 
 
 def _messages(items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    require(
-        text is not None and text.has_template and not raw,
-        "prompt",
-        items[:1],
-        "the model has no chat template: give text",
-    )
+    require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
+    chats = text is not None and text.has_template
+    require(chats, "prompt", items[:1], "the model has no chat template: give text")
     assert text is not None
     last = items[-1].get("role")
     require(last == "user", "prompt", last, "the last message must be the user's")

@@ -11,6 +11,9 @@ from jaxkv._settings import own_settings
 from jaxkv.cache import KVCache
 from jaxkv.text import Text
 
+# Characters of an answer in a Generation's repr.
+_SHOWN = 60
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
@@ -58,6 +61,15 @@ class Stats:
     loaded_bytes: int = 0
     filter_layers: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        """One line; `dataclasses.asdict` gives everything."""
+        cache = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
+        speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
+        return (
+            f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "
+            f"{speed}; {self.compile_seconds:.2f} s compiling; {cache}, {self.kept:.1f} rows per kv head)"
+        )
+
     @property
     def decode_tokens_per_second(self) -> float:
         """New tokens of all sequences per second of decoding."""
@@ -89,6 +101,19 @@ class Generation:
     tokens: np.ndarray | list[np.ndarray]
     cache: KVCache
     stats: Stats
+
+    def __repr__(self) -> str:
+        """One line: the answer, or how many there are, and what it left behind."""
+        several = isinstance(self.tokens, list)
+        tokens = sum(map(len, self.tokens)) if several else len(self.tokens)
+        shown = f"{len(self.tokens)} answers, {tokens} tokens" if several else f"{tokens} tokens"
+        if isinstance(self.text, str):
+            shown = f"text={_shortened(self.text)!r}, {shown}"
+        return f"Generation({shown}; {self.cache!r})"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 class Stream(Iterator[Any]):

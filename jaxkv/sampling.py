@@ -5,7 +5,6 @@ Their numbers are arguments of the compiled loop, not part of it: ten temperatur
 
 import dataclasses
 import math
-import operator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from jaxkv._errors import require
+from jaxkv._values import count, real
 from jaxkv.policies.select import kth_largest, sortable
 
 
@@ -95,14 +94,6 @@ def argument(sampling: Sampling) -> Any:
     return sampling if isinstance(sampling, Sampler) else _Compiled(sampling)
 
 
-def _checked(owner: Any, name: str, *, most: float, remedy: str) -> None:
-    """Keeps a field as a Python float, refused unless it lies in (0, most]."""
-    value = getattr(owner, name)
-    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    require(number and 0 < value <= most, name, value, remedy)
-    object.__setattr__(owner, name, float(value))
-
-
 @dataclasses.dataclass(frozen=True)
 class Greedy(Sampler):
     """The likeliest token; ties go to the lowest id."""
@@ -119,7 +110,9 @@ class Temperature(Sampler):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _checked(self, "temperature", most=math.inf, remedy="give a positive number; Greedy() is the limit at 0")
+        real(
+            self, "temperature", "give a positive number; Greedy() is the limit at 0", low=0, high=math.inf, above=True
+        )
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from softmax(logits / temperature)."""
@@ -141,15 +134,13 @@ class TopK(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = isinstance(self.k, (int, np.integer)) and not isinstance(self.k, bool)
-        require(whole and self.k >= 1, "k", self.k, "draw from at least 1 token")
-        object.__setattr__(self, "k", operator.index(self.k))
+        count(self, "k", 1, "draw from at least 1 token")
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps the k largest, and all tied with the last of them."""
         keys = sortable(logits)
-        count = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
-        return jnp.where(keys >= kth_largest(keys, count[None]), logits, -jnp.inf)
+        k = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
+        return jnp.where(keys >= kth_largest(keys, k[None]), logits, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +151,7 @@ class TopP(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checked(self, "p", most=1.0, remedy="give a probability in (0, 1]")
+        real(self, "p", "give a probability in (0, 1]", low=0, high=1, above=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps tokens before which less than p has been gathered."""
@@ -178,7 +169,7 @@ class MinP(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _checked(self, "p", most=1.0, remedy="give a share of the likeliest token's probability in (0, 1]")
+        real(self, "p", "give a share of the likeliest token's probability in (0, 1]", low=0, high=1, above=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps tokens within log(p) of the largest logit."""

@@ -6,6 +6,7 @@ import pathlib
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 # Tests of anything sharded need several devices.
@@ -29,6 +30,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # One example may compile a program, so no deadline; the same examples on every machine, so that CI does not flicker.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def as_users_call():
+    """Users run without the hook that checks annotations: what they give of the wrong type reaches the library."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # The kernel gives a process 65,530 memory mappings, and XLA takes a few for every function it compiles.

@@ -92,8 +92,8 @@ def prefilled(policy: Policy, drawn: Drawn, lengths, form: Form):
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     mask = choose(scores, jnp.asarray(forced), length, count, last, heads=policy.heads)
     k, v, tau = jnp.asarray(drawn.k), jnp.asarray(drawn.v), None
-    if policy.merge is not None:
-        k, v, tau = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.merge)
+    if policy.settings.merge is not None:
+        k, v, tau = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.settings.merge)
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     around = 0 if form is Form.EQUAL else 7
     each = int(max(limit.max(), lengths.max())) + 1

@@ -117,6 +117,49 @@ def critical(ada=False):
     return each(select)
 
 
+def _together(scores, norms, rows, forced, below):
+    """CriticalKV where heads keep the same rows, all of them among `below`: each stage goes by the mean over heads."""
+    first = [float(np.mean([head[j] for head in scores])) if j not in forced else 0.0 for j in below]
+    pairs = list(zip(scores, norms, strict=True))
+    both = [
+        float(np.mean([(head[j] + 1e-4) * norm[j] for head, norm in pairs])) if j not in forced else 0.0 for j in below
+    ]
+    must = [at for at, j in enumerate(below) if j in forced]
+    safe, gap = o.top_select(first, rows // 2, must, len(below))
+    chosen, own = o.top_select(both, rows, safe, len(below))
+    return [below[at] for at in chosen], min(gap, own)
+
+
+def critical_tova(layer, q, k, budget):
+    n, heads = k.shape[1], len(k)
+    rows = o.resolve_budget(budget, n)
+    scores = o.causal_probs(q, k, rows=[n - 1])[0][:, 0].reshape(heads, -1, n).mean(axis=1)
+    kept, gap = _together(scores, critical_norms(k), rows, {n - 1}, list(range(n)))
+    return [kept] * heads, gap
+
+
+def critical_pyramid_infer(qs, ks, budget):
+    n, heads = ks[0].shape[1], len(ks[0])
+    if o.resolve_budget(budget, n) >= n:
+        return [o.full(heads, n)[0] for _ in ks], np.inf
+    forced = set(o.forced_positions(n, 0, WINDOW, ()))
+    counts, _ = o.layer_rows("linear", n, budget, len(ks), len(forced), 20)
+    below, kept, gap = list(range(n)), [], np.inf
+    for q, k, rows in zip(qs, ks, counts, strict=True):
+        scores = o.window_scores(q, k, WINDOW, pool=None)
+        below, own = _together(scores, critical_norms(k), int(rows), forced, below)
+        kept.append([below] * heads)
+        gap = min(gap, own)
+    return kept, gap
+
+
+def critical_streaming(layer, q, k, budget):
+    n, heads = k.shape[1], len(k)
+    scores = np.broadcast_to(np.arange(n, dtype=np.float64), (heads, n))
+    forced = o.forced_positions(n, 2, 1, ())
+    return o.critical_select(scores, critical_norms(k), [o.resolve_budget(budget, n)] * heads, forced, n)
+
+
 def window(oracle=o.snapkv, **options: Any) -> Oracle:
     """An oracle of the SnapKV family with these options."""
 

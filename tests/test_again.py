@@ -136,7 +136,7 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
 @pytest.mark.parametrize("name", POLICIES)
 def test_choosing_again_is_choosing_at_once(name):
     policy = POLICIES[name]
-    if any(edge < 0 for span in policy.protect for edge in span):
+    if any(edge < 0 for span in policy.settings.protect for edge in span):
         # Spans count from the prompt's end: where that lies is not what a longer prompt would say.
         policy = dataclasses.replace(policy, protect=((5, 8),))
     # The longer and the shorter prompt in turns: each policy's programs are many.
@@ -164,7 +164,7 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
         for layer, row, head, _, _, pos in tiny.segments(cache):
             n = seen[row] + step + 1
             window = set(range(n - policy.kept_last, n))
-            spans = {p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))}
+            spans = {p for a, b in policy.settings.protect for p in range(*slice(a, b).indices(int(seen[row])))}
             assert set(range(policy.kept_first)) | window | spans <= set(pos.tolist()), (layer, head)
 
 

@@ -15,7 +15,7 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
 from jaxkv.plan import bucket
 from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Observed, Scorer, Upkeep
+from jaxkv.policies.protocol import Observed, Scorer, Upkeep, checked
 from jaxkv.policies.select import HeadBudgets, sortable, top
 
 
@@ -66,7 +66,7 @@ def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
     policy = cache.policy
     if policy.upkeep is None:
         return np.zeros(cache.batch, bool)
-    return beyond(cache) >= (1 if policy.evicts else policy.every)
+    return beyond(cache) >= (1 if policy.evicts else policy.settings.every)
 
 
 def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:
@@ -215,8 +215,8 @@ def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, 
         layer=layer.layer,
         key=layer.key,
     )
-    mass = parts.scorer.mass(seen)
-    scores = parts.scorer.scores(mass, length)
+    mass = checked(parts.scorer, "mass", parts.scorer.mass(seen), seen.k)
+    scores = checked(parts.scorer, "scores", parts.scorer.scores(mass, length), seen.k)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 

@@ -13,7 +13,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, segment_of_row
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.merging import UNSET, Merged, Merger
-from jaxkv.policies.protocol import Observed, Scorer
+from jaxkv.policies.protocol import Observed, Scorer, checked
 from jaxkv.policies.select import HeadBudgets
 
 
@@ -31,13 +31,23 @@ def observe(
 
     Returns:
         Scores, what they were made of, and weights or None.
+
+    Raises:
+        TypeError: if what the scorer gives is no float32 of the rows' shape.
     """
-    mass = scorer.mass(seen)
+    mass = checked(scorer, "mass", scorer.mass(seen), seen.k)
     weight = None
     if layers.from_scores:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
         weight = layers.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
-    return scorer.scores(mass, seen.length), mass, weight
+    return checked(scorer, "scores", scorer.scores(mass, seen.length), seen.k), mass, weight
+
+
+@jax.jit
+def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"]) -> Bool[Array, ""]:
+    """Whether a score of any row there is is not a number, so that it has no place in an order."""
+    inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
+    return (jnp.isnan(scores) & inside).any()
 
 
 @partial(jax.jit, static_argnames=("heads",))

@@ -13,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, at_home, put_away
 from jaxkv.cache import KVCache, State, lay_out
 from jaxkv.config import ModelConfig
-from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared
+from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
 from jaxkv.models.moving import Live, reading_state
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Needs, Observed
+from jaxkv.policies.protocol import Needs, Observed, Scorer
 from jaxkv.policies.reading import Reading
 from jaxkv.rope import Angles, angles
 
@@ -116,7 +117,8 @@ def compile_ahead(
     """
     pool_rows = needed.pool_rows(config.kv_heads)
     scored = policy.upkeep is not None and policy.upkeep.scored
-    parts = (policy.scorer, policy.layers, policy.heads, policy.needs, policy.merge, scored)
+    merge = policy.settings.merge
+    parts = (policy.scorer, policy.layers, policy.heads, policy.needs, merge, scored)
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
     if signature in compiled_shapes:
         return
@@ -132,10 +134,11 @@ def compile_ahead(
     if policy.scorer is not None:
         seen = _observed(out, policy.scorer.queries, length, 0, jax.random.key(0), implementation)
         scores, mass, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
+        unordered(scores, length)
         allowed = forced if policy.carries_over else None
         mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=policy.heads)
-        if policy.merge is not None:
-            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.merge)
+        if merge is not None:
+            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=merge)
     if needed.form is not Form.SHARED:
         for rows in set(pool_rows):
             pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
@@ -204,10 +207,11 @@ class _Chooser:
 
     def rows(self, layer: _Scored, index: int, mask: Array) -> tuple[Array, Array]:
         """A layer's keys and values, dropped rows merged in."""
-        if self.policy.merge is None:
+        merge = self.policy.settings.merge
+        if merge is None:
             return layer.k, layer.v
         key = jax.random.fold_in(self.key, index)
-        k, v, tau = merged(layer.k, layer.v, mask, self.length, layer.mass, key, merge=self.policy.merge)
+        k, v, tau = merged(layer.k, layer.v, mask, self.length, layer.mass, key, merge=merge)
         if tau is not None:
             self.taus.append(tau)
         return k, v
@@ -259,7 +263,7 @@ def prefill(
         (batch, config.kv_heads, needed.slots),
     )
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
-    pools, starts, counts, held, weights, rings = [], [], [], [], [], []
+    pools, starts, counts, held, weights, rings, torn = [], [], [], [], [], [], []
     reading, banked = policy.reading(layers, needed.slots), list[Array]()
     remembering = _remembering(policy, reading, layers)
     table = _table(slots=needed.slots, config=config)
@@ -274,6 +278,7 @@ def prefill(
         if scorer is not None:
             seen = _observed(out, scorer.queries, length, index, key, implementation)
             scores, mass, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
+            torn.append(unordered(scores, length))
             layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
             if shared:
                 held.append(layer)
@@ -303,6 +308,7 @@ def prefill(
         # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
         jax.block_until_ready(pool)
         tick()
+    _require_ordered(scorer, torn)
     rows = needed.rows
     if shared:
         claims = np.stack([np.asarray(weight) for weight in weights])
@@ -342,6 +348,13 @@ def prefill(
         bank = Bank(rows=tuple(banked), layers=reading.offloaded)
         cache = dataclasses.replace(at_home(cache), bank=bank)
     return cache, _logits(flat.ends, x, graphs=graphs)
+
+
+def _require_ordered(scorer: Scorer | None, torn: list[Array]) -> None:
+    """Refuses scores that are not numbers, once for all layers: nothing waits for them before."""
+    layers = np.flatnonzero(np.asarray(torn, bool)).tolist()
+    remedy = f"{scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if that is not finite"
+    require(not layers, "scores", "NaN", remedy)
 
 
 def _remembering(policy: Policy, reading: Reading | None, layers: int) -> list[int]:

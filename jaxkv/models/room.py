@@ -52,16 +52,18 @@ def first_room(policy: Policy, layers: int, lengths: Int[np.ndarray, " B"], new:
         See `room_for`.
     """
     short = 0
-    if isinstance(policy.budget, int):
-        short = max(0, policy.budget - int(np.min(lengths)))
+    budget = policy.settings.budget
+    if isinstance(budget, int):
+        short = max(0, budget - int(np.min(lengths)))
     left = np.where(policy.layers.unlimited(layers) if policy.evicts else np.zeros(layers, bool), new, short)
     return tuple(room_for(policy, left, new).tolist())
 
 
 def _period(policy: Policy) -> int:
     """Tokens after which the policy compresses again."""
-    assert policy.every is not None
-    return policy.every
+    every = policy.settings.every
+    assert every is not None
+    return every
 
 
 def steps_that_fit(cache: KVCache) -> int:

@@ -1,13 +1,14 @@
 """Ada-KV: the heads of a layer compete for its rows."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.base import Policy
 from jaxkv.policies.select import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
-from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.wrapped import Wrapped
+
+_ALPHA = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,18 +28,25 @@ class AdaKV(Wrapped):
         arXiv:2407.11550, algorithms 1 and 2.
     """
 
-    alpha: float = 0.2
+    alpha: float = _ALPHA
     safeguard: AdaptiveHeads | ProtectedHeads | None = None
 
     paper: ClassVar[str] = "Ada-KV, arXiv:2407.11550"
 
+    usual: ClassVar[str] = "snapkv"
+
     def __post_init__(self) -> None:
-        if self.safeguard is None:
-            object.__setattr__(self, "safeguard", AdaptiveHeads(alpha=self.alpha))
+        given, mine = self.safeguard, AdaptiveHeads(alpha=self.alpha)
+        object.__setattr__(self, "alpha", mine.alpha)
+        spreads = isinstance(given, HeadBudgets) and not isinstance(given, type)
+        require(given is None or spreads, "safeguard", given, "give AdaptiveHeads(...) or ProtectedHeads(...), or None")
+        same = given is None or mine.alpha in (_ALPHA, getattr(given, "alpha", _ALPHA))
+        require(same, "alpha", self.alpha, f"the safeguard is {given!r}: give it there only")
         super().__post_init__()
 
-    def _default(self) -> Policy:
-        return SnapKV() if self.budget is None else SnapKV(budget=self.budget)
+    def meaning(self) -> dict[str, Any]:
+        """The competition, however it was given."""
+        return super().meaning() | {"alpha": None, "safeguard": self._competition}
 
     def _check(self, base: Policy) -> None:
         require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
@@ -47,8 +55,11 @@ class AdaKV(Wrapped):
         require(not base.rolling, "base", base, "rolling positions need the same rows in every head")
 
     @property
+    def _competition(self) -> HeadBudgets:
+        return AdaptiveHeads(alpha=self.alpha) if self.safeguard is None else self.safeguard
+
+    @property
     def heads(self) -> HeadBudgets:
         """The safeguarded competition, within the base's two stages if it has them."""
-        assert self.safeguard is not None
-        its = self._base.heads
-        return dataclasses.replace(its, budgets=self.safeguard) if isinstance(its, TwoStageHeads) else self.safeguard
+        its, mine = self.inner.heads, self._competition
+        return dataclasses.replace(its, budgets=mine) if isinstance(its, TwoStageHeads) else mine

@@ -1,28 +1,31 @@
 """What a policy is: frozen parts that say how many rows stay, which ones, and what scoring needs to see."""
 
 import dataclasses
+from decimal import Decimal
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv._errors import require
+from jaxkv._values import Value, as_real, is_whole, normalise, plain
 from jaxkv.attention.xla import Form
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.hooks import check_parts
 from jaxkv.policies.merging import Merger
-from jaxkv.policies.protocol import Carry, Needs, Scorer, Span, Upkeep
+from jaxkv.policies.protocol import Carry, Needs, Scorer, Settings, Span, Upkeep
 from jaxkv.policies.reading import Reading
-from jaxkv.policies.select import HeadBudgets, SharedHeads, UniformHeads
+from jaxkv.policies.select import HeadBudgets, UniformHeads, together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(Value):
     """A KV-cache compression policy: a budget, and the parts a method of the literature is made of.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. None: everything.
+            share of each sequence's own prompt. None: everything. numpy's numbers count as Python's of their kind.
         min_budget: "raise" refuses a ratio that comes out below sinks + window + protected rows for some sequence;
             "clamp" raises it to them.
         protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
@@ -41,43 +44,64 @@ class Policy:
     paper: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        budget = self.budget
-        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-        require(
-            budget is not None or self.scorer is None,
-            "budget",
-            budget,
-            "give rows per head or a ratio; FullKV keeps everything",
-        )
-        require(budget is None or number, "budget", budget, "give rows per head (an int) or a share (a float)")
+        normalise(self)
+        self._check_given()
+        check_parts(self, Policy)
+        self._check_settings()
+        try:
+            hash(self)
+        except TypeError as error:
+            remedy = "programs are kept by a policy's fields: give numbers, tuples and frozen dataclasses"
+            raise TypeError(f"{type(self).__name__}: {error}; {remedy}") from None
+
+    def _check_given(self) -> None:
+        """Each field by itself."""
+        self._check_budget()
+        known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
+        require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
+        object.__setattr__(self, "protect", _spans(self.protect))
+        every, merge = self.every, self.merge
+        require(every is None or is_whole(every, 1), "every", every, "give a number of tokens, at least 1")
+        merges = isinstance(merge, Merger) and not isinstance(merge, type)
+        require(merge is None or merges, "merge", merge, "give Merge(...), or None")
+
+    def _check_budget(self) -> None:
+        """The budget by itself."""
+        budget = self._plain_budget("give rows per head (an int) or a share (a float)")
         if isinstance(budget, float):
             require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of rows give an int")
         elif budget is not None:
             require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
-            floor = self.kept_first + self.kept_last
-            require(
-                budget >= floor,
-                "budget",
-                budget,
-                f"below sinks + window = {self.kept_first} + {self.kept_last}: "
-                f"give at least {floor}, or a smaller window",
-            )
-        require(self.min_budget in ("raise", "clamp"), "min_budget", self.min_budget, "give 'raise' or 'clamp'")
-        spans = tuple((int(start), int(stop)) for start, stop in self.protect)
-        object.__setattr__(self, "protect", spans)
-        self._check_upkeep()
 
-    def _check_upkeep(self) -> None:
-        every, merge = self.every, self.merge
+    def _plain_budget(self, remedy: str) -> int | float | None:
+        """The budget as an int (rows) or a float (a share: decimals and fractions are shares)."""
+        budget = self.budget
+        if isinstance(budget, (Decimal, Fraction)):
+            budget = float(budget)
+            object.__setattr__(self, "budget", budget)
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+        require(budget is None or number, "budget", budget, remedy)
+        return budget
+
+    def _check_settings(self) -> None:
+        """What was asked for against what the parts can do."""
+        settings, scorer = self.settings, self.scorer
+        budget, every, merge = settings.budget, settings.every, settings.merge
+        remedy = "give rows per head or a ratio; FullKV keeps everything"
+        require(budget is not None or scorer is None, "budget", budget, remedy)
+        name = type(self).__name__
+        remedy = f"{name} has no scorer, and so keeps everything: override `scorer`, or choose a policy such as SnapKV"
+        require(budget is None or scorer is not None, "budget", budget, remedy)
+        if isinstance(budget, int):
+            first, last = self.kept_first, self.kept_last
+            remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
+            require(budget >= first + last, "budget", budget, remedy)
         if every is not None:
-            number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-            require(number, "every", every, "give a number of tokens, at least 1")
-            require(self.scorer is not None, "every", every, "this policy keeps everything: leave it out")
+            require(scorer is not None, "every", every, "this policy keeps everything: leave it out")
             require(not self.evicts, "every", every, "this policy drops a row for every token already: leave it out")
             require(not self.carries_over, "every", every, "layers that build on one another are chosen once only")
         if merge is not None:
-            require(isinstance(merge, Merger), "merge", merge, "give Merge(...), or None")
-            require(self.scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
+            require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
             require(
                 merge.while_decoding or not self.evicts, "merge", merge, "it folds prompts only: give Merge(), or None"
             )
@@ -90,6 +114,17 @@ class Policy:
             )
 
     # The parts. A method overrides the ones it has.
+
+    @property
+    def settings(self) -> Settings:
+        """What was asked for, as the engine reads it; fields hold what was given, and nothing that follows from it."""
+        return Settings(
+            budget=self.budget,
+            min_budget=self.min_budget,
+            protect=self.protect,
+            every=self.every,
+            merge=self.merge,
+        )
 
     @property
     def kept_first(self) -> int:
@@ -154,7 +189,7 @@ class Policy:
         Returns:
             At least the window, at most what the others that must stay leave.
         """
-        share = Fraction(repr(self.recent_share))
+        share = Fraction(repr(as_real(self.recent_share)))
         others = np.asarray(forced) - self.kept_last
         return np.maximum(self.kept_last, np.maximum(rows - others, 0) * share.numerator // share.denominator)
 
@@ -184,16 +219,17 @@ class Policy:
     def upkeep(self) -> Upkeep | None:
         """What goes on after the prompt; None for policies that then only append."""
         scorer = self.scorer
-        if scorer is None or not (self.evicts or self.every):
+        settings = self.settings
+        if scorer is None or not (self.evicts or settings.every):
             return None
         return Upkeep(
             evicts=self.evicts,
             carry=scorer.carry,
             scored=scorer.carry not in (None, Carry.AGE),
-            together=isinstance(self.heads, SharedHeads),
-            sinks=self.kept_first,
-            protect=self.protect,
-            merge=self.merge,
+            together=together(self.heads),
+            sinks=int(self.kept_first),
+            protect=settings.protect,
+            merge=settings.merge,
             ring=scorer.queries if scorer.carry is None else 0,
         )
 
@@ -235,7 +271,8 @@ class Policy:
 
     def nominal(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows a cache may grow to: for prompts shorter than a budget in rows, that budget."""
-        return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
+        asked = self.settings.budget
+        return np.maximum(budget, asked) if isinstance(asked, int) else budget
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
@@ -254,20 +291,22 @@ class Policy:
             ValueError: if the budget is below the forced rows, naming the prompt.
         """
         lengths = np.asarray(lengths, np.int64)
-        if self.budget is None or self.scorer is None:
+        settings = self.settings
+        budget = settings.budget
+        if budget is None or self.scorer is None:
             return lengths.copy()
-        if isinstance(self.budget, float):
-            share = Fraction(repr(self.budget))  # the decimal that was written: 0.1 of 600 is 60
+        if isinstance(budget, float):
+            share = Fraction(repr(budget))  # the decimal that was written: 0.1 of 600 is 60
             rows = np.asarray([max(1, n * share.numerator // share.denominator) for n in lengths.tolist()], np.int64)
         else:
-            rows = np.minimum(self.budget, lengths)
+            rows = np.minimum(budget, lengths)
         low = np.flatnonzero(rows < forced)
-        if strict and low.size and (self.min_budget == "raise" or not isinstance(self.budget, float)):
+        if strict and low.size and (settings.min_budget == "raise" or not isinstance(budget, float)):
             row = int(low[0])
             remedy = f"prompt {row} ({lengths[row]} tokens) keeps {rows[row]} rows, but sinks, window and protected "
             remedy += f"spans take {forced[row]}: raise the budget"
-            remedy += ", or give min_budget='clamp'" if isinstance(self.budget, float) else ""
-            require(False, "budget", self.budget, remedy)
+            remedy += ", or give min_budget='clamp'" if isinstance(budget, float) else ""
+            require(False, "budget", budget, remedy)
         return np.maximum(rows, np.minimum(forced, lengths))
 
     def forced(self, lengths: Int[np.ndarray, " B"], slots: int) -> Bool[np.ndarray, "B S"]:
@@ -283,7 +322,7 @@ class Policy:
         length = np.asarray(lengths)[:, None]
         position = np.arange(slots)
         mask = (position < self.kept_first) | (position >= length - self.kept_last)
-        for start, stop in self.protect:
+        for start, stop in self.settings.protect:
             first, last = (np.where(np.asarray(edge) < 0, length + edge, edge) for edge in (start, stop))
             mask = mask | ((position >= first) & (position < last))
         return mask & (position < length)
@@ -295,10 +334,25 @@ class Policy:
         parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}
         if self.recent_share:
             parts["recent"] = f"{self.recent_share} of the rest"
-        if self.merge is not None:
-            parts["dropped rows"] = repr(self.merge)
+        settings = self.settings
+        if settings.merge is not None:
+            parts["dropped rows"] = repr(settings.merge)
         if self.upkeep is not None:
             parts["while decoding"] = (
-                "one row out for each row in" if self.evicts else f"again every {self.every} tokens"
+                "one row out for each row in" if self.evicts else f"again every {settings.every} tokens"
             )
         return parts
+
+
+def _spans(given: Any) -> tuple[Span, ...]:
+    """Spans as pairs of ints."""
+    remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
+    pairs = given.tolist() if isinstance(given, np.ndarray) else given
+    require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
+    spans = []
+    for pair in pairs:
+        edges = tuple(plain(edge) for edge in pair) if isinstance(pair, (tuple, list, np.ndarray)) else ()
+        whole = len(edges) == 2 and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in edges)
+        require(whole, "protect", given, remedy)
+        spans.append((edges[0], edges[1]))
+    return tuple(spans)

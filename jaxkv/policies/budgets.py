@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
+from jaxkv._values import Value, real
 
 Counts = Int[np.ndarray, " N"]
 
@@ -123,7 +124,7 @@ def round_remainders(real: Float[np.ndarray, "L N"], total: Counts, most: Counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exact:
+class Exact(Value):
     """What budgets share whose sum over layers is kept."""
 
     exact: ClassVar[bool] = True
@@ -176,7 +177,7 @@ class _Decreasing(_HostLayers):
     beta: int | float = 20.0
 
     def __post_init__(self) -> None:
-        require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
+        real(self, "beta", "give at least 1 (uniform); the paper uses 14 to 20", low=1, high=1e30)
 
     def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
         """Targets at depth 0 (bottom layer) to 1 (top layer), of any positive sum."""
@@ -225,7 +226,7 @@ class ExponentialLayers(_Decreasing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.rate > 0, "rate", self.rate, "give a positive rate of decay")
+        real(self, "rate", "give a positive rate of decay", low=0, high=1e30, above=True)
 
     def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
         """Fast at the bottom, flat at the top."""
@@ -309,7 +310,7 @@ class _Published(_HostLayers):
     beta: int | float = 20.0
 
     def __post_init__(self) -> None:
-        require(self.beta >= 1, "beta", self.beta, "give at least 1 (uniform); the paper uses 14 to 20")
+        real(self, "beta", "give at least 1 (uniform); the paper uses 14 to 20", low=1, high=1e30)
 
     def rows(
         self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None

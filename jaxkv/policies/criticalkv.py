@@ -6,7 +6,6 @@ from typing import ClassVar
 from jaxkv._errors import require
 from jaxkv.policies.base import Policy
 from jaxkv.policies.select import HeadBudgets, TwoStageHeads
-from jaxkv.policies.snapkv import SnapKV
 from jaxkv.policies.wrapped import Wrapped
 
 
@@ -30,8 +29,13 @@ class CriticalKV(Wrapped):
 
     paper: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
 
-    def _default(self) -> Policy:
-        return SnapKV() if self.budget is None else SnapKV(budget=self.budget)
+    usual: ClassVar[str] = "snapkv"
+
+    def __post_init__(self) -> None:
+        stages = TwoStageHeads(first=self.first, epsilon=self.epsilon)
+        for name in ("first", "epsilon"):
+            object.__setattr__(self, name, getattr(stages, name))
+        super().__post_init__()
 
     def _check(self, base: Policy) -> None:
         require(not base.heads.needs_norms, "base", base, "it looks at values already")
@@ -40,4 +44,4 @@ class CriticalKV(Wrapped):
     @property
     def heads(self) -> HeadBudgets:
         """The base's, in two stages."""
-        return TwoStageHeads(budgets=self._base.heads, first=self.first, epsilon=self.epsilon)
+        return TwoStageHeads(budgets=self.inner.heads, first=self.first, epsilon=self.epsilon)

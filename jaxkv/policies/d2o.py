@@ -1,16 +1,22 @@
 """D2O: budgets of layers by variance, eviction at every step, and dropped rows merged into those they resemble."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv._errors import require
+from jaxkv._values import flag, typed
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.heavy import HeavyPolicy
 from jaxkv.policies.merging import Decision, Merge, Merger, Scope, Weights
+from jaxkv.policies.protocol import Settings
 from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers, checked
+
+# The published code's.
+_RECENT = 0.5
+_MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,22 +48,38 @@ class D2O(HeavyPolicy):
     paper: ClassVar[str] = "D2O, arXiv:2406.13035"
 
     def __post_init__(self) -> None:
+        flag(self, "official")
         if self.official:
-            arithmetic = Merge(
-                beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
-            )
-            preset = {"recent": 0.5, "merge": arithmetic, "allocation": OfficialVarianceLayers()}
+            preset = {"recent": _RECENT, "merge": _MERGE, "allocation": OfficialVarianceLayers()}
             defaults = {field.name: field.default for field in dataclasses.fields(D2O)}
             for name, value in preset.items():
                 mine = getattr(self, name)
-                require(mine in (defaults[name], value), name, mine, "official=True sets it: leave it out")
-                object.__setattr__(self, name, value)
+                same = typed(mine) in (typed(defaults[name]), typed(value))
+                require(same, name, mine, "official=True sets it: leave it out")
+        budgets = isinstance(self.allocation, LayerBudgets) and not isinstance(self.allocation, type)
+        require(budgets, "allocation", self.allocation, "give budgets over layers, VarianceLayers() say")
         super().__post_init__()
+
+    def meaning(self) -> dict[str, Any]:
+        """What the published code sets, however it was given."""
+        mine = {"recent": self.recent_share, "merge": self.settings.merge, "allocation": self.layers}
+        return super().meaning() | mine
+
+    @property
+    def settings(self) -> Settings:
+        """With the published code's way of merging, if that is asked for."""
+        given = super().settings
+        return dataclasses.replace(given, merge=_MERGE) if self.official else given
+
+    @property
+    def recent_share(self) -> float:
+        """As given, or the published code's."""
+        return _RECENT if self.official else float(self.recent)
 
     @property
     def layers(self) -> LayerBudgets:
-        """The allocation."""
-        return self.allocation
+        """The allocation, or the published code's."""
+        return OfficialVarianceLayers() if self.official else self.allocation
 
     def recents(
         self,
@@ -68,10 +90,11 @@ class D2O(HeavyPolicy):
     ) -> Int[np.ndarray, "L B"]:
         """See `Policy.recents`; the published code cuts their number to an integer on its own."""
         recents = super().recents(rows, length, forced, weights)
-        if isinstance(self.allocation, OfficialVarianceLayers) and weights is not None:
+        layers = self.layers
+        if isinstance(layers, OfficialVarianceLayers) and weights is not None:
             budget = self.budgets(length, np.asarray(forced), strict=False)
             sizes = [
-                self.allocation.sizes(int(c), int(n), stat)[1]
+                layers.sizes(int(c), int(n), stat)[1]
                 for c, n, stat in zip(budget, length, checked(weights).T, strict=True)
             ]
             most = np.maximum(rows - (np.asarray(forced) - self.kept_last), self.kept_last)

@@ -14,5 +14,5 @@ class FullKV(Policy):
     paper: ClassVar[str] = "Attention Is All You Need, arXiv:1706.03762"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.budget is None, "budget", self.budget, "FullKV keeps everything: leave it out, or choose a policy")
+        super().__post_init__()

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import ClassVar
 
-from jaxkv._errors import require
+from jaxkv._values import choice, count, flag, real
 from jaxkv.policies.base import Policy
 from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.scorers import CumulativeAttention, LastAttention
@@ -32,11 +32,8 @@ class _Streaming(Policy):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        known = [each.value for each in Mode]
-        given = self.mode
-        require(isinstance(given, Mode) or given in known, "mode", given, f"use one of {', '.join(known)}")
-        object.__setattr__(self, "mode", Mode(given))
-        require(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "give 0 or more first tokens")
+        choice(self, "mode", Mode)
+        count(self, "sinks", 0, "give 0 or more first tokens")
         super().__post_init__()
 
     @property
@@ -66,8 +63,7 @@ class HeavyPolicy(_Streaming):
     recent: float = 0.5
 
     def __post_init__(self) -> None:
-        share = self.recent
-        require(isinstance(share, (int, float)) and 0 <= share <= 1, "recent", share, "give a share between 0 and 1")
+        real(self, "recent", "give a share between 0 and 1", low=0, high=1)
         super().__post_init__()
 
     @property
@@ -124,6 +120,10 @@ class TOVA(_Streaming):
     per_head: bool = False
 
     paper: ClassVar[str] = "TOVA, arXiv:2401.06104"
+
+    def __post_init__(self) -> None:
+        flag(self, "per_head")
+        super().__post_init__()
 
     @property
     def scorer(self) -> Scorer:

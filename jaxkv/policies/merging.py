@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._errors import require
+from jaxkv._values import Value, choice, count, flag, real
 
 _EPS = 1e-6
 # Dropped rows, and kept rows, that are compared at a time.
@@ -121,7 +121,7 @@ class Merger(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Merge:
+class Merge(Value):
     """D2O's merging: a dropped row joins its nearest kept row if it is no less like it than rows dropped before.
 
     Attributes:
@@ -148,13 +148,11 @@ class Merge:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        require(0 <= self.beta <= 1, "beta", self.beta, "give a weight between 0 and 1")
+        real(self, "beta", "give a weight between 0 and 1", low=0, high=1)
         for name, kind in (("metric", Metric), ("weights", Weights), ("scope", Scope), ("decision", Decision)):
-            value, known = getattr(self, name), [each.value for each in kind]
-            require(isinstance(value, kind) or value in known, name, value, f"use one of {', '.join(known)}")
-            object.__setattr__(self, name, kind(value))
-        fixed = self.threshold
-        require(fixed is None or not math.isnan(fixed), "threshold", fixed, "give a cosine, an infinity, or None")
+            choice(self, name, kind)
+        if self.threshold is not None:
+            real(self, "threshold", "give a cosine, an infinity, or None", low=-math.inf, high=math.inf)
 
     @property
     def thresholds(self) -> int:
@@ -316,7 +314,7 @@ def nearest_kept(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueMerge:
+class ValueMerge(Value):
     """CaM's merging: values fold into those of the tokens behind them, by chance as likely as they are attended to.
 
     Attributes:
@@ -339,8 +337,9 @@ class ValueMerge:
     expected: bool = False
 
     def __post_init__(self) -> None:
-        require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "give at least 1 token")
-        require(0 <= self.start < 1, "start", self.start, "give a share from 0 up to, but not, 1")
+        count(self, "window", 1, "give at least 1 token")
+        real(self, "start", "give a share from 0 up to, but not, 1", low=0, high=math.nextafter(1, 0))
+        flag(self, "expected")
 
     def merge(
         self,

@@ -1,19 +1,19 @@
 """OmniKV: every row is kept; filter layers choose the tokens that the layers above them read."""
 
 import dataclasses
-import math
+import functools
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
 from jaxkv._errors import require
+from jaxkv._values import ENDLESS, choice, count, flag, is_whole, plain, real, typed
 from jaxkv.policies.base import Policy
-from jaxkv.policies.budgets import LayerBudgets
-from jaxkv.policies.protocol import Needs, Scorer
+from jaxkv.policies.protocol import Needs, Settings
 from jaxkv.policies.reading import WHOLE, Reading, Selector, sources, whole_layers
-from jaxkv.policies.select import HeadBudgets
+from jaxkv.policies.wrapped import takes_the_rest_from_base
 
 _TOKENS = 1024
 
@@ -37,7 +37,8 @@ class OmniKV(Policy):
         prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
             read this many chosen earlier tokens for each token of the chunk, and the chunk.
         prefill_chunk: tokens of such a chunk.
-        base: a policy that compresses the prompt first; its heads read those of their kept rows that are chosen.
+        base: a policy (or its name or class) that compresses the prompt first; its heads read those of their kept rows
+            that are chosen.
 
     References:
         Hao et al., OmniKV: Dynamic Context Selection for Efficient Long-Context LLMs, ICLR 2025, sections 4 and 5,
@@ -54,74 +55,60 @@ class OmniKV(Policy):
     offload: bool = False
     prefill_ratio: int | float | None = None
     prefill_chunk: int = 1024
-    base: Policy | None = None
+    base: Policy | type[Policy] | str | None = None
 
     paper: ClassVar[str] = "OmniKV, ICLR 2025"
 
     def __post_init__(self) -> None:
-        known = [each.value for each in Selector]
-        given = self.selector
-        require(isinstance(given, Selector) or given in known, "selector", given, f"use one of {', '.join(known)}")
-        object.__setattr__(self, "selector", Selector(given))
+        choice(self, "selector", Selector)
         if self.filter_layers is not None:
-            several = isinstance(self.filter_layers, (tuple, list))
-            layers = tuple(self.filter_layers) if several else ()
-            whole = bool(layers) and all(isinstance(each, int) and each >= 0 for each in layers)
-            ascending = whole and sorted(set(layers)) == list(layers)
+            several = isinstance(self.filter_layers, (tuple, list, np.ndarray))
+            layers = tuple(plain(layer) for layer in self.filter_layers) if several else ()
+            ascending = bool(layers) and all(map(is_whole, layers)) and sorted(set(layers)) == list(layers)
             require(
                 ascending, "filter_layers", self.filter_layers, "give one or more layers, ascending, such as (2, 8, 18)"
             )
             object.__setattr__(self, "filter_layers", layers)
         for name, least in (("window", 1), ("adjacent", 0), ("prefill_chunk", 16)):
-            value = getattr(self, name)
-            number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            require(number, name, value, f"give a number, at least {least}")
-        self._check_budget()
+            count(self, name, least, f"give a number, at least {least}")
+        for name in ("include_generated", "offload"):
+            flag(self, name)
         chunk = self.prefill_chunk
         blocks = chunk <= 256 or chunk % 256 == 0
         require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of it")
-        ratio = self.prefill_ratio
-        require(
-            ratio is None or (isinstance(ratio, (int, float)) and 0 < ratio < math.inf),
-            "prefill_ratio",
-            ratio,
-            "give chosen tokens per token of a chunk, such as 2, or None for full attention",
-        )
+        if self.prefill_ratio is not None:
+            remedy = "give chosen tokens per token of a chunk, such as 2, or None for full attention"
+            real(self, "prefill_ratio", remedy, low=0, high=1e9, above=True)
         generated, offload = self.include_generated, self.offload
         remedy = "rows after the prompt stay on the device and are always read there: leave one out"
         require(not (generated and offload), "include_generated", generated, remedy)
-        self._check_base()
+        super().__post_init__()
 
     def _check_budget(self) -> None:
         mem, budget = self.mem, self.budget
         require(mem is None or budget is None, "mem", mem, f"it solves for the budget, which is {budget!r}: give one")
         if mem is not None:
-            share = isinstance(mem, (int, float)) and not isinstance(mem, bool) and 0 < mem <= 1
-            require(share, "mem", mem, "give the share of the cache that stays at hand, in (0, 1]")
+            real(self, "mem", "give the share of the cache that stays at hand, in (0, 1]", low=0, high=1, above=True)
             return
-        if budget is None:
-            object.__setattr__(self, "budget", _TOKENS)
-            return
-        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-        require(number, "budget", budget, "give tokens (an int) or a share of the prompt (a float)")
+        budget = self._plain_budget("give tokens (an int) or a share of the prompt (a float)")
         if isinstance(budget, float):
             require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of tokens give an int")
-        else:
+        elif budget is not None:
             require(budget >= 1, "budget", budget, "read at least 1 token, or give a ratio in (0, 1]")
             least = 1 if self.selector is Selector.LAST else self.window
             require(budget >= least, "budget", budget, f"below the window, whose {least} tokens are always read")
 
-    def _check_base(self) -> None:
-        base = self.base
+    def _check_given(self) -> None:
+        super()._check_given()
+        base = self.inner
         for name in ("protect", "every", "merge", "min_budget"):
             default = next(field.default for field in dataclasses.fields(Policy) if field.name == name)
             value = getattr(self, name)
-            its = default if base is None else getattr(base, name)
-            require(value in (default, its), name, value, "OmniKV drops nothing: give it to the base, if any")
-            object.__setattr__(self, name, its)
+            its = default if base is None else getattr(base.settings, name)
+            same = typed(value) in (typed(default), typed(its))
+            require(same, name, value, "OmniKV drops nothing: give it to the base, if any")
         if base is None:
             return
-        require(isinstance(base, Policy), "base", base, "give a policy that compresses the prompt, or None")
         require(not isinstance(base, OmniKV), "base", base, "give the policy that it is built on")
         require(base.scorer is not None, "base", base, "it compresses nothing: leave it out")
         require(base.upkeep is None, "base", base, "it goes on compressing: give one that then appends")
@@ -132,37 +119,25 @@ class OmniKV(Policy):
         chunked = self.prefill_ratio is not None
         require(not chunked, "prefill_ratio", self.prefill_ratio, "the base scores whole prompts: leave one out")
 
+    def meaning(self) -> dict[str, Any]:
+        """What is read and what is kept, however it was given."""
+        mine = {"budget": self._wanted, "base": self.inner, "protect": (), "every": None, "merge": None}
+        return super().meaning() | mine | {"min_budget": None}
+
     # What is stored is the base's business; without one, everything is.
 
-    @property
-    def kept_first(self) -> int:
-        """The base's sinks."""
-        return 0 if self.base is None else self.base.kept_first
+    @functools.cached_property
+    def inner(self) -> Policy | None:
+        """The base, if any."""
+        from jaxkv.policies.registry import as_policy
+
+        return None if self.base is None else as_policy(self.base, field="base")
 
     @property
-    def kept_last(self) -> int:
-        """The base's window."""
-        return 0 if self.base is None else self.base.kept_last
-
-    @property
-    def scorer(self) -> Scorer | None:
-        """The base's scorer."""
-        return None if self.base is None else self.base.scorer
-
-    @property
-    def layers(self) -> LayerBudgets:
-        """The base's layer budgets."""
-        return super().layers if self.base is None else self.base.layers
-
-    @property
-    def heads(self) -> HeadBudgets:
-        """The base's head budgets."""
-        return super().heads if self.base is None else self.base.heads
-
-    @property
-    def recent_share(self) -> float:
-        """The base's share of recent rows."""
-        return 0.0 if self.base is None else self.base.recent_share
+    def settings(self) -> Settings:
+        """The base's; without one nothing is asked for: its own budget is what is read."""
+        given = super().settings if self.inner is None else self.inner.settings
+        return dataclasses.replace(given, budget=None) if self.inner is None else given
 
     @property
     def by_chunks(self) -> bool:
@@ -170,46 +145,28 @@ class OmniKV(Policy):
         return self.prefill_ratio is not None
 
     @property
-    def carries_over(self) -> bool:
-        """As the base does."""
-        return self.base is not None and self.base.carries_over
-
-    @property
     def needs(self) -> Needs:
         """The base's needs, and the window's queries where they choose."""
-        needs = super().needs
+        needs = super().needs if self.inner is None else self.inner.needs
         window = 0 if self.selector is Selector.LAST else self.window
         return dataclasses.replace(needs, queries=max(needs.queries, window))
 
-    def budgets(
-        self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
-    ) -> Int[np.ndarray, " B"]:
-        """Rows that are kept: all, or the base's budgets."""
-        if self.base is not None:
-            return self.base.budgets(lengths, forced, strict=strict)
-        return np.asarray(lengths, np.int64).copy()
-
-    def forced(self, lengths: Int[np.ndarray, " B"], slots: int) -> Bool[np.ndarray, "B S"]:
-        """Rows that stay whatever their score."""
-        return super().forced(lengths, slots) if self.base is None else self.base.forced(lengths, slots)
-
-    def recents(
-        self,
-        rows: Int[np.ndarray, "L B"],
-        length: Int[np.ndarray, " B"],
-        forced: Int[np.ndarray, " B"],
-        weights: Float[np.ndarray, "L B"] | None = None,
-    ) -> Int[np.ndarray, "L B"]:
-        """The base's."""
-        if self.base is not None:
-            return self.base.recents(rows, length, forced, weights)
-        return super().recents(rows, length, forced, weights)
+    @property
+    def upkeep(self) -> None:
+        """Nothing goes on after the prompt, in any base that it takes."""
+        return None
 
     # What is read.
 
+    @property
+    def _wanted(self) -> int | float | None:
+        """The budget as given, or the usual one; None where `mem` solves for it."""
+        budget = _TOKENS if self.budget is None and self.mem is None else self.budget
+        return min(budget, ENDLESS) if isinstance(budget, int) else budget
+
     def parts(self) -> dict[str, str]:
         """The parts by name, and what is read of what they keep."""
-        tokens = f"mem={self.mem}" if self.budget is None else f"budget={self.budget!r}"
+        tokens = f"mem={self.mem}" if self._wanted is None else f"budget={self._wanted!r}"
         assert isinstance(self.selector, Selector)
         chosen = f"{tokens}, chosen by the {self.selector.value} selector in filter layers"
         where = "; the rest waits in host memory" if self.offload else ""
@@ -223,6 +180,9 @@ class OmniKV(Policy):
             )
             require(found is not None, "filter_layers", None, remedy)
             return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
+        its = None if self.inner is None else self.inner.for_model(layers, found)
+        if its is not self.inner:
+            return dataclasses.replace(self, base=its).for_model(layers, found)
         top = self.filter_layers[-1]
         require(top < layers, "filter_layers", self.filter_layers, f"the model's layers are 0 to {layers - 1}")
         sparse = layers - len(self._whole(layers))
@@ -241,8 +201,8 @@ class OmniKV(Policy):
     def _share(self, layers: int) -> Fraction:
         """The share of a prompt's tokens that is read, where it is one."""
         if self.mem is None:
-            return Fraction(repr(float(self.budget or 0)))
-        whole, mem = Fraction(len(self._whole(layers)), layers), Fraction(repr(float(self.mem)))
+            return Fraction(repr(float(self._wanted or 0)))
+        whole, mem = Fraction(len(self._whole(layers)), layers), Fraction(repr(self.mem))
         remedy = f"layers that read everything hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
         return (mem - whole) / (1 - whole)
@@ -261,14 +221,15 @@ class OmniKV(Policy):
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
         """
         lengths = np.asarray(lengths, np.int64)
-        if self.mem is None and isinstance(self.budget, int):
-            wanted = np.full_like(lengths, self.budget)
+        asked = self._wanted
+        if isinstance(asked, int):
+            wanted = np.full_like(lengths, asked)
         else:
             share = self._share(layers)
             wanted = np.asarray([n * share.numerator // share.denominator for n in lengths.tolist()], np.int64)
         least = 1 if self.selector is Selector.LAST else self.window
         # Where later tokens have to be chosen, too, a budget in tokens is no smaller for a short prompt.
-        grows = self.include_generated and self.mem is None and isinstance(self.budget, int)
+        grows = self.include_generated and isinstance(asked, int)
         return np.maximum(wanted, least) if grows else np.minimum(np.maximum(wanted, least), lengths)
 
     def reading(self, layers: int, slots: int) -> Reading:
@@ -281,12 +242,15 @@ class OmniKV(Policy):
             selector=self.selector,
             window=1 if self.selector is Selector.LAST else self.window,
             include_generated=self.include_generated,
-            every_row=self.base is None,
+            every_row=self.inner is None,
             offloaded=tuple(sorted(set(range(layers)) - set(whole))) if self.offload else (),
             ahead=1,
             slots=slots,
             width=int(self.tokens(np.asarray([slots]), layers)[0]),
         )
+
+
+takes_the_rest_from_base(OmniKV)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,12 +271,10 @@ class BrutalOffload(Policy):
     paper: ClassVar[str] = "OmniKV, ICLR 2025, section 5.2"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.budget is None, "budget", self.budget, "it reads everything: leave it out")
         for name, least in (("resident_layers", 1), ("ahead", 0)):
-            value = getattr(self, name)
-            number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            require(number, name, value, f"give a number, at least {least}")
+            count(self, name, least, f"give a number, at least {least}")
+        super().__post_init__()
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
         """This policy, if the model has layers to offload."""

@@ -3,16 +3,44 @@
 import dataclasses
 import enum
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv._values import ENDLESS, FARTHEST
 from jaxkv.attention import Implementation
 from jaxkv.policies.merging import Merger
 
 Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a policy was asked for, as the engine reads it: a wrapper's are its base's, a preset's are the preset's.
+
+    Attributes:
+        budget: as in `Policy`; a number of rows that no text has is cut to one that no text has.
+        min_budget: as in `Policy`.
+        protect: as in `Policy`, cut to where positions end.
+        every: as in `Policy`.
+        merge: as in `Policy`.
+    """
+
+    budget: int | float | None
+    min_budget: str
+    protect: tuple[Span, ...]
+    every: int | None
+    merge: Merger | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, int):
+            object.__setattr__(self, "budget", min(self.budget, ENDLESS))
+        if self.every is not None:
+            object.__setattr__(self, "every", min(self.every, ENDLESS))
+        cut = lambda edge: max(-FARTHEST, min(edge, FARTHEST))  # noqa: E731
+        object.__setattr__(self, "protect", tuple((cut(start), cut(stop)) for start, stop in self.protect))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,4 +173,32 @@ class Scorer(Protocol):
         """What was observed of every row. Rows past a sequence's length may hold anything."""
 
     def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is."""
+        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is.
+
+        float32. A prompt whose rows get what is not a number is refused; where a cache is compressed again, such rows
+        come last.
+        """
+
+
+def checked(scorer: Scorer, method: str, given: Any, rows: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
+    """What a scorer gave, if it is what scorers give; while a program is traced, so that it costs nothing.
+
+    Args:
+        scorer: whose it is.
+        method: of which method.
+        given: what it returned.
+        rows: the keys that it was asked about.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: naming the scorer, what it gave and what is wanted.
+    """
+    wanted = rows.shape[:3]
+    shape, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
+    if shape != wanted or dtype != jnp.float32:
+        gave = type(given).__name__ if shape is None else f"{dtype}{list(shape)}"
+        remedy = f"give one float32 for each kv head and row, [B, K, S] = {list(wanted)}"
+        raise TypeError(f"{type(scorer).__name__}.{method}={gave}: {remedy}")
+    return given

@@ -32,7 +32,8 @@ class PyramidInfer(WindowPolicy):
     paper: ClassVar[str] = "PyramidInfer, arXiv:2405.12532"
 
     def __post_init__(self) -> None:
-        require(not self.allocation.from_scores, "allocation", self.allocation, "give a schedule, LinearLayers() say")
+        schedule = not getattr(self.allocation, "from_scores", False)
+        require(schedule, "allocation", self.allocation, "give a schedule, LinearLayers() say")
         super().__post_init__()
 
     @property

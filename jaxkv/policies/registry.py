@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 import inspect
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.policies.adakv import AdaKV
@@ -60,7 +62,7 @@ def policy_class(name: str) -> type[Policy]:
     """Looks up a policy.
 
     Args:
-        name: one of `POLICIES`, in any case.
+        name: one of `POLICIES`, in any case, with or without hyphens.
 
     Returns:
         Its class.
@@ -68,12 +70,47 @@ def policy_class(name: str) -> type[Policy]:
     Raises:
         ValueError: for a name that is not known; the message lists those that are, and the nearest.
     """
-    remedy = f"no such policy; known policies: {', '.join(POLICIES)}"
-    nearest = difflib.get_close_matches(name.lower(), POLICIES, n=2)
-    if nearest:
-        remedy += f"; did you mean {' or '.join(nearest)}?"
-    require(name.lower() in POLICIES, "policy", name, remedy)
-    return POLICIES[name.lower()]
+    return _class_of(name, "policy")
+
+
+def _class_of(name: str, field: str) -> type[Policy]:
+    plain = name.lower().replace("-", "").replace("_", "")
+    plain = name_of(FullKV) if plain == FullKV.__name__.lower() else plain
+    near = difflib.get_close_matches(plain, POLICIES, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    require(plain in POLICIES, field, name, f"no such policy; known policies: {', '.join(POLICIES)}{meant}")
+    return POLICIES[plain]
+
+
+def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Policy:
+    """The policy that somebody means.
+
+    Args:
+        given: a policy; the name of one, or its class, for one with its defaults; None keeps everything.
+        field: the argument's name, for error messages.
+        options: fields of a policy that is only named.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: for a name that is not known; the message offers the nearest one.
+        TypeError: for anything else.
+    """
+    if isinstance(given, Policy):
+        return given
+    cls = FullKV if given is None else _class_of(given, field) if isinstance(given, str) else given
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
+        raise TypeError(f"{field}={type(given).__name__}: {remedy}")
+    needed = [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]
+    if needed:
+        raise TypeError(f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)")
+    return cls(**(options or {}))
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def defaults(cls: type[Policy]) -> dict[str, str]:

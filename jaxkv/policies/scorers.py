@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv._errors import require
+from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import KERNELS
 from jaxkv.policies.protocol import Carry, Observed
 
@@ -29,13 +30,13 @@ class PoolOrder(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxPool:
+class MaxPool(Value):
     """Each position takes the largest score within `kernel // 2` of it, so that neighbours of a peak stay with it."""
 
     kernel: int = 7
 
     def __post_init__(self) -> None:
-        _require_odd(self.kernel)
+        _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
         """Pools over positions that are inside; the others count as absent."""
@@ -43,13 +44,13 @@ class MaxPool:
 
 
 @dataclasses.dataclass(frozen=True)
-class AvgPool:
+class AvgPool(Value):
     """Mean over `kernel` neighbours, absent ones counted as zero: the edges come out low, as in the published code."""
 
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        _require_odd(self.kernel)
+        _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
         """Pools over positions that are inside; the others count as zero."""
@@ -57,7 +58,7 @@ class AvgPool:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoPool:
+class NoPool(Value):
     """Scores as they are."""
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
@@ -68,9 +69,9 @@ class NoPool:
 Pooling = MaxPool | AvgPool | NoPool
 
 
-def _require_odd(kernel: int) -> None:
-    require(isinstance(kernel, int) and kernel >= 1, "kernel", kernel, "give a positive odd number of neighbours")
-    require(kernel % 2 == 1, "kernel", kernel, "an even kernel has no middle: give an odd number")
+def _require_odd(pool: "MaxPool | AvgPool") -> None:
+    count(pool, "kernel", 1, "give a positive odd number of neighbours")
+    require(pool.kernel % 2 == 1, "kernel", pool.kernel, "an even kernel has no middle: give an odd number")
 
 
 def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) -> Float[Array, "*rows S"]:
@@ -86,7 +87,7 @@ def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scorer:
+class _Scorer(Value):
     """What scorers share that need nothing from attention, and whose mass is their score."""
 
     @property
@@ -122,6 +123,9 @@ class CumulativeAttention(_Scorer):
     """
 
     mean: bool = False
+
+    def __post_init__(self) -> None:
+        flag(self, "mean")
 
     @property
     def sums(self) -> bool:
@@ -180,11 +184,13 @@ class WindowAttention(_Scorer):
 
     window: int = 32
     pooling: Pooling = MaxPool(7)
-    group: GroupReduce = GroupReduce.MEAN
-    order: PoolOrder = PoolOrder.LAST
+    group: GroupReduce | str = GroupReduce.MEAN
+    order: PoolOrder | str = PoolOrder.LAST
 
     def __post_init__(self) -> None:
-        require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "observe at least 1 query")
+        count(self, "window", 1, "observe at least 1 query")
+        choice(self, "group", GroupReduce)
+        choice(self, "order", PoolOrder)
 
     @property
     def queries(self) -> int:

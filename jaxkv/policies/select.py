@@ -8,19 +8,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._errors import require
+from jaxkv._values import Value, real
 
 
 def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     """Float32 scores as unsigned integers of the same order; 0 is left for rows that are no candidates.
 
     Args:
-        scores: finite float32; minus zero counts as zero.
+        scores: float32; minus zero counts as zero, what is not a number as the least of all.
 
     Returns:
         uint32 keys: a < b exactly where the scores are.
     """
-    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores).astype(jnp.float32), jnp.uint32)
+    ordered = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
+    bits = lax.bitcast_convert_type(ordered.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign, ~bits, bits | sign)
 
@@ -110,8 +111,12 @@ def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> U
     return jnp.where(candidates, sortable(scores), jnp.uint32(0))
 
 
+def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+    return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Equal:
+class _Equal(Value):
     """What choices share that give every head as many rows."""
 
     uniform: ClassVar[bool] = True
@@ -119,7 +124,7 @@ class _Equal:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Uneven:
+class _Uneven(Value):
     """What choices share that give each head its own number of rows."""
 
     uniform: ClassVar[bool] = False
@@ -155,8 +160,7 @@ class SharedHeads(_Equal):
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
         """The best `base` rows, the same in each head."""
-        together = jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
-        return top(_keys(together, candidates), base[:, None])
+        return top(_keys(_mean_of_heads(scores), candidates), base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +178,7 @@ class AdaptiveHeads(_Uneven):
     alpha: float = 0.2
 
     def __post_init__(self) -> None:
-        require(0 <= self.alpha <= 1, "alpha", self.alpha, "give a share between 0 and 1")
+        real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
 
     def choose(
         self,
@@ -224,7 +228,7 @@ class ProtectedHeads(_Uneven):
     alpha: float = 0.2
 
     def __post_init__(self) -> None:
-        require(0 <= self.alpha <= 1, "alpha", self.alpha, "give a share between 0 and 1")
+        real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
 
     def choose(
         self,
@@ -246,7 +250,7 @@ class ProtectedHeads(_Uneven):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoStageHeads:
+class TwoStageHeads(Value):
     """CriticalKV: a part of each head's rows by score, the rest by score times the value's norm at the layer's output.
 
     Attributes:
@@ -266,8 +270,8 @@ class TwoStageHeads:
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(0 <= self.first <= 1, "first", self.first, "give a share between 0 and 1")
-        require(self.epsilon >= 0, "epsilon", self.epsilon, "give 0 or a small number")
+        real(self, "first", "give a share between 0 and 1", low=0, high=1)
+        real(self, "epsilon", "give 0 or a small number", low=0, high=1e30)
 
     @property
     def uniform(self) -> bool:
@@ -282,7 +286,7 @@ class TwoStageHeads:
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """As many per head as the budgets say, in two stages."""
+        """As many per head as the budgets say, in two stages; heads that keep the same rows go by the mean of both."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
         count = self.budgets.choose(scores, candidates, base, forced).sum(axis=-1, dtype=jnp.int32)
@@ -291,7 +295,14 @@ class TwoStageHeads:
         # Split by the denominator first: exact in int32 at any length.
         part, rest = whole // share.denominator, whole % share.denominator
         safe = part * share.numerator + rest * share.numerator // share.denominator - forced[:, None]
-        keys = _keys(scores, candidates)
-        chosen = top(keys, jnp.clip(safe, 0, count))
-        weighted = _keys((scores + jnp.float32(self.epsilon)) * norms, candidates & ~chosen)
-        return chosen | top(weighted, count - jnp.clip(safe, 0, count))
+        weighted = (scores + jnp.float32(self.epsilon)) * norms
+        if together(self.budgets):
+            scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
+        chosen = top(_keys(scores, candidates), jnp.clip(safe, 0, count))
+        rest = _keys(weighted, candidates & ~chosen)
+        return chosen | top(rest, count - jnp.clip(safe, 0, count))
+
+
+def together(heads: HeadBudgets) -> bool:
+    """Whether all kv heads of a layer keep the same positions."""
+    return isinstance(heads, SharedHeads) or (isinstance(heads, TwoStageHeads) and together(heads.budgets))

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv._values import choice, count
 from jaxkv.policies.base import Policy
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.protocol import Scorer
@@ -26,13 +27,19 @@ class WindowPolicy(Policy):
     window: int = 32
     sinks: int = 0
     pooling: Pooling = MaxPool(7)
-    group: GroupReduce = GroupReduce.MEAN
-    order: PoolOrder = PoolOrder.LAST
+    group: GroupReduce | str = GroupReduce.MEAN
+    order: PoolOrder | str = PoolOrder.LAST
     allocation: LayerBudgets = UniformLayers()
 
     def __post_init__(self) -> None:
-        require(isinstance(self.window, int) and self.window >= 1, "window", self.window, "observe at least 1 query")
-        require(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "give 0 or more first tokens")
+        count(self, "window", 1, "observe at least 1 query")
+        count(self, "sinks", 0, "give 0 or more first tokens")
+        choice(self, "group", GroupReduce)
+        choice(self, "order", PoolOrder)
+        pools = callable(self.pooling) and not isinstance(self.pooling, type)
+        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
+        budgets = isinstance(self.allocation, LayerBudgets) and not isinstance(self.allocation, type)
+        require(budgets, "allocation", self.allocation, "give budgets over layers, LinearLayers() say")
         super().__post_init__()
 
     @property

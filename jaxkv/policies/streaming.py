@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv._values import count, flag
 from jaxkv.policies.base import Policy
 from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.scorers import Position
@@ -31,7 +32,9 @@ class StreamingLLM(Policy):
     paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
 
     def __post_init__(self) -> None:
-        require(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "give 0 or more first tokens")
+        count(self, "sinks", 0, "give 0 or more first tokens")
+        flag(self, "rolling_positions")
+        flag(self, "slide")
         require(
             not (self.slide and self.rolling_positions),
             "slide",

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
+from jaxkv._values import choice, plain, real
 from jaxkv.policies.budgets import Counts, Exact, round_remainders, round_to_sum
 
 # No layer falls below this share of the prompt, as in the published code.
@@ -53,11 +54,13 @@ class VarianceLayers(Exact):
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        known = [each.value for each in Statistic]
-        given = self.statistic
-        require(isinstance(given, Statistic) or given in known, "statistic", given, f"use one of {', '.join(known)}")
-        object.__setattr__(self, "statistic", Statistic(given))
-        object.__setattr__(self, "dense_layers", tuple(int(layer) for layer in self.dense_layers))
+        choice(self, "statistic", Statistic)
+        given = self.dense_layers
+        listed = isinstance(given, (tuple, list, np.ndarray))
+        layers = tuple(plain(layer) for layer in given) if listed else ()
+        whole = listed and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+        require(whole, "dense_layers", given, "give layers such as (0, 1, -1)")
+        object.__setattr__(self, "dense_layers", layers)
 
     def weight(
         self,
@@ -186,6 +189,10 @@ class OfficialVarianceLayers(VarianceLayers):
 
     dense_layers: tuple[int, ...] = (0, 1, -1)
     recent_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        real(self, "recent_share", "give a share between 0 and 1", low=0, high=1)
+        super().__post_init__()
 
     def sizes(self, budget: int, length: int, stat: np.ndarray) -> Int[np.ndarray, "2 L"]:
         """Rows chosen by score, and most recent rows, of each layer; together the prompt where nothing is dropped."""

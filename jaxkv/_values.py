@@ -1,0 +1,207 @@
+"""Frozen values: numbers become plain Python, and rows (1) never compare equal to a share (1.0)."""
+
+import dataclasses
+import enum
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._errors import require
+
+# Positions are int32. Half of that leaves room to add to a limit.
+FARTHEST = 2**31 - 1
+ENDLESS = 2**30
+
+
+class Value:
+    """Base of frozen dataclasses that differ where the type of a number differs.
+
+    Programs and sizes are kept by such values; a dataclass of its own would take 1 row for 100 %, and True for 1.
+    A class that writes its own `__eq__` keeps it.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__eq__" not in vars(cls):
+            # In every class itself, so that `@dataclass` leaves them alone.
+            setattr(cls, "__eq__", Value.__eq__)  # noqa: B010
+            setattr(cls, "__hash__", Value.__hash__)  # noqa: B010
+
+    def meaning(self) -> dict[str, Any]:
+        """What tells this value from others of its class: its fields, or what they stand for."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.compare}
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return typed(self) == typed(other)
+
+    def __hash__(self) -> int:
+        return hash(typed(self))
+
+
+def typed(value: Any) -> Any:
+    """A value with the types of all numbers in it, which compares and hashes by both.
+
+    Args:
+        value: a dataclass, a tuple, or anything hashable.
+
+    Returns:
+        Nested tuples.
+    """
+    if isinstance(value, Value):
+        return type(value), *((name, typed(each)) for name, each in value.meaning().items())
+    by_field = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if by_field and type(value).__hash__ is not object.__hash__:
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        return type(value), *((name, typed(getattr(value, name))) for name in fields)
+    if isinstance(value, tuple):
+        return type(value), *map(typed, value)
+    return type(value), value
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's or JAX's as Python's own; everything else as it is.
+
+    Args:
+        value: anything. A float32 becomes the decimal that it is written as: 0.2, not 0.20000000298.
+
+    Returns:
+        A bool, int, float or str for scalars and arrays without axes.
+    """
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0:
+        value = np.asarray(value)[()]
+    if not isinstance(value, np.generic):
+        return value
+    if isinstance(value, np.floating):
+        return float(value) if isinstance(value, float) else float(str(value))
+    if value.dtype.kind == "V":
+        # bfloat16 and its like know how to become a float.
+        return float(str(value)) if hasattr(value, "__float__") and value.dtype.names is None else value
+    return value.item()
+
+
+def normalise(value: Any) -> None:
+    """Makes a dataclass' numbers plain, and its lists tuples.
+
+    Args:
+        value: a frozen dataclass under construction.
+    """
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        made = tuple(plain(each) for each in given) if isinstance(given, list) else plain(given)
+        if made is not given:
+            object.__setattr__(value, field.name, made)
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    """Whether this is a whole number of something, at least so many; True and 2.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def as_real(value: Any) -> float | None:
+    """A number as a float, or None for what is none: bools, text, NaN."""
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, Fraction)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return None if math.isnan(number) else number
+
+
+def count(value: Any, name: str, least: int, remedy: str) -> None:
+    """Checks a field that counts something, and makes it a plain int.
+
+    Args:
+        value: a frozen dataclass under construction.
+        name: the field.
+        least: the smallest count.
+        remedy: what to give.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    given = plain(getattr(value, name))
+    require(is_whole(given, least), name, given, remedy)
+    require(given <= FARTHEST, name, given, f"give at most {FARTHEST}: no text is longer")
+    object.__setattr__(value, name, given)
+
+
+def real(value: Any, name: str, remedy: str, *, low: int | float, high: int | float, above: bool = False) -> None:
+    """Checks a field that is a real number, and makes it a plain float.
+
+    Args:
+        value: a frozen dataclass under construction.
+        name: the field.
+        remedy: what to give.
+        low: the smallest number.
+        high: the largest.
+        above: the smallest itself is not allowed.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    given = getattr(value, name)
+    number = as_real(given)
+    fits = number is not None and low <= number <= high and not (above and number == low)
+    require(fits, name, given, remedy)
+    object.__setattr__(value, name, number)
+
+
+def flag(value: Any, name: str) -> None:
+    """Checks a field that is on or off, and makes it a plain bool.
+
+    Args:
+        value: a frozen dataclass under construction.
+        name: the field.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    given = plain(getattr(value, name))
+    require(isinstance(given, bool), name, given, "give True or False")
+    object.__setattr__(value, name, given)
+
+
+def choice(value: Any, name: str, kind: type[enum.Enum]) -> None:
+    """Checks a field that names one of a few things, and makes it the enum's member.
+
+    Args:
+        value: a frozen dataclass under construction.
+        name: the field.
+        kind: the enum; its values may be given as well.
+
+    Raises:
+        ValueError: for anything else; the message lists the values.
+    """
+    given = getattr(value, name)
+    known = [each.value for each in kind]
+    fits = isinstance(given, kind) or (isinstance(given, str) and given in known)
+    require(fits, name, given, f"use one of {', '.join(known)}")
+    object.__setattr__(value, name, kind(given))
+
+
+def brief(value: Any) -> str:
+    """A dataclass as short as can be: its class and the fields that are not as they are by default.
+
+    Args:
+        value: any dataclass; anything else comes as its `repr`.
+
+    Returns:
+        One line.
+    """
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return " ".join(repr(value).split())
+    given = []
+    for field in dataclasses.fields(value):
+        mine = getattr(value, field.name)
+        if field.default is dataclasses.MISSING or typed(mine) != typed(field.default):
+            given.append(f"{field.name}={brief(mine)}")
+    return f"{type(value).__name__}({', '.join(given)})"

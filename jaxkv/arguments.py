@@ -1,0 +1,209 @@
+"""What `generate` and `prefill` are given: made into what the engine takes, or refused with what to give instead."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from jaxkv._errors import require
+from jaxkv._values import is_whole, plain
+from jaxkv.attention import Implementation, named
+from jaxkv.bank import at_home
+from jaxkv.cache import KVCache
+from jaxkv.load import LanguageModel
+from jaxkv.sampling import Greedy, Sampling
+
+_SEEDS = 2**32
+
+
+def as_model(params: Any) -> LanguageModel:
+    """The model, or an error that says how to get one.
+
+    Args:
+        params: what was given.
+
+    Returns:
+        The same.
+
+    Raises:
+        TypeError: for anything but a `LanguageModel`.
+    """
+    if isinstance(params, LanguageModel):
+        return params
+    given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
+    raise TypeError(f"params={given}: give what jaxkv.load returns: params = jaxkv.load('smollm2-135m-instruct')")
+
+
+def as_cache(cache: Any) -> KVCache | None:
+    """The cache, on the device again if it came as numpy arrays.
+
+    Args:
+        cache: what was given; None for none.
+
+    Returns:
+        A cache whose every leaf is a JAX array, those that wait in host memory there.
+
+    Raises:
+        TypeError: for anything but a `KVCache` of arrays.
+    """
+    if cache is None:
+        return None
+    if not isinstance(cache, KVCache):
+        where = "give its .cache" if hasattr(cache, "cache") else "give what prefill or an earlier generate returned"
+        raise TypeError(f"cache={type(cache).__name__}: {where}")
+    wrong = [leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))]
+    if wrong:
+        raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
+    gone = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
+        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
+    bank = None if cache.bank is None else cache.bank.put_back()
+    device = jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None))
+    return device if bank is None else dataclasses.replace(at_home(device), bank=bank)
+
+
+def as_count(name: str, given: Any, remedy: str) -> int:
+    """A number of something, at least 1, as a plain int.
+
+    Args:
+        name: the argument.
+        given: an int of Python's or numpy's.
+        remedy: what to give.
+
+    Returns:
+        The int.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    number = plain(given)
+    require(is_whole(number, 1), name, number, remedy)
+    return number
+
+
+def as_flag(name: str, given: Any) -> bool:
+    """True or False as a plain bool.
+
+    Args:
+        name: the argument.
+        given: a bool of Python's or numpy's.
+
+    Returns:
+        The bool.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    value = plain(given)
+    require(isinstance(value, bool), name, given, "give True or False")
+    return value
+
+
+def as_sampling(given: Any) -> Sampling:
+    """How to draw; the likeliest token if nothing is said.
+
+    Args:
+        given: a sampler, or None.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        TypeError: for a sampler's name or class, and for what is none.
+    """
+    if given is None:
+        return Greedy()
+    if isinstance(given, type):
+        raise TypeError(f"sampling={given.__name__}: it is a class: give an instance, such as {given.__name__}(...)")
+    if not isinstance(given, Sampling):
+        remedy = "give Greedy(), Temperature(temperature=0.7), TopK(k=40), TopP(p=0.9) or MinP(p=0.1)"
+        raise TypeError(f"sampling={given!r}: {remedy}")
+    return given
+
+
+def as_stops(given: Any) -> tuple[str, ...]:
+    """Stop strings as a tuple.
+
+    Args:
+        given: one string, several of them, or None for none.
+
+    Returns:
+        The strings.
+
+    Raises:
+        TypeError: for anything that is no text.
+        ValueError: for an empty string.
+    """
+    if given is None:
+        return ()
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping))
+    stops = tuple(given) if several else (given,)
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise TypeError(f"stop={given!r}: {stop!r} is no text: give a string, or a list of strings")
+    require(all(stops), "stop", given, "a stop string has at least one character")
+    return tuple(str.__str__(stop) for stop in stops)
+
+
+def as_key(given: Any) -> PRNGKeyArray | None:
+    """A random key from a key, or from a seed.
+
+    Args:
+        given: from `jax.random.key` or the older `jax.random.PRNGKey`; a seed of 32 bits; None for none.
+
+    Returns:
+        The key.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a seed out of range, which JAX would cut.
+    """
+    remedy = "give jax.random.key(0), or a seed such as 0"
+    if given is None:
+        return None
+    if isinstance(given, (jax.Array, np.ndarray)) and given.ndim:
+        if given.dtype == jnp.uint32 and given.shape == jax.random.key_data(jax.random.key(0)).shape:
+            return jax.random.wrap_key_data(jnp.asarray(given))
+        raise TypeError(f"key={given.dtype}{list(given.shape)}: {remedy}")
+    if isinstance(given, jax.Array) and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
+        return given
+    seed = plain(given)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"key={type(given).__name__}: {remedy}")
+    require(0 <= seed < _SEEDS, "key", seed, f"a seed lies in [0, {_SEEDS})")
+    return jax.random.key(seed)
+
+
+def as_implementation(given: Any) -> Implementation:
+    """The implementation of attention; the fastest one if nothing is said.
+
+    Args:
+        given: an `Implementation`, its value, or None.
+
+    Returns:
+        The `Implementation`.
+
+    Raises:
+        ValueError: if there is none of this name.
+    """
+    return Implementation.AUTO if given is None else named(given)
+
+
+def as_progress(given: Any) -> bool | None:
+    """Whether to show bars; None where that depends on the terminal.
+
+    Args:
+        given: a bool, or None.
+
+    Returns:
+        The bool, or None.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    return None if given is None else as_flag("progress", given)

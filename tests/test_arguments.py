@@ -1,0 +1,192 @@
+"""What `prefill` and `generate` are given besides prompts, and what they give back, as a user types and prints it."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from test_generation import DOC, DRAWING
+from test_generation import tiny as speaking
+
+import jaxkv
+from jaxkv import AdaKV, Greedy, KVCache, OmniKV, SnapKV, Temperature
+from jaxkv.attention import Implementation
+from jaxkv.policies import EntropyLayers
+
+pytestmark = pytest.mark.usefixtures("as_users_call")
+GQA = tiny.MODELS["gqa3"]
+AWAY = OmniKV(filter_layers=(0,), adjacent=0, offload=True, budget=8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return speaking()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"params": "smollm2"}, r"params='smollm2': give what jaxkv\.load returns: params = jaxkv\.load"),
+        ({"params": None}, r"params=NoneType: give what jaxkv\.load returns"),
+        ({"params": tiny.tiny(GQA).decoder}, r"params=Decoder: give what jaxkv\.load returns"),
+        ({"cache": "cache.npz"}, "cache=str: give what prefill or an earlier generate returned"),
+        ({"cache": object()}, "cache=object: give what prefill"),
+        ({"max_new_tokens": True}, "max_new_tokens=True: draw at least 1 token"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: draw at least 1 token"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw at least 1 token"),
+        ({"max_new_tokens": None}, "max_new_tokens=None: draw at least 1 token"),
+        ({"max_new_tokens": "8"}, "max_new_tokens='8': draw at least 1 token"),
+        ({"sampling": "greedy"}, r"sampling='greedy': give Greedy\(\), Temperature"),
+        ({"sampling": Greedy}, r"sampling=Greedy: it is a class: give an instance, such as Greedy\("),
+        ({"sampling": 0.7}, r"sampling=0\.7: give Greedy\(\), Temperature"),
+        ({"sampling": Temperature()}, r"key=None: Temperature\(.* needs jax\.random\.key"),
+        ({"stop": b"x"}, "stop=b'x': b'x' is no text: give a string"),
+        ({"stop": 5}, "stop=5: 5 is no text: give a string"),
+        ({"stop": ["x", 5]}, r"stop=\['x', 5\]: 5 is no text"),
+        ({"stop": [["x"]]}, r"stop=\[\['x'\]\]: \['x'\] is no text"),
+        ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
+        ({"key": 1.5}, r"key=float: give jax\.random\.key\(0\), or a seed"),
+        ({"key": True}, r"key=bool: give jax\.random\.key\(0\)"),
+        ({"key": "0"}, r"key=str: give jax\.random\.key\(0\)"),
+        ({"key": jnp.zeros((2, 2), jnp.uint32)}, r"key=uint32\[2, 2\]: give jax\.random\.key"),
+        ({"key": jax.random.split(jax.random.key(0))}, r"key=key<.*\[2\]: give jax\.random\.key"),
+        ({"key": -1}, r"key=-1: a seed lies in \[0, 4294967296\)"),
+        ({"key": 2**32}, r"key=4294967296: a seed lies in"),
+        ({"key": 2**70}, r"key=\d+: a seed lies in"),
+        ({"raw": "yes"}, "raw='yes': give True or False"),
+        ({"stream": 1}, "stream=1: give True or False"),
+        ({"stop_at_eos": None}, "stop_at_eos=None: give True or False"),
+        ({"progress": "no"}, "progress='no': give True or False"),
+        ({"implementation": "fast"}, "implementation='fast': use one of auto, xla"),
+        ({"implementation": 3}, "implementation=3: use one of auto, xla"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be(model, options, message):
+    given = {"params": model, "prompt": DOC, **options}
+    with pytest.raises((ValueError, TypeError), match=message):
+        jaxkv.generate(**given)
+    if set(options) <= {"params", "raw", "key", "progress", "implementation"}:
+        with pytest.raises((ValueError, TypeError), match=message):
+            jaxkv.prefill(**given)
+
+
+def test_what_may_be(model):
+    out = jaxkv.generate(model, DOC, **DRAWING)
+    wanted = out.tokens.tolist()
+    for options in (
+        {"max_new_tokens": np.int64(12)},
+        {"max_new_tokens": np.asarray(12)},
+        {"stop": None},
+        {"stop": ()},
+        {"stop": {"~"}},
+        {"stop": np.asarray(["~"])},
+        {"key": 0},
+        {"key": np.uint32(7)},
+        {"key": jax.random.PRNGKey(0)},
+        {"implementation": None},
+        {"implementation": Implementation.XLA},
+        {"raw": np.False_},
+    ):
+        assert jaxkv.generate(model, DOC, **{**DRAWING, **options}).tokens.tolist() == wanted, options
+    drawn = [
+        jaxkv.generate(model, DOC, sampling=Temperature(), key=key, **DRAWING).tokens.tolist()
+        for key in (5, np.int8(5), jax.random.key(5), jax.random.PRNGKey(5), jnp.int32(5))
+    ]
+    assert drawn[0] != wanted and all(each == drawn[0] for each in drawn)
+    with pytest.raises(TypeError, match=r"cache=Generation: give its \.cache"):
+        jaxkv.generate(model, " why?", cache=out)
+
+
+def test_a_stop_string_stays_in_tokens_and_cache(model):
+    free = jaxkv.generate(model, DOC, **DRAWING)
+    stop = free.text[3:5]
+    out = jaxkv.generate(model, DOC, stop=stop, **DRAWING)
+    assert stop not in out.text and free.tokens.tolist()[: len(out.tokens)] == out.tokens.tolist()
+    assert len(out.tokens) > len(model.text.encode(out.text, bos=False))
+    assert int(out.cache.seen[0]) == int(free.cache.seen[0]) - 12 + len(out.tokens)
+    assert "stay in its tokens and in the cache" in " ".join(jaxkv.generate.__doc__.split())
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
+    policy = SnapKV(budget=16, window=4)
+    out = jaxkv.generate(model, [DOC, "Hi, you"], policy=policy, **DRAWING)
+    shown, seen = repr(out.cache), np.asarray(out.cache.seen)
+    size = f"{out.cache.nbytes / 1e6:.2f} MB"
+    wanted = (
+        "SnapKV(budget=16, window=4)",
+        "2 sequences",
+        f"{seen.min()} to {seen.max()} tokens",
+        size,
+        "turn: answer",
+    )
+    assert all(each in shown for each in wanted) and str(out.cache) == shown
+    assert re.search(r"\d+ to \d+ rows in each of 3 x 2 heads", shown), shown
+    assert repr(out) == f"Generation(2 answers, 24 tokens; {shown})"
+    one = jaxkv.generate(model, DOC, policy=policy, **DRAWING)
+    assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
+    long = dataclasses.replace(one, text="x" * 500)
+    plan = jaxkv.plan(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
+    for value in (out, one, out.cache, out.stats, plan, long):
+        assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
+    assert "2 prompts in 64 slots; 16 rows per kv head" in repr(plan) and "tokens/s" in repr(out.stats)
+    mixed = jaxkv.prefill(model, [DOC, [5, 6, 7]])
+    assert "turn: user, raw" in repr(mixed)
+
+
+def test_a_cache_prints_whatever_its_leaves_are():
+    cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), policy=AWAY)
+    assert "0.03 MB in host memory" in repr(cache)
+    seen = []
+    jax.jit(lambda cache: seen.append(repr(cache)) or cache.seen)(
+        jaxkv.prefill(tiny.tiny(GQA), [[1, 2]], policy="knorm")
+    )
+    assert seen[0].startswith("KVCache(KNorm(); 1 sequence; ")
+    shapes = jax.eval_shape(lambda cache: cache, dataclasses.replace(cache, bank=None))
+    deleted = jax.tree.map(jnp.copy, cache)
+    for leaf in jax.tree.leaves(deleted):
+        leaf.delete()
+    others = [jax.tree.map(np.asarray, cache), shapes, deleted]
+    others += [jax.tree.map(lambda _, leaf=leaf: leaf, cache) for leaf in (None, 1.5, "leaf")]
+    for other in others:
+        assert "\n" not in repr(other) and repr(other).startswith("KVCache(OmniKV(budget=8, filter_layers=(0,)")
+    assert repr(others[0]) == repr(cache)
+    with pytest.raises(ValueError, match="cache='deleted': .*prefill anew"):
+        jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=deleted, max_new_tokens=1)
+    with pytest.raises(TypeError, match="cache=a KVCache of float: its leaves are arrays"):
+        jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=others[-2], max_new_tokens=1)
+
+
+# --- caches as pytrees ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [AWAY, AdaKV(base="h2o", budget=16), jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())],
+    ids=["offloaded", "evicting", "shared"],
+)
+def test_a_cache_goes_to_numpy_and_back(policy):
+    model = tiny.tiny(GQA)
+    cache = jaxkv.prefill(model, tiny.prompts(2, (40, 20)), policy=policy)
+    host = jax.tree.map(np.asarray, cache)
+    assert isinstance(host, KVCache) and all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(host))
+    for name in ("nbytes", "host_nbytes", "row_bytes", "full_nbytes", "slack_nbytes", "batch"):
+        assert getattr(host, name) == getattr(cache, name), name
+    np.testing.assert_array_equal(host.free(), cache.free())
+    expected = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=4, stop_at_eos=False)
+    before = [leaf.copy() for leaf in jax.tree.leaves(host)]
+    for given in (host, jax.device_put(host), jax.device_put(cache)):
+        out = jaxkv.generate(model, [[1, 2], [3]], cache=given, max_new_tokens=4, stop_at_eos=False)
+        for one, other in zip(out.tokens, expected.tokens, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert out.cache.host_nbytes == expected.cache.host_nbytes and out.stats.transfers == expected.stats.transfers
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(out.cache.bank)}
+        assert kinds <= {"pinned_host"}
+    for old, new in zip(before, jax.tree.leaves(host), strict=True):
+        np.testing.assert_array_equal(old, new)

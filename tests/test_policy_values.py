@@ -1,0 +1,410 @@
+"""Policies are values: fields hold what was given, types tell numbers apart, a replaced field makes another policy."""
+
+import dataclasses
+import enum
+import pickle
+from decimal import Decimal
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from policy_table import TABLE
+
+import jaxkv
+from jaxkv import D2O, H2O, TOVA, AdaKV, CaM, CriticalKV, KNorm, LocalWindow, OmniKV, Policy, PyramidInfer, SnapKV
+from jaxkv._values import brief
+from jaxkv.policies import (
+    AdaptiveHeads,
+    GroupReduce,
+    LinearLayers,
+    MaxPool,
+    Merge,
+    Mode,
+    OfficialVarianceLayers,
+    PoolOrder,
+    ProtectedHeads,
+    SharedHeads,
+    VarianceLayers,
+)
+from jaxkv.policies.merging import Decision, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.reading import Selector
+from jaxkv.policies.registry import POLICIES
+from jaxkv.policies.scorers import KeyNorm
+from jaxkv.policies.variance import Statistic
+
+GQA = tiny.MODELS["gqa3"]
+pytestmark = pytest.mark.usefixtures("as_users_call")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a user's policy."""
+
+    share: int | float = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Policy):
+    """A user's policy."""
+
+    budget: int | float | None = 20
+    part: Part = Part()
+    numbers: tuple = (1, 2)
+
+    @property
+    def scorer(self):
+        return KeyNorm()
+
+
+# --- equality -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (LocalWindow(budget=1), LocalWindow(budget=1.0)),
+        (AdaKV(base=KNorm(budget=1)), AdaKV(base=KNorm(budget=1.0))),
+        (Mine(part=Part(share=1)), Mine(part=Part(share=1.0))),
+        (Mine(part=Part(share=1)), Mine(part=Part(share=True))),
+        (Mine(numbers=(1, 0)), Mine(numbers=(1, False))),
+        (Mine(numbers=((1,), 2)), Mine(numbers=((1.0,), 2))),
+        (KNorm(budget=20), LocalWindow(budget=20)),
+    ],
+    ids=brief,
+)
+def test_numbers_of_another_type_make_another_policy(one, other):
+    assert one != other and hash(one) != hash(other) and len({one, other}) == 2
+    assert one == dataclasses.replace(one) and hash(one) == hash(pickle.loads(pickle.dumps(one)))
+    assert jax.jit(lambda policy: repr(policy) and 0, static_argnums=0)(one) == 0
+
+
+def test_what_only_looks_different_is_the_same():
+    # Where a number can mean one thing only, 1 and 1.0 are the same policy: the field holds a float.
+    for one, other in (
+        (AdaKV(budget=64, alpha=1), AdaKV(budget=64, alpha=1.0)),
+        (LinearLayers(beta=20), LinearLayers(beta=20.0)),
+        (H2O(mode="prefill", recent=0), H2O(mode=Mode.PREFILL, recent=0.0)),
+        (OmniKV(mem=1, filter_layers=[2, 8]), OmniKV(mem=1.0, filter_layers=(2, 8))),
+        (Merge(beta=1, metric="value"), Merge(beta=1.0, metric=Metric.VALUE)),
+    ):
+        assert one == other and hash(one) == hash(other) and repr(one) == repr(other)
+
+
+def test_a_class_may_compare_in_its_own_way():
+    class Alike(Mine):
+        def __eq__(self, other):
+            return isinstance(other, Alike)
+
+        __hash__ = object.__hash__
+
+    assert Alike(budget=1) == Alike(budget=2)
+
+
+@pytest.mark.parametrize("cls", [LocalWindow, H2O])
+def test_one_row_and_all_of_them_share_no_sizes(cls):
+    model, ids = tiny.tiny(GQA), tiny.prompts(1, (24,))
+    for budget, rows in ((1, 1), (1.0, 24), (1, 1)):
+        policy = cls(budget=budget)
+        assert all(rows <= each <= 32 for each in jaxkv.plan(GQA, policy, [24]).capacity)
+        assert tiny.run(model, ids, policy)[0].kept.tolist() == np.full((3, 1, 2), rows).tolist()
+        assert jaxkv.generate(model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False).stats.kept == rows
+
+
+# --- replacing a field ------------------------------------------------------------------------------------------------
+
+
+def other_values(policy, name):
+    """Values that some policy may have in this field."""
+    value = getattr(policy, name)
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, enum.Enum):
+        return list(type(value))
+    known = {
+        "budget": [32, 0.5, 1.0, np.int64(40)],
+        "protect": [((0, 3),), [(1, 2)]],
+        "every": [7],
+        "merge": [Merge(), None],
+        "base": [KNorm(budget=30), "snapkv", SnapKV],
+        "safeguard": [ProtectedHeads(), AdaptiveHeads(alpha=0.5), None],
+        "allocation": [LinearLayers(), VarianceLayers()],
+        "min_budget": ["clamp"],
+        "pooling": [MaxPool(3)],
+        "filter_layers": [(1,), None],
+    }
+    if isinstance(value, float):
+        return known.get(name, []) + [0.25, 1, np.float32(0.75)]
+    if isinstance(value, int):
+        return known.get(name, []) + [value + 1, np.int32(value + 2)]
+    return known.get(name, [])
+
+
+POLICY_OF_EACH = {
+    **{row.name: row.policy(20) for row in TABLE},
+    **{name: cls() for name, cls in POLICIES.items() if name not in ("omnikv", "full")},
+    "omnikv of a model": OmniKV(filter_layers=(0,)),
+    "omnikv over a base": OmniKV(filter_layers=(0,), base=SnapKV(budget=20, window=8)),
+    "d2o official": D2O(official=True),
+    "adakv, named": AdaKV(base="pyramidkv", budget=64),
+}
+
+
+@pytest.mark.parametrize("name", POLICY_OF_EACH)
+def test_replacing_a_field_is_saying_another_thing_at_first(name):
+    policy = POLICY_OF_EACH[name]
+    fields = [field.name for field in dataclasses.fields(policy)]
+    given = {field: getattr(policy, field) for field in fields}
+    made = 0
+    for field in fields:
+        same = dataclasses.replace(policy, **{field: given[field]})
+        assert same == policy and hash(same) == hash(policy) and same.parts() == policy.parts()
+        for value in other_values(policy, field):
+            try:
+                other = dataclasses.replace(policy, **{field: value})
+            except ValueError as error:
+                assert "=" in str(error)
+                continue
+            fresh = type(policy)(**{**given, field: value})
+            assert other == fresh and other.parts() == fresh.parts() and other.settings == fresh.settings
+            # And back: nothing of it sticks.
+            assert dataclasses.replace(other, **{field: given[field]}) == policy
+            made += 1
+    assert made >= len(fields) // 3
+
+
+def test_what_follows_from_a_field_follows_its_replacement():
+    ada = AdaKV(base=SnapKV(budget=48), alpha=0.0)
+    assert dataclasses.replace(ada, alpha=1.0).heads == AdaptiveHeads(alpha=1.0)
+    assert dataclasses.replace(AdaKV(budget=48), budget=64).settings.budget == 64
+    assert dataclasses.replace(ada, base=KNorm(budget=9)).settings.budget == 9
+    official = D2O(official=True)
+    assert official.settings.merge == Merge(
+        beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
+    )
+    assert official.layers == OfficialVarianceLayers() and official.recent_share == 0.5
+    plain = dataclasses.replace(official, official=False)
+    assert plain == D2O() and plain.parts() == D2O().parts() and plain.settings.merge == Merge()
+    cam = dataclasses.replace(CaM(window=8), window=16, start=0.5)
+    assert cam.settings.merge == ValueMerge(window=16, start=0.5)
+    omni = dataclasses.replace(OmniKV(filter_layers=(0,)), mem=0.5)
+    assert omni.parts()["read"].startswith("mem=0.5")
+    found = OmniKV(base=SnapKV(budget=40)).for_model(3, (0,))
+    assert dataclasses.replace(found, base=SnapKV(budget=50)).settings.budget == 50
+
+
+def test_two_ways_of_saying_one_thing():
+    merge = Merge(beta=0.5, weights="scatter_mean", scope="layer", decision="shared_position")
+    for one, *others in (
+        (
+            AdaKV(budget=64),
+            AdaKV(base=SnapKV(budget=64)),
+            AdaKV(base="snapkv", budget=64),
+            AdaKV(base=SnapKV, budget=64),
+        ),
+        (AdaKV(alpha=0.5), AdaKV(safeguard=AdaptiveHeads(alpha=0.5))),
+        (CriticalKV(budget=64), CriticalKV(base=SnapKV(budget=64), budget=64)),
+        (D2O(official=True), D2O(official=True, recent=0.5, merge=merge, allocation=OfficialVarianceLayers())),
+        (CaM(), CaM(merge=ValueMerge())),
+        (OmniKV(), OmniKV(budget=1024)),
+        (OmniKV(base="knorm"), OmniKV(base=KNorm())),
+    ):
+        assert all(one == other and hash(one) == hash(other) for other in others)
+    # A repr shows what was written.
+    assert brief(AdaKV(base="snapkv", budget=64)) == "AdaKV(budget=64, base='snapkv')"
+    assert repr(AdaKV(budget=64)).endswith("base=None, alpha=0.2, safeguard=None)")
+    model = tiny.tiny(GQA)
+    cache = jaxkv.prefill(model, tiny.prompts(1, (40,))[0], policy=AdaKV(budget=32))
+    for policy in (AdaKV(budget=32), AdaKV(base=SnapKV(budget=32)), AdaKV(base="snapkv", budget=np.int16(32))):
+        jaxkv.generate(model, [1, 2], cache=cache, policy=policy, max_new_tokens=1)
+    with pytest.raises(ValueError, match="leave policy out"):
+        jaxkv.generate(model, [1, 2], cache=cache, policy=AdaKV(budget=33), max_new_tokens=1)
+
+
+def test_what_is_said_twice_must_agree():
+    for make, message in (
+        (lambda: AdaKV(base=LocalWindow(budget=1.0), budget=1), r"budget=1: the base says 1\.0"),
+        (lambda: AdaKV(base=SnapKV(budget=48), budget=64), "budget=64: the base says 48"),
+        (lambda: AdaKV(alpha=0.5, safeguard=ProtectedHeads()), r"alpha=0\.5: the safeguard is .*give it there only"),
+        (lambda: CaM(merge=ValueMerge(window=7)), "merge=.*CaM has its own"),
+        (lambda: D2O(official=True, merge=None), "merge=None: official=True sets it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unusual(SnapKV):
+    """Every part is another than a policy's usual one."""
+
+    kept_first = 3
+    recent_share = 0.25
+    rolling = True
+    carries_over = True
+    heads = SharedHeads()
+
+    def nominal(self, lengths, budget):
+        return budget + 7
+
+    def tokens(self, lengths, layers):
+        return np.asarray(lengths) + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Still(Unusual):
+    """OmniKV takes no base with rolling positions."""
+
+    rolling = False
+
+
+@pytest.mark.parametrize(
+    "wrapped", [CriticalKV(base=Unusual(budget=40)), OmniKV(filter_layers=(0,), base=Still(budget=40))], ids=brief
+)
+def test_a_wrapper_has_every_part_of_its_base(wrapped):
+    base = wrapped.base
+    lengths, forced = np.asarray([60, 30]), np.asarray([12, 12])
+    own = {"form", "needs", "upkeep", "parts", "for_model", "reading", "heads", "tokens", "by_chunks"}
+    if isinstance(wrapped, CriticalKV):
+        own -= {"tokens", "by_chunks"}
+    arguments = {
+        "recents": (np.full((2, 2), 20), lengths, forced),
+        "nominal": (lengths, forced),
+        "budgets": (lengths, forced),
+        "forced": (lengths, 64),
+        "tokens": (lengths, 2),
+    }
+    public = {name for name, member in vars(Policy).items() if not name.startswith("_") and name not in own}
+    for name in public - {field.name for field in dataclasses.fields(Policy)} - {"paper"}:
+        mine, its = getattr(wrapped, name), getattr(base, name)
+        if callable(its):
+            mine, its = mine(*arguments[name]), its(*arguments[name])
+        np.testing.assert_array_equal(mine, its, name)
+    assert wrapped.needs.queries == base.needs.queries and wrapped.needs.unrotated == base.needs.unrotated
+
+
+def test_shared_heads_nesting_and_rolling_positions_are_kept():
+    model, ids = tiny.tiny(GQA), tiny.prompts(3, (60, 31))
+    pyramid, _, _ = tiny.run(model, ids, CriticalKV(base=PyramidInfer(budget=20, window=8)))
+    kept = tiny.kept(pyramid)
+    for row in range(2):
+        for layer, heads in enumerate(kept):
+            assert all(head == heads[row][0] for head in heads[row])
+            assert layer == 0 or set(heads[row][0]) <= set(kept[layer - 1][row][0])
+    tova, _, _ = tiny.run(model, ids, CriticalKV(base=TOVA(budget=20, mode="prefill")))
+    assert all(head == heads[0] for layer in tiny.kept(tova) for heads in layer for head in heads)
+    rolling = CriticalKV(base=jaxkv.StreamingLLM(budget=20, rolling_positions=True))
+    assert rolling.rolling and rolling.needs.unrotated and rolling.needs.norms
+    with pytest.raises(ValueError, match="budgets of their own"):
+        AdaKV(base=CriticalKV(base=TOVA(mode="prefill")))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, plain",
+    [
+        (np.float64(0.5), 0.5),
+        (np.float32(0.2), 0.2),
+        (np.float16(0.1), 0.1),
+        (np.int64(64), 64),
+        (np.uint8(64), 64),
+        (np.asarray(64), 64),
+        (np.asarray(0.25, np.float32), 0.25),
+        (jax.numpy.int32(64), 64),
+        (jax.numpy.float32(0.2), 0.2),
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.2"), 0.2),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("cls", [SnapKV, OmniKV])
+def test_budgets_of_numpy_and_others_are_plain(cls, given, plain):
+    policy = cls(budget=given)
+    assert (
+        type(policy.budget) is type(plain) and policy == cls(budget=plain) and hash(policy) == hash(cls(budget=plain))
+    )
+    if cls is SnapKV:
+        # 0.2 of 600 is 120, whatever float32 makes of it.
+        rows = jaxkv.plan(GQA, dataclasses.replace(policy, min_budget="clamp"), [600]).budget[0]
+        assert rows == (plain if isinstance(plain, int) else round(plain * 600))
+
+
+def test_every_other_number_is_plain_too():
+    n, x = np.int64, np.float32
+    policy = SnapKV(
+        budget=64, window=n(8), sinks=n(2), every=n(5), pooling=MaxPool(n(5)), allocation=LinearLayers(beta=n(3))
+    )
+    assert policy == SnapKV(budget=64, window=8, sinks=2, every=5, pooling=MaxPool(5), allocation=LinearLayers(beta=3))
+    assert SnapKV(protect=np.asarray([[0, 4]])) == SnapKV(protect=[(n(0), n(4))]) == SnapKV(protect=((0, 4),))
+    assert AdaKV(budget=64, alpha=x(0.3)).heads == AdaptiveHeads(alpha=0.3)
+    assert VarianceLayers(dense_layers=np.asarray([0, -1])) == VarianceLayers(dense_layers=(0, -1))
+    assert OmniKV(filter_layers=np.asarray([1, 4]), prefill_ratio=n(2)) == OmniKV(filter_layers=(1, 4), prefill_ratio=2)
+    assert SnapKV(group="max", order="first") == SnapKV(group=GroupReduce.MAX, order=PoolOrder.FIRST)
+    assert VarianceLayers(statistic=np.str_("raw")).statistic is Statistic.RAW
+    assert OmniKV(selector="uniform").selector is Selector.UNIFORM
+
+
+def test_lengths_and_room_of_a_plan_may_be_numpys():
+    plan = jaxkv.plan(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
+    same = jaxkv.plan(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
+    assert same.cache_bytes == plan.cache_bytes and same.budget.tolist() == plan.budget.tolist() == [30, 20]
+    for lengths in ([], [0], [2.5], np.zeros(0, np.int32)):
+        with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
+            jaxkv.plan(GQA, "full", lengths)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SnapKV(protect=((1.5, 3.7),)), r"protect=\(\(1\.5, 3\.7\),\): give spans of whole positions"),
+        (lambda: SnapKV(protect=(1, 5)), r"protect=\(1, 5\): give spans"),
+        (lambda: SnapKV(protect=((True, 3),)), "protect=.*whole positions"),
+        (lambda: SnapKV(protect="all"), "protect='all': give spans"),
+        (lambda: SnapKV(budget=True), "budget=True: give rows"),
+        (lambda: SnapKV(budget=np.True_), "budget=True: give rows"),
+        (lambda: SnapKV(budget="64"), "budget='64': give rows"),
+        (lambda: SnapKV(budget=np.asarray([64])), r"budget=array\(\[64\]\): give rows"),
+        (lambda: SnapKV(window=True), "window=True: observe"),
+        (lambda: SnapKV(window=2**40, budget=2**41), "window=.*: give at most 2147483647"),
+        (lambda: SnapKV(group="most"), "group='most': use one of mean, max"),
+        (lambda: SnapKV(pooling=5), r"pooling=5: give MaxPool\(7\)"),
+        (lambda: SnapKV(pooling=MaxPool), r"pooling=.*: give MaxPool\(7\)"),
+        (lambda: SnapKV(allocation=LinearLayers), r"allocation=.*: give budgets over layers, LinearLayers\(\)"),
+        (lambda: SnapKV(every=True), "every=True: give a number of tokens"),
+        (lambda: SnapKV(every=2.0), r"every=2\.0: give a number of tokens"),
+        (lambda: SnapKV(merge=Merge), r"merge=.*give Merge\(\.\.\.\)"),
+        (lambda: AdaKV(alpha="much"), "alpha='much': give a share"),
+        (lambda: AdaKV(alpha=float("nan")), "alpha=nan: give a share"),
+        (lambda: AdaKV(alpha=True), "alpha=True: give a share"),
+        (lambda: AdaKV(safeguard=AdaptiveHeads), "safeguard=.*AdaptiveHeads"),
+        (lambda: TOVA(per_head="no"), "per_head='no': give True or False"),
+        (lambda: D2O(official=1), "official=1: give True or False"),
+        (lambda: VarianceLayers(dense_layers=(1.5,)), r"dense_layers=\(1\.5,\): give layers"),
+        (lambda: Mine(numbers=np.arange(3)), "unhashable type.*give numbers, tuples"),
+    ],
+)
+def test_numbers_that_are_none(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_numbers_beyond_any_text_mean_all_of_it():
+    model, ids = tiny.tiny(GQA), tiny.prompts(1, (40,))
+    full = jaxkv.generate(model, ids, max_new_tokens=3, stop_at_eos=False)
+    far = ((10**12, 10**30), (-(10**30), -(10**12)))
+    for policy in (
+        SnapKV(budget=10**12),
+        SnapKV(budget=10**30, protect=far),
+        D2O(budget=2**40, merge=None, protect=far),
+    ):
+        out = jaxkv.generate(model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False)
+        assert out.stats.kept == 40
+        np.testing.assert_array_equal(out.tokens[0], full.tokens[0])
+    # A span that begins within the text and never ends.
+    kept, _, _ = tiny.run(model, ids, KNorm(budget=10, protect=((35, 10**20),)))
+    assert all(set(range(35, 40)) <= set(head) for layer in tiny.kept(kept) for head in layer[0])
