@@ -130,12 +130,12 @@ class _Worker:
         specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
         folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin}
         script = Path(__file__).with_name("template_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(script), *sorted(folders)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable or "python3", "-I", "-S", str(script), *sorted(folders)]
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        except OSError as error:
+            raise ValueError(f"no process could be started for it: {command[0]}: {error.strerror}") from error
         self._owner = os.getpid()
         self.late = False
 

@@ -113,6 +113,12 @@ def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch):
     assert template.render(x="3") == "3"
 
 
+def test_no_python_to_start(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(ValueError, match="no process could be started for it: /no/such/python: No such file"):
+        ChatTemplate("{{ x }}").render(x="1")
+
+
 def test_copies_and_pickles_leave_the_process_out():
     template = ChatTemplate("{{ x }}")
     template.render(x="1")
@@ -136,9 +142,8 @@ open(sys.argv[1], "w").write(f"{sound} {template._worker._process.pid}")
 
 
 def test_without_standard_streams_and_after_a_fork(tmp_path):
-    """And nothing stays behind; a user's `json.py` beside the script is not run."""
+    """And nothing stays behind."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "jinja2").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "script.py", str(tmp_path / "out")]
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=60).returncode == 0
