@@ -145,7 +145,7 @@ def test_what_else_is_a_prompt(prompt, same_as):
         (object(), "prompt=object: give text"),
         ("half \ud83d a face", r"prompt='half \\ud83d': half a character at 5: decode with errors='replace'"),
     ],
-    ids=repr,
+    ids=lambda value: value if isinstance(value, str) and value.isascii() else type(value).__name__,
 )
 def test_what_is_no_prompt(prompt, message):
     with pytest.raises((ValueError, TypeError), match=message):
