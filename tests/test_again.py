@@ -1,6 +1,7 @@
 """Compression while generating: a policy that chooses again, over prompt and answer, chooses what it would at once."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ EVICTING = {
     "tova": TOVA(budget=ROWS),
     "adakv-h2o": AdaKV(base=H2O(budget=ROWS)),
     "slide": StreamingLLM(budget=ROWS, slide=True),
-    "d2o": D2O(budget=ROWS, allocation=UniformLayers()),
+    # Merging everything: two ways of computing one similarity may lie on both sides of a threshold that moves.
+    "d2o": D2O(budget=ROWS, allocation=UniformLayers(), merge=Merge(threshold=-math.inf)),
 }
 # Sequences that reach the point together, though their prompts differ.
 LENGTHS = (20, 13)
