@@ -224,7 +224,7 @@ def test_sums_over_a_long_prompt_take_no_more_memory():
     from jaxkv.attention import Implementation
     from jaxkv.models.layer import layer
     from jaxkv.policies.protocol import Needs
-    from jaxkv.rope import angles
+    from jaxkv.rope import Angles, angles
 
     slots, model = 32768, tiny.tiny(tiny.MODELS["gqa4"])
     flat = tiny.flat(model)
@@ -232,12 +232,14 @@ def test_sums_over_a_long_prompt_take_no_more_memory():
     inputs = (
         jax.ShapeDtypeStruct((1, slots, model.config.embed), jnp.float32),
         jax.ShapeDtypeStruct((1,), jnp.int32),
-        angles(positions, model.config.rope, model.config.head_dim),
+        *jax.tree.leaves(angles(positions, model.config.rope, model.config.head_dim)),
     )
 
     def peak(needs):
         options = {"needs": needs, "last": False, "implementation": Implementation.XLA}
-        run = lambda leaves, *given: layer(leaves, *given, graphs=flat.graphs, **options)  # noqa: E731
+        run = lambda leaves, x, length, cos, sin: layer(  # noqa: E731
+            leaves, x, length, Angles(cos=cos, sin=sin), graphs=flat.graphs, **options
+        )
         memory = jax.jit(run, donate_argnums=1).lower(flat.blocks[0], *inputs).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
