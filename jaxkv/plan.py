@@ -162,7 +162,9 @@ def plan(
     cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
     layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
     held = layers if policy.layers.from_scores else 1
-    activations = len(lengths) * slots * (config.embed * item + heads * 12)
+    # Hidden states and queries of all prompts (a CPU holds one prompt's queries), and the table of angles.
+    activations = len(lengths) * slots * ((config.embed + config.heads * config.head_dim) * item + heads * 12)
+    activations += 4 * slots * config.head_dim
     activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
     # Merging compares float32 copies of one layer's rows.
     activations += 4 * layer_kv // item * (policy.settings.merge is not None)

@@ -147,27 +147,27 @@ def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Ne
             buffers, q = carry
             first = index * size
             by = table.block(first, size)
-            normed = block.normed(lax.dynamic_slice(x, (row, first, 0), (1, size, width)))
+            normed = block.normed(_take(x, (row, first, 0), (1, size, width)))
             new = _keys_values(block, normed, by, needs.unrotated)
             buffers = tuple(_put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
             return buffers, _put(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
-        k_row, v_row = buffers[0][row], buffers[1][row]
+        k_row, v_row = (from_bits(as_bits(each)[row], x.dtype) for each in buffers[:2])
 
         def attend(index, carry):
             x, sums = carry
             # K and V are complete, so hidden states can be overwritten block by block.
             first = index * size
-            mine = lax.dynamic_slice_in_dim(q, first, size, axis=2)
+            mine = _take(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
             out, lse = attention.causal(mine, k_row, v_row, first)
             if sums is not None:
                 position = first + jnp.arange(size, dtype=jnp.int32)
                 heard = jnp.where(position < length[row], lse, jnp.inf)
                 sums = sums.at[row].add(attention.column_sums(mine, k_row, heard, first))
             if not last:
-                part = lax.dynamic_slice(x, (row, first, 0), (1, size, width))
+                part = _take(x, (row, first, 0), (1, size, width))
                 x = _put(x, block.finish(part, out[None]), (row, first, 0))
             return x, sums
 
@@ -231,6 +231,10 @@ def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)
+
+
+def _take(of: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
+    return from_bits(lax.dynamic_slice(as_bits(of), at, sizes), of.dtype)
 
 
 def _put(to: Array, what: Array, at: tuple) -> Array:
