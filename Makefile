@@ -73,7 +73,7 @@ bench: $(STAMP)
 
 bench-peer: $(STAMP) $(PEER_STAMP)
 	@$(BIN)/python benchmarks/bench_peer.py --peer-python $(PEER)/python \
-	  --gguf "$$($(BIN)/python -c "from checkpoints import fetch; print(fetch('smollm2-135m-instruct'))")"
+	  --gguf "$$($(BIN)/python -c "from jaxkv.checkpoints import fetch; print(fetch('smollm2-135m-instruct'))")"
 
 bench-gpu:
 	@python3 -m benchmarks.gpu --out benchmarks/results

@@ -180,6 +180,7 @@ def whole_programs(device):
     from jaxkv.models.layer import layer
     from jaxkv.models.moving import Live
     from jaxkv.policies.protocol import Needs
+    from jaxkv.rope import angles
 
     config = shapes.llama_3_8b()
     flat = shapes.abstract(config)
@@ -224,6 +225,7 @@ def whole_programs(device):
             leaves,
             x,
             length,
+            angles(jnp.arange(tokens, dtype=jnp.int32)[None], config.rope, config.head_dim),
             graphs=flat.graphs,
             needs=Needs(queries=32),
             last=False,

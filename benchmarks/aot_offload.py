@@ -37,6 +37,7 @@ def measure(device):
     from jaxkv.models.moving import Live, Program
     from jaxkv.plan import bucket
     from jaxkv.policies.protocol import Needs
+    from jaxkv.rope import angles
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
     flat, slots = shapes.abstract(config), bucket(TOKENS)
@@ -104,7 +105,8 @@ def measure(device):
 
     def prefill_layer(x, leaves, length):
         options = {"graphs": flat.graphs, "needs": Needs(), "last": False, "implementation": Implementation.PALLAS}
-        return layer(leaves, x, length, **options)
+        table = angles(jnp.arange(slots, dtype=jnp.int32)[None], config.rope, config.head_dim)
+        return layer(leaves, x, length, table, **options)
 
     hidden = of((1, slots, config.embed), jnp.bfloat16)
     memory = aot.compile_for(device, prefill_layer, hidden, flat.blocks[0], one, donate=(0,)).memory_analysis()

@@ -33,6 +33,7 @@ from jaxkv.models.decoder import Flat
 from jaxkv.models.layer import layer
 from jaxkv.models.moving import Live
 from jaxkv.policies.protocol import Needs
+from jaxkv.rope import angles
 
 GPU = jax.default_backend() == "gpu"
 INTERPRET = not GPU
@@ -328,7 +329,8 @@ def prefill_layers(config, flat, quick):
             statics = {"graphs": flat.graphs, "needs": Needs(queries=queries), "last": False}
 
             def run(x, leaves, length, statics=statics):
-                out = layer(leaves, x, length, **statics, implementation=implementation)
+                table = angles(jnp.arange(x.shape[1], dtype=jnp.int32)[None], config.rope, config.head_dim)
+                out = layer(leaves, x, length, table, **statics, implementation=implementation)
                 if not statics["needs"].queries:
                     return out.x, out.k
                 first = out.q_positions[:, 0]

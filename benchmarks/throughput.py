@@ -13,7 +13,6 @@ Ratios are to FullKV in the same repeat. --gpu has not been run on a GPU yet, wi
 
 import argparse
 import statistics
-import time
 from functools import partial
 from pathlib import Path
 
@@ -36,29 +35,6 @@ QUICK = ((16, 32),), ((2, 8),)
 POLICIES = {"FullKV": None, "H2O": jaxkv.H2O, "D2O": jaxkv.D2O}
 # Table 5's ratios at the lengths of GPU_SETTINGS.
 PAPER = {"H2O": (2.45, 2.57, 2.90, 3.10), "D2O": (2.34, 2.49, 2.80, 3.04)}
-
-
-class CompileClock:
-    """When this process was tracing and compiling: generate reports it before decoding, not inside it."""
-
-    def __init__(self):
-        """Listens from now on."""
-        self.spans = []
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event, seconds, **_):
-        if event.startswith("/jax/core/compile/"):
-            end = time.perf_counter()
-            self.spans.append((end - seconds, end))
-
-    def inside(self, begin, end):
-        """Seconds between two times; functions are traced within functions, so spans may overlap."""
-        total, reached = 0.0, begin
-        for first, last in sorted(self.spans):
-            first, last = max(first, reached), min(last, end)
-            total += max(0.0, last - first)
-            reached = max(reached, last)
-        return total
 
 
 def policy_of(name, prompt):
@@ -93,27 +69,21 @@ def batches(model, prompt, new, full):
     return {"FullKV": full} | {n: largest_batch(model, policy, prompt, new, limit) for n, policy in others.items()}
 
 
-def measure(model, clock, name, batch, prompt, new):
+def measure(model, name, batch, prompt, new):
     """One generation."""
     policy, where = policy_of(name, prompt), record.machine()
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, prompt)).tolist()
-    clock.spans.clear()
     stats = jaxkv.generate(model, ids, policy=policy, max_new_tokens=new, stop_at_eos=False, progress=False).stats
-    end = time.perf_counter()
-    # A cache that grows gets new shapes on the way; decoding is the last thing that generate does.
-    compiling = clock.inside(end - stats.decode_seconds, end)
-    seconds = stats.decode_seconds - compiling
     assert stats.new_tokens == batch * new
     return {
         "policy": name,
         "batch": batch,
         "cache_bytes": cache_bytes(model, policy, batch, prompt, new),
         "allocated_bytes": stats.allocated_bytes,
-        "decode_seconds": seconds,
+        "decode_seconds": stats.decode_seconds,
         "prefill_seconds": stats.prefill_seconds,
-        "compile_seconds": stats.compile_seconds + compiling,
-        "compile_seconds_inside_decoding": compiling,
-        "tokens_per_second": batch * new / seconds,
+        "compile_seconds": stats.compile_seconds,
+        "tokens_per_second": stats.decode_tokens_per_second,
         "attention": stats.attention,
         "decode_form": stats.decode_form,
         "machine": where,
@@ -215,7 +185,7 @@ def main():
     model = random_llama(options.quick) if options.gpu else jaxkv.load(MODEL, "float32")
     settings = {"model": model.name, "dtype": model.dtype.name, "batch": None if options.gpu else options.batch or 8}
     results = record.resume(out, settings)
-    measured, clock = results.setdefault("measured", {}), CompileClock()
+    measured = results.setdefault("measured", {})
     for prompt, new in chosen:
         title = f"{prompt}+{new}"
         if fixed is None:
@@ -226,7 +196,7 @@ def main():
         setting = measured[title] = {"cells": [], "ratios": {}}
         for repeat in range(options.repeats):
             for name, batch in sizes.items():
-                cell = measure(model, clock, name, batch, prompt, new)
+                cell = measure(model, name, batch, prompt, new)
                 setting["cells"].append({"repeat": repeat, **cell})
                 setting["ratios"] = ratios(setting["cells"])
                 record.save(out, results)

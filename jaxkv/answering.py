@@ -25,7 +25,7 @@ from jaxkv.models.again import again, beyond, due
 from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Live, program_for
 from jaxkv.models.room import MOST_AHEAD, first_room, make_room, steps_that_fit
-from jaxkv.plan import LOOK, Plan, bucket, check_bytes, check_memory, plan
+from jaxkv.plan import LOOK, Plan, available_bytes, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
 from jaxkv.prompts import Encoded
 from jaxkv.results import Answers, Generation, Stats
@@ -69,8 +69,8 @@ class Clocks:
 
     @property
     def compile_seconds(self) -> float:
-        """All of `making`, and what the others compiled on the way."""
-        return self.making.seconds + self.prefill.compile_seconds + self.decode.compile_seconds
+        """Seconds of compilation, wherever it happened."""
+        return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
     def programs(self) -> int:
@@ -260,15 +260,25 @@ def _forked(given: KVCache, encoded: Encoded, new: int) -> KVCache:
     # has grown grows twofold, so that turn after turn meets few shapes.
     grown = int(beyond(given).max())
     fits = grown > 0 and given.free().min() >= wanted
-    room = 0 if fits else bucket(max(wanted, 0 if goes_on else grown))
+    room = 0 if fits else bucket(wanted)
+    twofold = room if fits or goes_on else bucket(max(wanted, grown))
+    available = available_bytes(next(iter(given.seen.devices())))
+    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
+        room = twofold
+    copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(new)))
+    check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}")
+    return repack(given, room=room, batch=batch)
+
+
+def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
+    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads."""
     segments = given.config.layers * given.config.kv_heads
     copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
     if given.bank is not None:
         # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
         reading = given.policy.reading(given.config.layers, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    check_bytes(copied, f"a copy of the cache for {batch} prompts, with room for new rows,")
-    return repack(given, room=room, batch=batch)
+    return copied
 
 
 def _extended(flat: Flat, request: Request, clocks: Clocks, traffic: Traffic) -> tuple[KVCache, Float[Array, "B V"]]:

@@ -23,7 +23,7 @@ class Stats:
         prompt_tokens: tokens fed, over all sequences.
         new_tokens: tokens drawn, over all sequences.
         prefill_seconds: from ids to the first logits, compression included.
-        decode_seconds: the rest.
+        decode_seconds: drawing tokens, what a stream's reader takes between them left out.
         compile_seconds: tracing and compiling, wherever it happened; 0 where shapes were met before.
         compiled_programs: programs compiled meanwhile, or read from a cache on disk.
         full_bytes: what the sequences' prompts weigh in a full, unpadded cache.

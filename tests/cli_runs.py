@@ -20,6 +20,7 @@ _STATS = Stats(
     prefill_seconds=1.0,
     decode_seconds=1.0,
     compile_seconds=0.0,
+    compiled_programs=0,
     full_bytes=9,
     cache_bytes=9,
     allocated_bytes=9,

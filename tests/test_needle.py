@@ -39,11 +39,12 @@ def remembered():
     """
     outputs = {}
 
-    def run_layer(flat, index, x, length, policy, implementation):
+    def run_layer(flat, index, x, length, table, policy, implementation):
         if not np.asarray(length).any():
-            return RUN_LAYER(flat, index, x, length, policy, implementation)  # a run over no tokens, to compile
+            return RUN_LAYER(flat, index, x, length, table, policy, implementation)  # a run over no tokens, to compile
         if index not in outputs:
-            outputs[index] = RUN_LAYER(flat, index, x, length, SnapKV(budget=WINDOW, window=WINDOW), implementation)
+            widest = SnapKV(budget=WINDOW, window=WINDOW)
+            outputs[index] = RUN_LAYER(flat, index, x, length, table, widest, implementation)
             x = outputs[index].x
         elif index == len(flat.blocks) - 1:
             x = outputs[index].x

@@ -114,9 +114,9 @@ def window_of_the_bucket(patch):
     """The observation window is cut from the end of the padded prompt, not of the sequence."""
     real = prefill._run_layer
 
-    def run(flat, index, x, length, policy, implementation):
-        own = real(flat, index, jnp.copy(x), length, policy, implementation)
-        full = real(flat, index, x, jnp.full_like(length, x.shape[1]), policy, implementation)
+    def run(flat, index, x, length, *rest):
+        own = real(flat, index, jnp.copy(x), length, *rest)
+        full = real(flat, index, x, jnp.full_like(length, x.shape[1]), *rest)
         return dataclasses.replace(own, q=full.q)
 
     patch.setattr(prefill, "_run_layer", run)

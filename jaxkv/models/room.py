@@ -1,6 +1,6 @@
 """Room for new rows: how much a cache has, how much it will need, and getting it.
 
-Sizes come in buckets, and what has grown grows twofold: shapes, and so programs, repeat.
+Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofold: shapes, and so programs, repeat.
 """
 
 import numpy as np
@@ -98,8 +98,11 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     Returns:
         A cache on which at least one token can be drawn.
     """
-    grow_by = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
-    wanted = room_for(cache.policy, grow_by, new, grown=int(beyond(cache).max()))
+    length = np.asarray(cache.length)
+    grow_by = (np.asarray(cache.limit, np.int64) - length).max(axis=(1, 2))
+    # Rows below a limit, and of layers without one, have all come one by one.
+    grown = int(length.max()) if cache.policy.evicts else int(beyond(cache).max())
+    wanted = room_for(cache.policy, grow_by, new, grown=grown)
     if due(cache).any():
         return again(flat, cache, key=key, room=wanted)
     if (cache.free() >= wanted).all():
