@@ -16,6 +16,8 @@ from typing import Any
 from ._errors import require
 from .json_files import read_json, read_text
 
+# What Python needs to start, and to know the time.
+_ENVIRONMENT = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 # A template takes a thousandth of that; a busy machine may take long to start Python.
 _SECONDS, _SECONDS_PER_BYTE = 10.0, 1e-6
 
@@ -47,6 +49,10 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         template = {each["name"]: each["template"] for each in template}.get("default")
     require(template is None or isinstance(template, str), "chat_template", template, f"give a string in {file}")
     return template or None
+
+
+class TemplateTimeout(ValueError):
+    """A template ran for longer than any needs, or the machine had no time for it."""
 
 
 class ChatTemplate:
@@ -94,7 +100,7 @@ class ChatTemplate:
         with self._lock:
             answer = self._ask(request)
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise (TemplateTimeout if answer.get("late") else ValueError)(answer["error"])
         return answer["text"]
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +117,7 @@ class ChatTemplate:
             if answer is not None:
                 return json.loads(answer)
             if worker.late:
-                return {"error": f"it ran for more than {seconds:.3g} s"}
+                return {"error": f"it ran for more than {seconds:.3g} s", "late": True}
         return {"error": "it brought its process down"}
 
     def _start(self) -> _Worker:
@@ -133,7 +139,11 @@ class _Worker:
         command = [sys.executable or "python3", "-I", "-S", str(script), *sorted(folders)]
         pipe = subprocess.PIPE
         try:
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            # Nothing of the caller's is the template's business: no tokens in the environment, no folder to write to.
+            kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=kept, cwd=os.path.abspath(os.sep)
+            )
         except OSError as error:
             raise ValueError(f"no process could be started for it: {command[0]}: {error.strerror}") from error
         self._owner = os.getpid()

@@ -45,6 +45,17 @@ class Value:
         return hash(typed(self))
 
 
+@dataclasses.dataclass(frozen=True)
+class Typed(Value):
+    """A part of a policy, maybe a user's own class, as a static argument: programs are not shared across types.
+
+    Attributes:
+        part: the part.
+    """
+
+    part: Any
+
+
 def typed(value: Any) -> Any:
     """A value with the types of all numbers in it, which compares and hashes by both.
 

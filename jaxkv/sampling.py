@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from jaxkv._values import count, real
+from jaxkv._values import Value, count, real
 from jaxkv.policies.select import kth_largest, sortable
 
 
@@ -27,12 +27,13 @@ class Sampling(Protocol):
 class Sampler:
     """What jaxkv's own samplers share: dataclasses whose fields that are numbers are leaves, the others static.
 
-    Subclasses are registered as pytrees by themselves.
+    Classes that users derive are compiled in as they are: theirs may need Python's own numbers.
     """
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        jax.tree_util.register_pytree_node(cls, _apart, lambda static, numbers: _joined(cls, static, numbers))
+        if cls.__module__ == __name__:
+            jax.tree_util.register_pytree_node(cls, _apart, lambda static, numbers: _joined(cls, static, numbers))
 
 
 def _apart(sampler: Any) -> tuple[tuple[np.generic, ...], tuple[tuple[str, Any], ...]]:
@@ -72,7 +73,7 @@ def _joined(cls: type, static: tuple[tuple[str, Any], ...], numbers: tuple[Any, 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Compiled:
+class _Compiled(Value):
     """A sampler of somebody else's, compiled into the loop."""
 
     draw: Any
@@ -91,7 +92,7 @@ def argument(sampling: Sampling) -> Any:
     Returns:
         A pytree: numbers of jaxkv's own samplers are leaves, other samplers are static.
     """
-    return sampling if isinstance(sampling, Sampler) else _Compiled(sampling)
+    return sampling if type(sampling).__module__ == __name__ else _Compiled(sampling)
 
 
 @dataclasses.dataclass(frozen=True)

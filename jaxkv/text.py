@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
-from jaxkv.checkpoints.chat_template import ChatTemplate, read_template
+from jaxkv.checkpoints.chat_template import ChatTemplate, TemplateTimeout, read_template
 from jaxkv.checkpoints.json_files import check_size, read_json
 
 Message = Mapping[str, Any]
@@ -67,10 +67,16 @@ class Text:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: end of sequence and end of turn, for which the template runs when first asked."""
-        if self._eos_ids is None:
-            end = self._turn_end()
-            self._eos_ids = tuple(dict.fromkeys([*self._ends, *([] if end is None else [end])]))
-        return self._eos_ids
+        if self._eos_ids is not None:
+            return self._eos_ids
+        try:
+            end, known = self._turn_end(), True
+        except ValueError as error:
+            # A machine that had no time for the template may have some at the next call.
+            end, known = None, not isinstance(error.__cause__, TemplateTimeout)
+        found = tuple(dict.fromkeys([*self._ends, *([] if end is None else [end])]))
+        self._eos_ids = found if known else None
+        return found
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
@@ -239,10 +245,7 @@ class Text:
 
     def _turn_end(self) -> int | None:
         """The special token that the template puts after an answer: old files do not name it elsewhere."""
-        try:
-            after = self.next_turn().lstrip()
-        except ValueError:
-            return None
+        after = self.next_turn().lstrip()
         first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         return first if added is not None and added.special else None

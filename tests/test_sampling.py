@@ -169,16 +169,32 @@ def test_a_sampler_of_ones_own(model):
     assert drawn[0] == drawn[2] != drawn[1]
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Flatter(Temperature):
-        base: float = 2.0
+    class Among(TopK):
+        """One that needs its number as Python's: a shape."""
 
         def cut(self, logits):
-            return logits / self.base
+            least = jax.lax.top_k(logits, self.k)[0][:, -1:]
+            return jnp.where(logits >= least, logits, -jnp.inf)
 
-    runs = [
-        jaxkv.generate(model, PROMPT, sampling=Flatter(base=b), key=jax.random.key(0), **DRAWING) for b in (2.0, 9.0)
-    ]
-    assert runs[0].tokens.tolist() != runs[1].tokens.tolist() and runs[1].stats.compiled_programs == 0
+    options = {"key": jax.random.key(0), **DRAWING}
+    for k in (1, 4):
+        own = jaxkv.generate(model, PROMPT, sampling=Among(k=k, temperature=3.0), **options)
+        ours = jaxkv.generate(model, PROMPT, sampling=TopK(k=k, temperature=3.0), **options)
+        np.testing.assert_array_equal(own.tokens, ours.tokens)
+
+
+def test_a_sampler_of_ones_own_is_told_from_its_equal(model):
+    @dataclasses.dataclass(frozen=True)
+    class Nth:
+        n: int | float
+
+        def __call__(self, logits, keys):
+            rank = 3 if isinstance(self.n, float) else self.n
+            return jnp.argsort(-logits, axis=-1)[:, rank].astype(jnp.int32)
+
+    options = {"key": jax.random.key(0), **DRAWING}
+    drawn = [jaxkv.generate(model, PROMPT, sampling=Nth(n), **options).tokens.tolist() for n in (1, 1.0)]
+    assert drawn[0] != drawn[1]
 
 
 def test_keys(model):

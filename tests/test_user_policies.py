@@ -190,3 +190,41 @@ def test_what_is_no_policy(policy, message):
             call()
     with pytest.raises((ValueError, TypeError), match=message.replace("policy=", "base=")):
         AdaKV(base=policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTheEnd(KeyNorm):
+    """The first rows for a number of one kind, the last for its equal of another."""
+
+    way: int | float = 1
+
+    def mass(self, seen):
+        position = jnp.arange(seen.k.shape[2], dtype=jnp.float32)
+        signed = position if isinstance(self.way, float) else -position
+        return jnp.broadcast_to(signed, seen.k.shape[:3])
+
+
+def test_scorers_that_compare_equal_share_no_programs():
+    model, ids = tiny.tiny(GQA), tiny.prompts(5, (40,))
+    assert FromTheEnd(way=1) == FromTheEnd(way=1.0)
+    for every in (None, 4):
+        kept = []
+        for way in (1, 1.0):
+            scored = type("Scored", (Policy,), {"scorer": property(lambda self, way=way: FromTheEnd(way=way))})
+            policy = scored(budget=4, every=every)
+            cache = jaxkv.prefill(model, ids, policy=policy)
+            kept.append([positions[0][0] for positions in tiny.kept(cache)])
+        assert kept == [[[0, 1, 2, 3]] * GQA.layers, [[36, 37, 38, 39]] * GQA.layers]
+
+
+def test_a_wrapper_of_ones_own_keeps_its_own_parts():
+    class Sinking(AdaKV):
+        @property
+        def kept_first(self):
+            return 6
+
+    policy = Sinking(base=SnapKV(budget=20, window=8))
+    assert policy.forced(np.asarray([40]), 64).sum() == 14
+    cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(5, (40,)), policy=policy)
+    for layer in tiny.kept(cache):
+        assert all({*range(6)} <= set(head) for head in layer[0])

@@ -216,4 +216,5 @@ def _take_after(path: str, state: os.stat_result) -> None:
         for owner, group in ((-1, state.st_gid), (state.st_uid, -1)):
             with contextlib.suppress(OSError):
                 os.chown(path, owner, group)
-    os.chmod(path, stat.S_IMODE(state.st_mode))
+    # Not setuid and its like: the owner may be another now.
+    os.chmod(path, state.st_mode & 0o777)

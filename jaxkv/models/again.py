@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv._values import Value
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, Pool, lay_out
 from jaxkv.models.compress import empty_pool, pack, pack_shared
@@ -20,7 +21,7 @@ from jaxkv.policies.select import HeadBudgets, sortable, top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Parts:
+class _Parts(Value):
     """What is static when a layer is compressed again."""
 
     graphs: Graphs

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
+from jaxkv._values import Typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, segment_of_row
@@ -17,7 +18,6 @@ from jaxkv.policies.protocol import Observed, Scorer, checked
 from jaxkv.policies.select import HeadBudgets
 
 
-@partial(jax.jit, static_argnames=("scorer", "layers"))
 def observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
@@ -35,12 +35,17 @@ def observe(
     Raises:
         TypeError: if what the scorer gives is no float32 of the rows' shape.
     """
-    mass = checked(scorer, "mass", scorer.mass(seen), seen.k)
-    weight = None
-    if layers.from_scores:
+    return _observe(seen, forced, scorer=Typed(scorer), layers=Typed(layers))
+
+
+@partial(jax.jit, static_argnames=("scorer", "layers"))
+def _observe(seen: Observed, forced: Array, *, scorer: Typed, layers: Typed):
+    matters, spread, weight = scorer.part, layers.part, None
+    mass = checked(matters, "mass", matters.mass(seen), seen.k)
+    if spread.from_scores:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        weight = layers.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
-    return checked(scorer, "scores", scorer.scores(mass, seen.length), seen.k), mass, weight
+        weight = spread.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
+    return checked(matters, "scores", matters.scores(mass, seen.length), seen.k), mass, weight
 
 
 @jax.jit
@@ -50,7 +55,6 @@ def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"]) -> Bool[A
     return (jnp.isnan(scores) & inside).any()
 
 
-@partial(jax.jit, static_argnames=("heads",))
 def choose(
     scores: Float[Array, "B K S"],
     forced: Bool[Array, "B S"],
@@ -77,6 +81,11 @@ def choose(
     Returns:
         The mask; ties go to the lowest head, then to the lowest position.
     """
+    return _choose(scores, forced, length, rows, recent, norms, allowed, heads=Typed(heads))
+
+
+@partial(jax.jit, static_argnames=("heads",))
+def _choose(scores, forced, length, rows, recent, norms, allowed, *, heads: Typed):
     position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     inside = position < length[:, None]
     if recent is not None:
@@ -85,10 +94,9 @@ def choose(
     anyway = forced.sum(axis=1, dtype=jnp.int32)
     base = jnp.minimum(rows, length) - anyway
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed
-    return forced[:, None] | heads.choose(scores, candidates[:, None], base, anyway, norms)
+    return forced[:, None] | heads.part.choose(scores, candidates[:, None], base, anyway, norms)
 
 
-@partial(jax.jit, static_argnames=("merge",))
 def merged(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
@@ -113,10 +121,15 @@ def merged(
     Returns:
         Keys, values and thresholds.
     """
-    batch, heads, slots, _ = k.shape
+    return _merged(k, v, kept, length, mass, key, merge=Typed(merge))
+
+
+@partial(jax.jit, static_argnames=("merge",))
+def _merged(k, v, kept, length, mass, key, *, merge: Typed) -> Merged:
+    merger, (batch, heads, slots, _) = merge.part, k.shape
     inside = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32) < length[:, None, None], kept.shape)
-    tau = jnp.full((batch, heads, merge.thresholds), UNSET, jnp.float32) if merge.thresholds else None
-    return merge.merge(k, v, kept, inside, mass, tau, key)
+    tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32) if merger.thresholds else None
+    return merger.merge(k, v, kept, inside, mass, tau, key)
 
 
 @partial(jax.jit, static_argnames=("rows", "form", "implementation"))

@@ -17,7 +17,7 @@ from jaxkv.models.evict import Segments
 from jaxkv.models.limits import forgetful, likely_keys, segments_of, with_heard, within_limits
 from jaxkv.models.moving import Live, Program
 from jaxkv.models.sparse import chosen_and_own, chosen_at
-from jaxkv.models.tokens import Token, pool_attention, project, rolled, turning
+from jaxkv.models.tokens import Token, pool_attention, project, rolled, step_angles
 from jaxkv.policies.protocol import Carry
 from jaxkv.rope import Angles
 
@@ -134,11 +134,11 @@ def step(
         # Rows are written behind everything that reads them, see `evict`.
         x = jnp.where(jnp.isnan(others.sum(axis=(0, 2, 3)))[:, None, None], jnp.nan, x)
     chosen = None
-    turns = turning(live, positions, program)
+    turned = step_angles(live, positions, program)
     for index, leaves in enumerate(blocks):
         at = 0 if program.form is Form.SHARED else index
         block = program.graphs.block(leaves)
-        new = project(block, program, x, turns.new)
+        new = project(block, program, x, turned[index].new)
         ring = None if live.state is None else program.ring_of(index)
         if ring is not None:
             assert live.state is not None
@@ -149,7 +149,9 @@ def step(
             heard = None
         else:
             mine, other = segments_of(live, index), None if others is None else others[index]
-            out, pools[at], heard = over_rows(program, new, pools[at], mine, count, positions, other, turns.rows)
+            out, pools[at], heard = over_rows(
+                program, new, pools[at], mine, count, positions, other, turned[index].rows
+            )
         if program.chooses(index, tokens.shape[1]):
             # From the pool as it is now: a reader of what it was before would cost a copy.
             queries = None if ring is None else rings[-1]

@@ -18,7 +18,7 @@ from jaxkv.models.decoder import Flat
 from jaxkv.models.limits import bare, prepared
 from jaxkv.models.moving import Live, Program
 from jaxkv.models.sparse import chosen_at, over_chosen, over_rest
-from jaxkv.models.tokens import Token, pool_attention, project, rolled, turning
+from jaxkv.models.tokens import Token, pool_attention, project, rolled, step_angles
 from jaxkv.rope import Angles, angles, rotate
 from jaxkv.sampling import Sampling, argument
 
@@ -271,22 +271,18 @@ def _tail_step(ends, blocks, live, tails, rings, index, token, count, *, program
     x = outer.embed(token[:, None])
     after, kept, chosen = [], [], None
     positions = live.seen[:, None] + index
-    turns = turning(live, positions, program)
-    tail_turns = None
-    if program.rolling:
-        tail_places = live.length[0, :, :1] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
-        tail_turns = angles(tail_places, program.config.rope, program.config.head_dim)
+    turned = step_angles(live, positions, program)
     for layer, leaves in enumerate(blocks):
         pool = live.pools[0 if program.form is Form.SHARED else layer]
         block = program.graphs.block(leaves)
-        new = project(block, program, x, turns.new)
+        new = project(block, program, x, turned[layer].new)
         ring = program.ring_of(layer) if rings else None
         if ring is not None:
             kept.append(remembered(rings[ring], new.q, positions, count))
         if program.chooses(layer, 1):
             queries = None if ring is None else kept[-1]
             chosen = chosen_at(live, layer, pool, new.q, queries, positions, count, program)
-        out, tail = _over_tail(program, new, pool, tails[layer], live, layer, chosen, index, turns.rows, tail_turns)
+        out, tail = _over_tail(program, new, pool, tails[layer], live, layer, chosen, index, turned[layer].rows)
         x = block.finish(x, out)
         after.append(tail)
     return outer.logits(x[:, 0]), (tuple(after), tuple(kept))
@@ -302,7 +298,6 @@ def _over_tail(
     chosen: Chosen | None,
     index: Int[Array, ""],
     by_place: Angles | None,
-    tail_by_place: Angles | None,
 ) -> tuple[Float[Array, "B K G 1 D"], Tail]:
     """One layer's attention of a new token: its row joins the tail, and it attends to the pool and to the tail."""
     start, length = live.start[layer], live.length[layer]
@@ -311,8 +306,9 @@ def _over_tail(
     tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
     keys, tail_keys = pool.k, tail.k
     batch, heads, size, dim = tail.k.shape
-    if by_place is not None and tail_by_place is not None:
-        keys, tail_keys = rolled(pool.k, by_place), rotate(tail.k, tail_by_place)
+    if by_place is not None:
+        config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
+        keys, tail_keys = rolled(pool.k, by_place), rotate(tail.k, angles(places, config.rope, config.head_dim))
     if program.sparse(layer, 1):
         assert chosen is not None
         rest = over_rest(new.q, pool, live, layer, length, program)

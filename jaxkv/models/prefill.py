@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
+from jaxkv._values import typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, at_home, put_away
@@ -118,7 +119,7 @@ def compile_ahead(
     pool_rows = needed.pool_rows(config.kv_heads)
     scored = policy.upkeep is not None and policy.upkeep.scored
     merge = policy.settings.merge
-    parts = (policy.scorer, policy.layers, policy.heads, policy.needs, merge, scored)
+    parts = typed((policy.scorer, policy.layers, policy.heads, policy.needs, merge, scored))
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
     if signature in compiled_shapes:
         return

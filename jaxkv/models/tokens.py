@@ -70,8 +70,8 @@ def pool_attention(
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 
-class Turns(NamedTuple):
-    """The angles of a step, made once for all its layers.
+class StepAngles(NamedTuple):
+    """The angles that a layer needs in a step.
 
     Attributes:
         new: those of the new tokens.
@@ -82,8 +82,8 @@ class Turns(NamedTuple):
     rows: Angles | None
 
 
-def turning(live: Live, positions: Int[Array, "B N"], program: Program) -> Turns:
-    """The angles that a step needs.
+def step_angles(live: Live, positions: Int[Array, "B N"], program: Program) -> list[StepAngles]:
+    """The angles of a step, made once for all layers that share them.
 
     Args:
         live: the cache's moving part before the new tokens.
@@ -91,15 +91,18 @@ def turning(live: Live, positions: Int[Array, "B N"], program: Program) -> Turns
         program: what is static.
 
     Returns:
-        Angles of positions in the text, or of places within the cache where the policy rolls positions.
+        For each layer those of positions in the text; of places within the cache where the policy rolls positions.
     """
     config = program.config
+    made = partial(angles, rope=config.rope, head_dim=config.head_dim)
     if not program.rolling:
-        return Turns(angles(positions, config.rope, config.head_dim), None)
-    # Positions roll only where all layers and heads of a sequence hold the same rows: any segment's length will do.
-    place = live.length[0, :, :1] + positions - live.seen[:, None]
-    rows = jnp.arange(live.pools[0].rows // live.start.shape[2], dtype=jnp.int32)[None]
-    return Turns(*(angles(each, config.rope, config.head_dim) for each in (place, rows)))
+        return [StepAngles(made(positions), None)] * config.layers
+    heads = live.start.shape[2]
+    sizes = [pool.rows // heads for pool in live.pools]
+    by_size = {size: made(jnp.arange(size, dtype=jnp.int32)[None]) for size in sorted(set(sizes))}
+    # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
+    places = [length[:, :1] + positions - live.seen[:, None] for length in live.length]
+    return [StepAngles(made(place), by_size[size]) for place, size in zip(places, sizes, strict=True)]
 
 
 def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._values import ENDLESS, FARTHEST
+from jaxkv._values import ENDLESS, FARTHEST, Value
 from jaxkv.attention import Implementation
 from jaxkv.policies.merging import Merger
 
@@ -83,7 +83,7 @@ class Carry(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Upkeep:
+class Upkeep(Value):
     """What a policy does to its cache after the prompt; static in decode programs.
 
     Attributes:

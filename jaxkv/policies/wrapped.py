@@ -47,7 +47,10 @@ def _property_of_base(name: str, own: property) -> property:
 def _method_of_base(name: str, own: types.FunctionType) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        return own(self, *args, **options) if self.inner is None else getattr(self.inner, name)(*args, **options)
+        # What follows from parts follows from this policy's own, unless the base has another way.
+        if self.inner is None or getattr(type(self.inner), name) is own:
+            return own(self, *args, **options)
+        return getattr(self.inner, name)(*args, **options)
 
     return call
 
