@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from tqdm import tqdm
 
+from jaxkv._errors import require
 from jaxkv.attention import Implementations
 from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, repack
@@ -197,6 +198,8 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
                     raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
                 running, draw, drawn, count = draw_steps(running, draw, ends, steps)
                 out, ran = np.asarray(drawn), int(count)
+                inside = bool((out < params.config.vocab).all())
+                require(inside, "sampling", request.sampling, f"it gave an id outside of [0, {params.config.vocab})")
                 left, held, steps_left = left - ran, held + ran, steps_left - ran
                 surplus, pieces = answers.take(out[:, :ran])
                 # The token that ends a sequence is drawn but never becomes a row.

@@ -203,7 +203,8 @@ class Answers:
         end = len(text)
         if not all_of_it and not self.stopped[row]:
             # What could be the beginning of a stop string is not shown before it turns out not to be.
-            held = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+            most = len(text) + 1
+            held = [n for stop in self._stops for n in range(1, min(len(stop), most)) if text.endswith(stop[:n])]
             end -= max(held, default=0)
         piece = text[self._given[row] : end]
         self._given[row] = max(end, self._given[row])

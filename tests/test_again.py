@@ -225,3 +225,46 @@ def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
     tables = 4 * 2 * (3 * segments + 1)  # first row, length, limit; tokens seen
     state = 4 * 2 * (2 + config.layers + segments)  # prompt, budget; recent rows; thresholds
     assert cache.nbytes == 2 * pool.rows * each + tables + state
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        H2O(budget=40, protect=((0, 100),)),
+        D2O(budget=40, protect=((0, 30), (-5, 500))),
+        StreamingLLM(budget=40, slide=True, protect=((20, 1000),)),
+        SnapKV(budget=40, window=8, every=8, protect=((20, 1000),)),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_spans_end_with_the_prompt(policy):
+    """A span that reaches further protects the same rows as one that ends there, and nothing that is drawn."""
+    model, prompt = tiny.tiny(GQA), tiny.prompts(1, [30])[0]
+    clipped = tuple(slice(*span).indices(len(prompt))[:2] for span in policy.protect)
+    options = {"max_new_tokens": 40, "stop_at_eos": False}
+    wide = jaxkv.generate(model, prompt, policy=policy, **options)
+    tight = jaxkv.generate(model, prompt, policy=dataclasses.replace(policy, protect=clipped), **options)
+    np.testing.assert_array_equal(wide.tokens, tight.tokens)
+    assert tiny.kept(wide.cache) == tiny.kept(tight.cache)
+    assert wide.cache.kept.mean() <= 40 + 8
+    newest = max(max(head) for layer in tiny.kept(wide.cache) for head in layer[0])
+    assert newest == int(wide.cache.seen[0]) - 1
+
+
+def test_layers_of_a_pyramid_hold_their_protected_rows_again_and_again():
+    model, prompt = tiny.tiny(GQA), tiny.prompts(1, [80])[0]
+    policy = PyramidKV(budget=40, window=4, every=8, protect=((0, 25),))
+    out = jaxkv.generate(model, prompt, policy=policy, max_new_tokens=40, stop_at_eos=False)
+    assert len(out.tokens) == 40 and out.cache.kept.mean() <= 40 + 8
+    assert all({*range(25)} <= set(head) for layer in tiny.kept(out.cache) for head in layer[0])
+
+
+def test_batches_of_short_and_long_prompts_compile_once():
+    model, programs = tiny.tiny(GQA), []
+    policy = SnapKV(budget=24, window=8, every=16)
+    for seed, lengths in enumerate([(60, 20), (61, 21), (62, 22), (63, 19)]):
+        prompts = tiny.prompts(seed, lengths)
+        out = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=40, stop_at_eos=False)
+        programs.append(out.stats.compiled_programs)
+    # One more size of the pools that hold sequences below their budget may come up.
+    assert programs[0] > 0 and programs[-1] == 0 and sum(programs[1:]) <= 11, programs

@@ -123,7 +123,7 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
     with Listener() as heard:
         found = answers()
     # 16, 32, 64 ... rows: two programs a size, not one for every 16 tokens; fewer where sizes were met before.
-    assert heard.programs <= 40
+    assert heard.programs <= 60
     for one, other in zip(found, expected, strict=True):
         for row in range(2):
             np.testing.assert_array_equal(one.tokens[row], other.tokens[row])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -213,3 +214,14 @@ def test_one_sequence_becomes_many(policy):
             np.testing.assert_array_equal(x, y)
     with pytest.raises(ValueError, match="cache='3 sequences': give 3 prompts, or a cache of one"):
         repack(many, room=5, batch=2)
+
+
+@pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2, 2 / 3, 0.3])
+def test_shares_of_many_decimals(share):
+    policy = jaxkv.H2O(budget=4096, recent=share)
+    recent = policy.recents(np.asarray([[4096, 100_000]]), np.asarray([8000, 200_000]), np.asarray([1, 1]))
+    exact = [int(Fraction(repr(share)) * rows) for rows in (4096, 100_000)]
+    assert recent.tolist() == [exact]
+    ids = np.random.default_rng(0).integers(3, 96, 60).tolist()
+    critical = jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=24, window=8), first=share)
+    assert (jaxkv.prefill(model(), ids, policy=critical).kept == 24).all()

@@ -197,6 +197,21 @@ def test_a_sampler_of_ones_own_is_told_from_its_equal(model):
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.parametrize(
+    "draw, error, message",
+    [
+        (lambda logits, keys: jnp.full(len(logits), 999, jnp.int32), ValueError, r"outside of \[0, 96\)"),
+        (lambda logits, keys: jnp.full(len(logits), -1, jnp.int32), ValueError, r"outside of \[0, 96\)"),
+        (lambda logits, keys: logits[:, 0], TypeError, r"gives float32\[1\]: give one token id"),
+        (lambda logits, keys: jnp.zeros((len(logits), 1), jnp.int32), TypeError, r"gives int32\[1, 1\]: give"),
+        (lambda logits, keys: jnp.int32(3), TypeError, r"gives int32\[\]: give one token id"),
+    ],
+)
+def test_what_a_sampler_cannot_give(model, draw, error, message):
+    with pytest.raises(error, match=message):
+        jaxkv.generate(model, PROMPT, sampling=draw, key=jax.random.key(0), **DRAWING)
+
+
 def test_keys(model):
     policy = jaxkv.Random(budget=16)
     caches = [jaxkv.prefill(model, PROMPT, policy=policy, key=jax.random.key(seed)) for seed in (3, 3, 4)]

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import load_file, save_file
 from test_text import CHATML, with_template
 
 import jaxkv
+from jaxkv.load import LanguageModel
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 TIED = FOLDER.parent / "qwen3"
@@ -98,3 +100,17 @@ def test_a_model_is_a_value(copied):
     assert other.fingerprint == model.fingerprint and other.config == model.config
     np.testing.assert_array_equal(jaxkv.generate(other, [5, 6, 7], **asked).tokens, first.tokens)
     assert other.text.next_turn() == model.text.next_turn()
+
+
+def test_weights_that_differ_anywhere_are_told_apart():
+    """By a cache's owner: the difference may lie in any row of any parameter."""
+    config = tiny.MODELS["mha"]
+    same, other = tiny.tiny(config), copy.deepcopy(tiny.tiny(config))
+    assert LanguageModel(other.decoder, text=None, name="same").fingerprint == same.fingerprint
+    value = np.array(other.decoder.embedding.get_value())
+    value[-1, -1] += 1
+    other.decoder.embedding.set_value(jnp.asarray(value))
+    other = LanguageModel(other.decoder, text=None, name="other")
+    assert other.fingerprint != same.fingerprint
+    with pytest.raises(ValueError, match="another model"):
+        jaxkv.generate(other, [3], cache=jaxkv.prefill(same, [5, 6, 7]), max_new_tokens=1)

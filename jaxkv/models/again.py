@@ -120,7 +120,7 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
     masks = [_mask(flat.blocks[index], layer(index), parts=parts) for index in range(layers)]
     kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
     rooms = np.broadcast_to(np.asarray(room, np.int64), (layers,))
-    pool_rows = _pool_rows(np.asarray(kept, np.int64), rooms, form)
+    pool_rows = _pool_rows(np.asarray(kept, np.int64), rooms, form, exact=bool(now.all()))
     pools, starts, taus = [], [], []
     if form is Form.SHARED:
         table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
@@ -164,17 +164,32 @@ def _rows(policy: Policy, cache: KVCache) -> Int[np.ndarray, "L B"]:
         # Heads of different budgets share their layer's rows.
         return limit.sum(axis=2) // limit.shape[2]
     seen, budget = np.asarray(cache.seen, np.int64), np.asarray(cache.state.budget, np.int64)
-    now = np.minimum(budget, seen)
-    forced = np.minimum(policy.kept_first + policy.kept_last, now)
+    forced = _forced(policy, seen, np.asarray(cache.state.prompt, np.int64))
+    now = np.maximum(np.minimum(budget, seen), forced)
     return policy.layers.rows(now, seen, forced, layers=len(limit), window=policy.kept_last, weights=None)
 
 
-def _pool_rows(kept: Int[np.ndarray, "L B K"], rooms: Int[np.ndarray, " L"], form: Form) -> list[int]:
-    heads = kept.shape[2]
+def _forced(policy: Policy, seen: Int[np.ndarray, " B"], prompt: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    """Rows that stay whatever their score: sinks, the prompt's protected spans, and the newest ones."""
+    counts = []
+    for now, length in zip(seen.tolist(), prompt.tolist(), strict=True):
+        mask = np.zeros(now, bool)
+        mask[: policy.kept_first] = True
+        mask[max(0, now - policy.kept_last) :] = True
+        for span in policy.settings.protect:
+            mask[slice(*slice(*span).indices(length))] = True
+        counts.append(int(mask.sum()))
+    return np.asarray(counts, np.int64)
+
+
+def _pool_rows(kept: Int[np.ndarray, "L B K"], rooms: Int[np.ndarray, " L"], form: Form, *, exact: bool) -> list[int]:
+    """P of each pool. Sequences that have not reached their budget hold any number of rows: those sizes are rounded."""
+    layers, _, heads = kept.shape
+    up = (lambda rows, segments: rows) if exact else (lambda rows, segments: segments * bucket(-(-rows // segments)))
     if form is Form.SHARED:
-        return [int(kept.sum(axis=(0, 2)).max() + heads * rooms.sum())]
+        return [up(int(kept.sum(axis=(0, 2)).max()), layers * heads) + int(heads * rooms.sum())]
     most = heads * kept.max(axis=(1, 2)) if form is Form.EQUAL else kept.sum(axis=2).max(axis=1)
-    return [int(rows) for rows in most + heads * rooms]
+    return [up(int(rows), heads) + heads * int(room) for rows, room in zip(most, rooms, strict=True)]
 
 
 def _unpacked(layer: _Layer, parts: _Parts) -> tuple[Array, Array, Array, Array | None, Array]:

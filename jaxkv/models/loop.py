@@ -136,6 +136,13 @@ def drawn(
     rows = jnp.arange(seen.shape[0], dtype=jnp.int32)
     keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen)
     token = sampling(draw.logits, keys)
+    whole = jnp.issubdtype(jnp.asarray(token).dtype, jnp.integer)
+    if not whole or jnp.shape(token) != rows.shape:
+        found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
+        raise TypeError(f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]")
+    vocab = draw.logits.shape[1]
+    # What is no token of the vocabulary is told as such where it is read; -1 would be taken for an end.
+    token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
     return token, draw.done | (token[:, None] == eos).any(axis=1)
 
 

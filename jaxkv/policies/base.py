@@ -190,8 +190,10 @@ class Policy(Value):
             At least the window, at most what the others that must stay leave.
         """
         share = Fraction(repr(as_real(self.recent_share)))
-        others = np.asarray(forced) - self.kept_last
-        return np.maximum(self.kept_last, np.maximum(rows - others, 0) * share.numerator // share.denominator)
+        left = np.maximum(np.asarray(rows) - (np.asarray(forced) - self.kept_last), 0)
+        # Python's numbers: the decimals of 1 / 3 times a thousand rows are beyond 64 bits.
+        recent = (left.astype(object) * share.numerator // share.denominator).astype(np.int64)
+        return np.maximum(self.kept_last, recent)
 
     # What follows from the parts.
 

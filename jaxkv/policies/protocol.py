@@ -111,7 +111,8 @@ class Upkeep(Value):
         mask = pos < self.sinks
         for start, stop in self.protect:
             first, last = (jnp.where(jnp.asarray(edge) < 0, prompt + edge, edge) for edge in (start, stop))
-            mask = mask | ((pos >= first) & (pos < last))
+            # A span is the prompt's: what is drawn behind a short one is no part of it.
+            mask = mask | ((pos >= first) & (pos < last) & (pos < prompt))
         return mask
 
 

@@ -290,7 +290,7 @@ class TwoStageHeads(Value):
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
         count = self.budgets.choose(scores, candidates, base, forced).sum(axis=-1, dtype=jnp.int32)
-        share = Fraction(repr(float(self.first)))
+        share = Fraction(repr(float(self.first))).limit_denominator(10_000)
         whole = count + forced[:, None]
         # Split by the denominator first: exact in int32 at any length.
         part, rest = whole // share.denominator, whole % share.denominator
