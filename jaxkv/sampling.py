@@ -78,8 +78,8 @@ class _Compiled(Value):
 
     draw: Any
 
-    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """As it draws."""
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
+        """As it draws, whatever that is."""
         return self.draw(logits, keys)
 
 
