@@ -144,7 +144,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (compress.observe, compress.choose, compress.pack, compress.pack_shared):
+    for compiled in (compress._observe, compress._choose, compress.pack, compress.pack_shared):
         compiled.clear_cache()
 
 

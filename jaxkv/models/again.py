@@ -120,7 +120,7 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
     masks = [_mask(flat.blocks[index], layer(index), parts=parts) for index in range(layers)]
     kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
     rooms = np.broadcast_to(np.asarray(room, np.int64), (layers,))
-    pool_rows = _pool_rows(np.asarray(kept, np.int64), rooms, form, exact=bool(now.all()))
+    pool_rows = _pool_rows(np.asarray(kept, np.int64), rows, rooms, form)
     pools, starts, taus = [], [], []
     if form is Form.SHARED:
         table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
@@ -182,14 +182,20 @@ def _forced(policy: Policy, seen: Int[np.ndarray, " B"], prompt: Int[np.ndarray,
     return np.asarray(counts, np.int64)
 
 
-def _pool_rows(kept: Int[np.ndarray, "L B K"], rooms: Int[np.ndarray, " L"], form: Form, *, exact: bool) -> list[int]:
-    """P of each pool. Sequences that have not reached their budget hold any number of rows: those sizes are rounded."""
-    layers, _, heads = kept.shape
-    up = (lambda rows, segments: rows) if exact else (lambda rows, segments: segments * bucket(-(-rows // segments)))
+def _pool_rows(
+    kept: Int[np.ndarray, "L B K"], wanted: Int[np.ndarray, "L B"], rooms: Int[np.ndarray, " L"], form: Form
+) -> list[int]:
+    """P of each pool: what was wanted, or where sequences hold more that are not due a size that repeats."""
+    heads = kept.shape[2]
+    held = kept.max(axis=2) * heads if form is Form.EQUAL else kept.sum(axis=2)
+    most, wanted = held, heads * wanted
     if form is Form.SHARED:
-        return [up(int(kept.sum(axis=(0, 2)).max()), layers * heads) + int(heads * rooms.sum())]
-    most = heads * kept.max(axis=(1, 2)) if form is Form.EQUAL else kept.sum(axis=2).max(axis=1)
-    return [up(int(rows), heads) + heads * int(room) for rows, room in zip(most, rooms, strict=True)]
+        most, wanted, rooms = (each.sum(axis=0, keepdims=True) for each in (most, wanted, rooms))
+    pools = []
+    for rows, target, room in zip(most.max(axis=1).tolist(), wanted.max(axis=1).tolist(), rooms.tolist(), strict=True):
+        size = heads * bucket(-(-rows // heads))
+        pools.append((min(target, size) if rows <= target else size) + heads * room)
+    return pools
 
 
 def _unpacked(layer: _Layer, parts: _Parts) -> tuple[Array, Array, Array, Array | None, Array]:

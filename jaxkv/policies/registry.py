@@ -76,8 +76,8 @@ def policy_class(name: str) -> type[Policy]:
 def _class_of(name: str, field: str) -> type[Policy]:
     plain = name.lower().replace("-", "").replace("_", "")
     plain = name_of(FullKV) if plain == FullKV.__name__.lower() else plain
-    near = difflib.get_close_matches(plain, POLICIES, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(plain, POLICIES, n=2)
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
     require(plain in POLICIES, field, name, f"no such policy; known policies: {', '.join(POLICIES)}{meant}")
     return POLICIES[plain]
 
