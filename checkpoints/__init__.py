@@ -2,7 +2,7 @@
 
 from .fetch import cache_dir, fetch
 from .gguf_tokenizer import GgufTokenizer
-from .manifest import Manifest, WheelSource, manifest, names, save_filter_layers
+from .manifest import Manifest, WheelSource, manifest, manifests_folder, names, save_filter_layers
 from .source import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "cache_dir",
     "fetch",
     "manifest",
+    "manifests_folder",
     "names",
     "open_checkpoint",
     "save_filter_layers",

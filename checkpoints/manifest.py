@@ -88,6 +88,15 @@ def manifest(name: str) -> Manifest:
     return _manifests()[name]
 
 
+def manifests_folder() -> Path:
+    """The folder of the named models' manifests.
+
+    Returns:
+        The folder, inside the package.
+    """
+    return Path(str(resources.files(__package__) / "manifests"))
+
+
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
     """Writes a model's filter layers into its manifest, whole or not at all.
 
@@ -100,7 +109,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
         OSError: if the package's files cannot be written.
     """
     manifest(name)
-    path = Path(str(resources.files(__package__) / "manifests" / f"{name}.json"))
+    path = manifests_folder() / f"{name}.json"
     raw = json.loads(path.read_text("utf-8"))
     raw["filter_layers"] = list(filters)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{name}", suffix=".part")

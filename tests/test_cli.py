@@ -279,7 +279,7 @@ def test_generate_answers(capsys, monkeypatch, tmp_path):
     assert record == json.loads(output.read_text("utf-8"))
     assert list(tmp_path.iterdir()) == [output]
     assert "Paris" in record["text"]
-    assert record["policy"].startswith("AdaKV(budget=24")
+    assert record["policy"].startswith("AdaKV(") and "base=SnapKV(budget=24" in record["policy"]
     assert 1 <= len(record["tokens"]) <= 8
     assert record["stats"]["kept"] == 24
     assert record["stats"]["cache_bytes"] < record["stats"]["full_bytes"]

@@ -1,14 +1,13 @@
 """What `jaxkv filters` does: finds a model's filter layers in some texts, prints and draws and saves them."""
 
 import argparse
-import inspect
 import os
 import tempfile
 from pathlib import Path
 
 from jaxkv._errors import require
 from jaxkv.analysis import Found, drawing, filter_layers
-from jaxkv.checkpoints import names, save_filter_layers
+from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, positive, whole
@@ -85,7 +84,7 @@ def print_filters(options: argparse.Namespace) -> int:
 def _check_manifest(model: str) -> None:
     known = ", ".join(names())
     require(model in names(), "save", model, f"only named models have a manifest: {known}")
-    folder = Path(inspect.getfile(save_filter_layers)).parent / "manifests"
+    folder = manifests_folder()
     require(os.access(folder, os.W_OK), "save", model, f"the folder {folder} cannot be written to: leave it out")
 
 
