@@ -118,7 +118,8 @@ def prefilled(
     config, lengths = params.config, encoded.lengths.tolist()
     room: int | tuple[int, ...] = first_room(policy, config.layers, encoded.lengths, new) if new else 0
     needed = plan(config, policy, lengths, dtype=params.dtype, room=room)
-    check_memory(needed)
+    with clocks.making:
+        check_memory(needed)
     if new > MOST_AHEAD and policy.upkeep is None:
         # It grows to that on the way, where a refusal would cost the answer.
         whole = plan(config, policy, lengths, dtype=params.dtype, room=bucket(new))
@@ -163,7 +164,8 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         cache, logits = _extended(flat, request, clocks, before)
     kept = float(np.mean(cache.kept))
     program = program_for(flat, cache, chosen.decode)
-    draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
+    with clocks.making:
+        draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
     eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
     ends = jnp.asarray(eos or [-2], jnp.int32)
     answers = Answers(params.text, batch, request.stops)
@@ -183,8 +185,8 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         look = request.look or not bar.disable
         # A row behind a stop string is taken back: not once another had to go for it, or was scored by it.
         pace = 1 if request.stops and (program.evicts or program.scored) else LOOK if look else block
-        left = request.max_new_tokens
-        while left and not bool(draw.done.all()):
+        left, ended = request.max_new_tokens, False
+        while left and not ended:
             with clocks.decode:
                 steps = min(left, pace, block)
                 if steps_left < 1 or held + steps > block:
@@ -207,6 +209,7 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
                 if surplus.any():
                     running = running.rewound(jnp.asarray(surplus, jnp.int32))
                 draw = dataclasses.replace(draw, done=draw.done | jnp.asarray(answers.stopped))
+                ended = bool(draw.done.all())
             bar.update(ran)
             if request.look:
                 yield pieces
@@ -298,7 +301,8 @@ def _extended(flat: Flat, request: Request, clocks: Clocks, traffic: Traffic) ->
     if cache.bank is not None:
         run = partial(staged.step, flat, bank=cache.bank, program=program)
     # A run over no tokens compiles and changes nothing.
-    nothing = jnp.zeros((batch,), jnp.int32)
+    with clocks.making:
+        nothing = jnp.zeros((batch,), jnp.int32)
     warm: dict[str, Any] = {} if cache.bank is None else {"traffic": Traffic()}
     counted: dict[str, Any] = {} if cache.bank is None else {"traffic": traffic}
     with clocks.making:
