@@ -37,24 +37,6 @@ _BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """A checked call of `generate`."""
-
-    params: LanguageModel
-    encoded: Encoded
-    policy: Policy
-    chosen: Implementations
-    cache: KVCache | None
-    max_new_tokens: int
-    sampling: Sampling
-    stops: tuple[str, ...]
-    stop_at_eos: bool
-    key: PRNGKeyArray
-    look: bool
-    progress: bool | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
     """What a call takes. Compilation is told apart wherever it happens.
 
@@ -77,6 +59,25 @@ class Clocks:
     def programs(self) -> int:
         """Programs compiled, or read from a cache on disk."""
         return self.making.programs + self.prefill.programs + self.decode.programs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked call of `generate`."""
+
+    params: LanguageModel
+    encoded: Encoded
+    policy: Policy
+    chosen: Implementations
+    cache: KVCache | None
+    max_new_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    stop_at_eos: bool
+    key: PRNGKeyArray
+    look: bool
+    progress: bool | None
+    clocks: Clocks
 
 
 def _bar(progress: bool | None, total: int, what: str) -> tqdm:
@@ -150,7 +151,7 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         The generation.
     """
     params, encoded, policy, chosen = request.params, request.encoded, request.policy, request.chosen
-    flat, batch, clocks = Flat(params.decoder), len(encoded.ids), Clocks()
+    flat, batch, clocks = Flat(params.decoder), len(encoded.ids), request.clocks
     block = min(_BLOCK, bucket(request.max_new_tokens))
     before, traffic = Traffic(), Traffic()
     if request.cache is None:

@@ -132,6 +132,9 @@ def generate(
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
     policy = cache.policy if cache is not None else FullKV() if policy is None else policy
     _require_fits(params, policy, encoded.lengths, max_new_tokens, cache)
+    clocks = Clocks()
+    with clocks.making:
+        key = jax.random.key(0) if key is None else key
     request = Request(
         params=params,
         encoded=encoded,
@@ -142,9 +145,10 @@ def generate(
         sampling=sampling,
         stops=stops,
         stop_at_eos=stop_at_eos,
-        key=jax.random.key(0) if key is None else key,
+        key=key,
         look=stream or bool(stops),
         progress=progress,
+        clocks=clocks,
     )
     pieces = answered(request)
     if stream:
