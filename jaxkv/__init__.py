@@ -16,9 +16,11 @@ from jaxkv.policies import (
     CaM,
     CriticalKV,
     FullKV,
+    Keep,
     KNorm,
     LocalWindow,
     Merge,
+    Method,
     OmniKV,
     Policy,
     PyramidInfer,
@@ -28,6 +30,7 @@ from jaxkv.policies import (
     SnapKV,
     StreamingLLM,
     VarianceLayers,
+    register,
 )
 from jaxkv.results import Generation, Stats, Stream
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
@@ -46,9 +49,11 @@ __all__ = [
     "Implementation",
     "KNorm",
     "KVCache",
+    "Keep",
     "LanguageModel",
     "LocalWindow",
     "Merge",
+    "Method",
     "MinP",
     "ModelConfig",
     "OmniKV",
@@ -70,4 +75,5 @@ __all__ = [
     "load",
     "plan",
     "prefill",
+    "register",
 ]

@@ -27,7 +27,7 @@ from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Live, program_for
 from jaxkv.models.room import MOST_AHEAD, first_room, make_room, steps_that_fit
 from jaxkv.plan import LOOK, Plan, available_bytes, bucket, check_bytes, check_memory, plan
-from jaxkv.policies.base import Policy
+from jaxkv.policies.policy import Method
 from jaxkv.prompts import Encoded
 from jaxkv.results import Answers, Generation, Stats
 from jaxkv.sampling import Sampling
@@ -67,7 +67,7 @@ class Request:
 
     params: LanguageModel
     encoded: Encoded
-    policy: Policy
+    policy: Method
     chosen: Implementations
     cache: KVCache | None
     max_new_tokens: int
@@ -89,7 +89,7 @@ def prefilled(
     params: LanguageModel,
     flat: Flat,
     encoded: Encoded,
-    policy: Policy,
+    policy: Method,
     chosen: Implementations,
     clocks: Clocks,
     *,
@@ -116,22 +116,23 @@ def prefilled(
     Raises:
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    config, lengths = params.config, encoded.lengths.tolist()
-    room: int | tuple[int, ...] = first_room(policy, config.layers, encoded.lengths, new) if new else 0
+    config, lengths, parts = params.config, encoded.lengths.tolist(), policy.parts()
+    room: int | tuple[int, ...] = first_room(parts, config.layers, encoded.lengths, new) if new else 0
     needed = plan(config, policy, lengths, dtype=params.dtype, room=room)
     with clocks.making:
         check_memory(needed)
-    if new > MOST_AHEAD and policy.upkeep is None:
+    if new > MOST_AHEAD and parts.ongoing is None:
         # It grows to that on the way, where a refusal would cost the answer.
         whole = plan(config, policy, lengths, dtype=params.dtype, room=bucket(new))
         check_bytes(whole.cache_bytes, f"the cache behind max_new_tokens={new}")
     tokens = encoded.padded(needed.slots)
-    way: Any = chunked if policy.by_chunks else prefilling
+    by_chunks = parts.read is not None and parts.read.by_chunks
+    way: Any = chunked if by_chunks else prefilling
     with clocks.making:
         way.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
     with clocks.prefill, _bar(progress, config.layers, "prefill") as bar:
         options: dict[str, Any] = {"model": params.fingerprint, "tick": bar.update, "implementation": chosen.prefill}
-        if not policy.by_chunks:
+        if not by_chunks:
             options["key"] = jax.random.key(0) if key is None else key
         cache, logits = way.prefill(flat, config, tokens, encoded.lengths, policy, needed, **options)
         jax.block_until_ready(logits)
@@ -261,7 +262,7 @@ def _generation(request: Request, answers: Answers, cache: KVCache, stats: Stats
 def _forked(given: KVCache, encoded: Encoded, new: int) -> KVCache:
     """A copy of a cache for these prompts, with room for them and, where rows are only added, for new tokens."""
     batch, longest = len(encoded.ids), int(encoded.lengths.max())
-    goes_on = given.policy.upkeep is not None
+    goes_on = given.policy.parts().ongoing is not None
     wanted = longest + (1 if goes_on else min(bucket(new), MOST_AHEAD))
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
     # has grown grows twofold, so that turn after turn meets few shapes.
@@ -283,7 +284,7 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
     copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
     if given.bank is not None:
         # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
-        reading = given.policy.reading(given.config.layers, given.bank.rows[0].shape[1])
+        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
     return copied
 
@@ -317,7 +318,7 @@ def _extended(flat: Flat, request: Request, clocks: Clocks, traffic: Traffic) ->
             logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
         jax.block_until_ready(logits)
         cache = live.into(cache)
-        if given.policy.upkeep is not None:
+        if given.policy.parts().ongoing is not None:
             # A long question leaves nothing behind but what the policy keeps of it.
             cache = make_room(flat, cache, request.max_new_tokens, key=request.key)
     return cache, logits

@@ -18,8 +18,8 @@ from jaxkv.config import ModelConfig
 from jaxkv.load import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.plan import plan
-from jaxkv.policies.base import Policy
-from jaxkv.policies.full import FullKV
+from jaxkv.policies.methods import FullKV
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.prompts import Prompt, encode
 from jaxkv.results import Stream
@@ -31,7 +31,7 @@ def prefill(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Policy | type[Policy] | str | None = None,
+    policy: Method | type[Method] | str | None = None,
     raw: bool = False,
     key: PRNGKeyArray | int | None = None,
     implementation: Implementation | str | None = Implementation.AUTO,
@@ -74,7 +74,7 @@ def generate(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Policy | type[Policy] | str | None = None,
+    policy: Method | type[Method] | str | None = None,
     cache: KVCache | None = None,
     max_new_tokens: int | np.integer = 128,
     sampling: Sampling | None = None,
@@ -160,23 +160,24 @@ def generate(
             return end.value
 
 
-def _choose(params: LanguageModel, policy: Policy, implementation: Implementation | str) -> Implementations:
+def _choose(params: LanguageModel, policy: Method, implementation: Implementation | str) -> Implementations:
+    needs, read = policy.parts().needs, policy.parts().read
     chosen = choose(
         implementation,
         platform=jax.default_backend(),
         dtype=params.dtype,
         head_dim=params.config.head_dim,
-        scores=policy.needs.queries > 0 or policy.needs.sums,
-        sums=policy.needs.sums,
+        scores=needs.queries > 0 or needs.sums,
+        sums=needs.sums,
     )
-    if not policy.by_chunks:
+    if read is None or not read.by_chunks:
         return chosen
     remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
     require(named(implementation) is not Implementation.CUDNN, "implementation", implementation, remedy)
     return dataclasses.replace(chosen, prefill=chosen.decode)
 
 
-def _require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
+def _require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
     require(
         policy is None or policy == cache.policy,
         "policy",
@@ -192,7 +193,7 @@ def _require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) 
 
 
 def _require_fits(
-    params: LanguageModel, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None = None
+    params: LanguageModel, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None = None
 ) -> None:
     seen = 0 if cache is None else np.asarray(cache.seen)
     if cache is not None:
@@ -202,7 +203,7 @@ def _require_fits(
         )
     limit = params.config.max_positions
     policy = policy if cache is None else cache.policy
-    if policy.rolling:
+    if policy.parts().rolling:
         return _require_places(params.config, policy, lengths, new, cache)
     total = int((seen + lengths).max()) + new
     what = f"{total} tokens, {new} new ones included"
@@ -211,19 +212,19 @@ def _require_fits(
     )
 
 
-def _require_places(config: ModelConfig, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
+def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
     """Where positions are places within the cache, those count: of a prompt while it is read, and of what is kept."""
-    limit = config.max_positions
+    limit, parts = config.max_positions, policy.parts()
     if cache is None:
         read, needed = int(lengths.max()), plan(config, policy, lengths.tolist())
         assert needed.rows is not None
-        now, target = int(needed.rows.max()), int(policy.nominal(lengths, needed.budget).max())
+        now, target = int(needed.rows.max()), int(parts.nominal(lengths, needed.budget).max())
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
         target = int(np.asarray(cache.limit).max())
     remedy = f"the model was made for {limit} at a time: shorten the prompt"
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
-    every = policy.settings.every
+    every = parts.every
     most = now + new if every is None else min(now + new, target + every)
     remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64, say, to go on"
     require(most <= limit, "max_new_tokens", new, remedy)

@@ -15,7 +15,8 @@ from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
-from jaxkv.policies.base import Policy
+from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
 
@@ -107,7 +108,7 @@ class Plan:
 @settled
 def plan(
     config: ModelConfig,
-    policy: Policy | type[Policy] | str,
+    policy: Method | type[Method] | str,
     lengths: Sequence[int] | np.ndarray,
     *,
     dtype=jnp.float32,
@@ -131,45 +132,45 @@ def plan(
     lengths, room = [plain(each) for each in lengths], plain(room)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "every prompt needs at least one token")
-    policy = as_policy(policy).for_model(config.layers, None)
+    parts = as_policy(policy).for_model(config.layers, None).parts()
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
-    forced = policy.forced(length, slots).sum(axis=1)
-    budget = policy.budgets(length, forced)
+    forced = parts.keep.counts(length)
+    budget = parts.budgets(length, forced)
     layers, heads = config.layers, config.kv_heads
     rows = None
-    if not policy.layers.from_scores:
-        rows = policy.layers.rows(budget, length, forced, layers=layers, window=policy.kept_last, weights=None)
+    if not parts.layers.from_scores:
+        rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=None)
         rows = np.minimum(rows, length)
-    reading = policy.reading(layers, slots)
+    reading = parts.reading(layers, slots)
     away = () if reading is None else reading.offloaded
     if rows is not None:
         rows[list(away)] = 0
     buckets = tuple(sorted({bucket(n) for n in length.tolist()}))
-    capacity = _capacity(policy, buckets, layers, heads)
+    capacity = _capacity(parts, buckets, layers, heads)
     # Pools of offloaded layers hold what comes after the prompt; no array is ever empty.
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     item = jnp.dtype(dtype).itemsize
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
-    upkeep = policy.upkeep
-    row_bytes = 2 * config.head_dim * item + 4 + (4 if upkeep is not None and upkeep.scored else 0)
+    ongoing = parts.ongoing
+    row_bytes = 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
     tables = 4 * (3 * layers * len(lengths) * heads + len(lengths)) + _state_bytes(
-        policy, config, len(lengths), reading
+        ongoing, config, len(lengths), reading
     )
-    pool_rows = capacity[0] if policy.form is Form.SHARED else heads * sum(capacity)
+    pool_rows = capacity[0] if parts.form is Form.SHARED else heads * sum(capacity)
     promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
     spare = heads * sum(rooms) * len(lengths)
     cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
     layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
-    held = layers if policy.layers.from_scores else 1
+    held = layers if parts.layers.from_scores else 1
     # Hidden states and queries of all prompts (a CPU holds one prompt's queries), and the table of angles.
     activations = len(lengths) * slots * ((config.embed + config.heads * config.head_dim) * item + heads * 12)
     activations += 4 * slots * config.head_dim
-    activations += 4 * len(lengths) * slots * config.heads * policy.needs.sums
+    activations += 4 * len(lengths) * slots * config.heads * parts.needs.sums
     # Merging compares float32 copies of one layer's rows.
-    activations += 4 * layer_kv // item * (policy.settings.merge is not None)
+    activations += 4 * layer_kv // item * (parts.merge is not None)
     # Prompts in chunks are whole on the device until their last chunk.
-    whole = len(away) * layer_kv * policy.by_chunks
+    whole = len(away) * layer_kv * (parts.read is not None and parts.read.by_chunks)
     token_bytes = len(lengths) * 2 * heads * config.head_dim * item
     loaded = 0 if reading is None else reading.loaded * token_bytes
     # Attention wants one layer's of them in another order.
@@ -178,7 +179,7 @@ def plan(
         slots=slots,
         capacity=capacity,
         room=rooms,
-        form=policy.form,
+        form=parts.form,
         rows=rows,
         budget=budget,
         forced=forced,
@@ -192,56 +193,55 @@ def plan(
 
 
 @lru_cache(maxsize=256)
-def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
+def _capacity(parts: Parts, buckets: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
     """The most rows any prompt of these buckets can keep, layer by layer: shapes must not depend on exact lengths."""
-    if policy.scorer is None:
+    if parts.scorer is None:
         return (max(buckets),) * layers
     most, shared = np.zeros(layers, np.int64), 0
     for top in buckets:
         low = _below(top) + 1
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        forced = _forced_counts(policy, lengths)
-        budget = policy.budgets(lengths, forced, strict=False)
-        if policy.layers.from_scores:
+        forced = parts.keep.counts(lengths)
+        budget = parts.budgets(lengths, forced, strict=False)
+        if parts.layers.from_scores:
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
-            reach = policy.layers.bound(np.minimum(budget + between, top), lengths, layers=layers)
+            reach = parts.layers.bound(np.minimum(budget + between, top), lengths, layers=layers)
             shared = max(shared, min(int(reach.max()), layers * top))
             continue
-        rows = policy.layers.rows(budget, lengths, forced, layers=layers, window=policy.kept_last, weights=None)
+        rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
         rows = np.minimum(rows, lengths)
         # Between samples a layer's rows grow by at most the step (one row a token), and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
-    if policy.layers.from_scores:
+    if parts.layers.from_scores:
         return (heads * shared,)
     return tuple(int(rows) for rows in most)
 
 
 @lru_cache(maxsize=256)
-def widest(policy: Policy, slots: int, layers: int) -> int | None:
+def widest(parts: Parts, slots: int, layers: int) -> int | None:
     """The most rows that a segment of a shared pool ever holds while tokens are drawn, whatever the prompts' content.
 
     Args:
-        policy: the compression.
+        parts: of the policy.
         slots: the prompts' bucket.
         layers: L.
 
     Returns:
         Rows, the new token's included; None where some layers grow without end.
     """
-    settings = policy.settings
-    if not (policy.evicts or settings.every) or policy.layers.unlimited(layers).any():
+    if not (parts.evicts or parts.every) or parts.layers.unlimited(layers).any():
         return None
     most = slots
-    if policy.heads.uniform:
+    if parts.heads.uniform:
         lengths = np.arange(1, slots + 1)
-        budget = policy.budgets(lengths, _forced_counts(policy, lengths), strict=False)
-        most = int(policy.layers.widest(budget, lengths).max())
-    if isinstance(settings.budget, int):
-        most = max(most, settings.budget)
-    return most + (settings.every or 1)
+        budget = parts.budgets(lengths, parts.keep.counts(lengths), strict=False)
+        most = int(parts.layers.widest(budget, lengths).max())
+    if isinstance(parts.budget, int):
+        most = max(most, parts.budget)
+    return most + (parts.every or 1)
 
 
 def ring_rows(queries: int) -> int:
@@ -249,31 +249,15 @@ def ring_rows(queries: int) -> int:
     return queries + LOOK
 
 
-def _state_bytes(policy: Policy, config: ModelConfig, batch: int, reading: Reading | None) -> int:
-    upkeep = policy.upkeep
-    if upkeep is None and reading is None:
-        return 0
-    if upkeep is None:
-        assert reading is not None
+def _state_bytes(ongoing: Ongoing | None, config: ModelConfig, batch: int, reading: Reading | None) -> int:
+    if ongoing is None:
+        if reading is None:
+            return 0
         rows = len(reading.filters) * ring_rows(reading.ring) if reading.ring else 0
         return 4 * batch * (2 + config.layers + config.heads * rows * config.head_dim)
-    thresholds = 0 if upkeep.merge is None else upkeep.merge.thresholds
-    ring = config.heads * ring_rows(upkeep.ring) * config.head_dim if upkeep.ring else 0
+    thresholds = 0 if ongoing.merge is None else ongoing.merge.thresholds
+    ring = config.heads * ring_rows(ongoing.queries) * config.head_dim if ongoing.queries else 0
     return 4 * batch * (2 + config.layers * (1 + config.kv_heads * thresholds + ring))
-
-
-def _forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
-    counts = []
-    for n in lengths.tolist():
-        spans = [(0, policy.kept_first), (max(0, n - policy.kept_last), n)]
-        spans += [slice(*span).indices(n)[:2] for span in policy.settings.protect]
-        end = total = 0
-        for first, last in sorted(spans):
-            first, last = max(first, end), min(last, n)
-            total += max(0, last - first)
-            end = max(end, last)
-        counts.append(total)
-    return np.asarray(counts, np.int64)
 
 
 def check_memory(needed: Plan, device: jax.Device | None = None) -> None:

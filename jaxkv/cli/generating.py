@@ -20,7 +20,7 @@ from jaxkv.cli.streams import Unwritten, say, stdout_is_closed, tell
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generate import generate
 from jaxkv.load import load
-from jaxkv.policies import Policy
+from jaxkv.policies import Method
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
 
@@ -240,7 +240,7 @@ def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -
     return text
 
 
-def _record(options: argparse.Namespace, policy: Policy, sampling: Sampling, result: Generation) -> dict[str, Any]:
+def _record(options: argparse.Namespace, policy: Method, sampling: Sampling, result: Generation) -> dict[str, Any]:
     stats = dataclasses.asdict(result.stats)
     stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
     return {

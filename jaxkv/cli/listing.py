@@ -42,7 +42,7 @@ def policies() -> list[dict[str, Any]]:
     rows = []
     for name, cls in POLICIES.items():
         about = (cls.__doc__ or "").strip().splitlines()[0]
-        parts = cls().parts()
+        parts = cls().parts().described()
         row = {"name": name, "about": about, "paper": cls.paper, "parts": parts, "defaults": defaults(cls)}
         rows.append({**row, "options": flags_of(cls)})
     return rows

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxkv._errors import require
 from jaxkv.cli.numbers import real, shown, span, whole, whole_or_real
-from jaxkv.policies import MaxPool, Merge, NoPool, Policy
+from jaxkv.policies import MaxPool, Merge, Method, NoPool
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.merging import Merger
 from jaxkv.policies.registry import POLICIES, documented, policy_class
@@ -68,7 +68,7 @@ class Option:
     metavar: str | None = None
 
 
-def options_of(cls: type[Policy]) -> dict[str, Option]:
+def options_of(cls: type[Method]) -> dict[str, Option]:
     """The options of a policy.
 
     Args:
@@ -87,7 +87,7 @@ def options_of(cls: type[Policy]) -> dict[str, Option]:
     return options
 
 
-def drops_rows(cls: type[Policy]) -> bool:
+def drops_rows(cls: type[Method]) -> bool:
     """Whether a policy keeps less than everything.
 
     Args:
@@ -96,10 +96,10 @@ def drops_rows(cls: type[Policy]) -> bool:
     Returns:
         False for FullKV, and for OmniKV, which reads less.
     """
-    return cls().scorer is not None
+    return cls().parts().scorer is not None
 
 
-def takes_base(cls: type[Policy]) -> bool:
+def takes_base(cls: type[Method]) -> bool:
     """Whether a policy is built on another one, whose budget is its own.
 
     OmniKV may have a base, and then two budgets: that is said in Python.
@@ -113,7 +113,7 @@ def takes_base(cls: type[Policy]) -> bool:
     return any(field.name == "base" for field in dataclasses.fields(cls)) and drops_rows(cls)
 
 
-def own_options_of(cls: type[Policy]) -> dict[str, Option]:
+def own_options_of(cls: type[Method]) -> dict[str, Option]:
     """The options that go to a policy itself which is built on another; all others are the base's.
 
     Args:
@@ -125,7 +125,7 @@ def own_options_of(cls: type[Policy]) -> dict[str, Option]:
     return {flag: option for flag, option in options_of(cls).items() if option.field not in _shared()}
 
 
-def flags_of(cls: type[Policy]) -> list[str]:
+def flags_of(cls: type[Method]) -> list[str]:
     """Every option that `--policy` of this name takes.
 
     Args:
@@ -140,10 +140,10 @@ def flags_of(cls: type[Policy]) -> list[str]:
 
 
 def _shared() -> set[str]:
-    return {field.name for field in dataclasses.fields(Policy)}
+    return {field.name for field in dataclasses.fields(Method)}
 
 
-def _meaningful(cls: type[Policy]) -> set[str]:
+def _meaningful(cls: type[Method]) -> set[str]:
     """Fields that change something: where every row is kept, those about what goes do not."""
     names = {field.name for field in dataclasses.fields(cls)}
     if drops_rows(cls):
@@ -307,7 +307,7 @@ def _help(having: dict[str, Option], dropping: set[str]) -> str:
     return ". ".join(lines).replace("%", "%%")
 
 
-def policy_from(options: argparse.Namespace) -> Policy:
+def policy_from(options: argparse.Namespace) -> Method:
     """The policy that was asked for; what it does not have is refused, never passed over.
 
     Args:
@@ -337,7 +337,7 @@ def policy_from(options: argparse.Namespace) -> Policy:
             raise ValueError(f"{said}: {error}") from None
         (mine if flag in own else given)[option.field] = value
     policy = cls(base=inner(**given), **mine) if nested else cls(**given)  # type: ignore[call-arg]
-    if given.get("merge", ...) is None and "dropped rows" in policy.parts():
+    if given.get("merge", ...) is None and policy.parts().merge is not None:
         raise ValueError(f"--no-merge: {name} always folds; leave it out")
     return policy
 

@@ -15,8 +15,8 @@ from jaxkv.models.compress import empty_pool, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
 from jaxkv.plan import bucket
-from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Observed, Scorer, Upkeep, checked
+from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.protocol import Observed, Scorer, checked
 from jaxkv.policies.select import HeadBudgets, sortable, top
 
 
@@ -25,7 +25,7 @@ class _Parts(Value):
     """What is static when a layer is compressed again."""
 
     graphs: Graphs
-    upkeep: Upkeep
+    ongoing: Ongoing
     scorer: Scorer
     heads: HeadBudgets
     form: Form
@@ -64,10 +64,10 @@ def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
     Returns:
         Sequences with `every` rows, or more, beyond their budget; where rows go one by one, any beyond it.
     """
-    policy = cache.policy
-    if policy.upkeep is None:
+    parts = cache.policy.parts()
+    if parts.ongoing is None:
         return np.zeros(cache.batch, bool)
-    return beyond(cache) >= (1 if policy.evicts else policy.settings.every)
+    return beyond(cache) >= (parts.every or 1)
 
 
 def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:
@@ -87,13 +87,13 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
     Returns:
         The new cache, each of whose pools is as small as its fullest sequence allows.
     """
-    policy, state, form = cache.policy, cache.state, cache.form
-    assert state is not None and policy.scorer is not None and policy.upkeep is not None
+    policy, state, form = cache.policy.parts(), cache.state, cache.form
+    assert state is not None and policy.scorer is not None and policy.ongoing is not None
     layers, batch, heads = cache.start.shape
     now, rows = due(cache), _rows(policy, cache)
     parts = _Parts(
         graphs=flat.graphs,
-        upkeep=policy.upkeep,
+        ongoing=policy.ongoing,
         scorer=policy.scorer,
         heads=policy.heads,
         form=form,
@@ -157,29 +157,16 @@ def _widest(cache: KVCache) -> int:
     return rows // cache.start.shape[2] if cache.form is Form.EQUAL else rows
 
 
-def _rows(policy: Policy, cache: KVCache) -> Int[np.ndarray, "L B"]:
+def _rows(parts: Parts, cache: KVCache) -> Int[np.ndarray, "L B"]:
     """What each layer is to hold: limits, or for schedules over layers what they say of the text so far."""
     limit = np.asarray(cache.limit, np.int64)
-    if policy.evicts or policy.layers.from_scores or cache.state is None:
+    if parts.evicts or parts.layers.from_scores or cache.state is None:
         # Heads of different budgets share their layer's rows.
         return limit.sum(axis=2) // limit.shape[2]
     seen, budget = np.asarray(cache.seen, np.int64), np.asarray(cache.state.budget, np.int64)
-    forced = _forced(policy, seen, np.asarray(cache.state.prompt, np.int64))
+    forced = parts.keep.counts(seen, np.asarray(cache.state.prompt, np.int64))
     now = np.maximum(np.minimum(budget, seen), forced)
-    return policy.layers.rows(now, seen, forced, layers=len(limit), window=policy.kept_last, weights=None)
-
-
-def _forced(policy: Policy, seen: Int[np.ndarray, " B"], prompt: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-    """Rows that stay whatever their score: sinks, the prompt's protected spans, and the newest ones."""
-    counts = []
-    for now, length in zip(seen.tolist(), prompt.tolist(), strict=True):
-        mask = np.zeros(now, bool)
-        mask[: policy.kept_first] = True
-        mask[max(0, now - policy.kept_last) :] = True
-        for span in policy.settings.protect:
-            mask[slice(*slice(*span).indices(length))] = True
-        counts.append(int(mask.sum()))
-    return np.asarray(counts, np.int64)
+    return parts.layers.rows(now, seen, forced, layers=len(limit), window=parts.keep.window, weights=None)
 
 
 def _pool_rows(
@@ -246,13 +233,13 @@ def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, 
 def _mask(leaves: Leaves, layer: _Layer, *, parts: _Parts) -> Bool[Array, "B K M"]:
     """Which rows stay, in order of position."""
     k, v, pos, score, inside = _unpacked(layer, parts)
-    carry, heads = parts.upkeep.carry, layer.length.shape[1]
+    rank, heads = parts.ongoing.rank, layer.length.shape[1]
     seen = layer.seen[:, None, None]
-    if carry is None:
+    if rank is None:
         scores, _ = _observed(layer, k, v, parts)
     else:
-        scores = carry.ranked(jnp.zeros(pos.shape, jnp.float32) if score is None else score, seen - pos)
-    forced = parts.upkeep.protected(pos, layer.prompt[:, None, None])
+        scores = rank.rank(jnp.zeros(pos.shape, jnp.float32) if score is None else score, seen - pos)
+    forced = parts.ongoing.keep.protected(pos, layer.prompt[:, None, None])
     forced = inside & (forced | (pos >= seen - layer.recent[:, None, None]))
     candidates = inside & ~forced
     anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
@@ -272,11 +259,11 @@ def _mask(leaves: Leaves, layer: _Layer, *, parts: _Parts) -> Bool[Array, "B K M
 def _kept(leaves: Leaves, layer: _Layer, mask: Bool[Array, "B K M"], *, parts: _Parts):
     """Rows in order of position, dropped ones merged into those that stay, and the thresholds."""
     k, v, pos, score, inside = _unpacked(layer, parts)
-    merge = parts.upkeep.merge
+    merge = parts.ongoing.merge
     if merge is None:
         return k, v, pos, score, layer.tau
     mass = jnp.zeros(pos.shape, jnp.float32)
-    if not merge.while_decoding:
+    if not merge.compares:
         _, mass = _observed(layer, k, v, parts)
     key = jax.random.fold_in(layer.key, layer.layer)
     new = merge.merge(k, v, mask, inside, mass, layer.tau, key)

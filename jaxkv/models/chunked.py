@@ -18,18 +18,24 @@ from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Live, Program, reading_state
 from jaxkv.models.prefill import compiled_shapes
 from jaxkv.plan import Plan, ring_rows
-from jaxkv.policies import OmniKV
-from jaxkv.policies.reading import Reading
+from jaxkv.policies.policy import Method
+from jaxkv.policies.reading import FilteredReads, Reading
+
+
+def _reading(policy: Method, config: ModelConfig, needed: Plan) -> Reading:
+    reading = policy.parts().reading(config.layers, needed.slots)
+    assert reading is not None
+    return reading
 
 
 def _program(
-    flat: Flat, config: ModelConfig, policy: OmniKV, needed: Plan, implementation: Implementation
+    flat: Flat, config: ModelConfig, policy: Method, needed: Plan, implementation: Implementation
 ) -> tuple[Program, int]:
     """What runs a chunk, and its tokens."""
-    chunk = min(policy.prefill_chunk, needed.slots)
-    assert policy.prefill_ratio is not None
-    width = min(needed.slots, max(1, int(policy.prefill_ratio * chunk)))
-    reading = policy.reading(config.layers, needed.slots)
+    read, reading = policy.parts().read, _reading(policy, config, needed)
+    assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
+    chunk = min(read.prefill_chunk, needed.slots)
+    width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
     program = Program(
         graphs=flat.graphs,
         config=config,
@@ -45,7 +51,7 @@ def compile_ahead(
     flat: Flat,
     config: ModelConfig,
     batch: int,
-    policy: OmniKV,
+    policy: Method,
     needed: Plan,
     *,
     implementation: Implementation = Implementation.XLA,
@@ -75,7 +81,7 @@ def prefill(
     config: ModelConfig,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
-    policy: OmniKV,
+    policy: Method,
     needed: Plan,
     *,
     model: str = "",
@@ -114,13 +120,13 @@ def prefill(
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
         tick(config.layers * chunk / longest)
     live = dataclasses.replace(live, limit=jnp.copy(live.length))
-    live, bank = banked(live, policy.reading(config.layers, needed.slots), config, needed, release=True)
+    live, bank = banked(live, _reading(policy, config, needed), config, needed, release=True)
     return dataclasses.replace(live.begun(policy, config, needed, model), bank=bank), logits
 
 
-def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: OmniKV, needed: Plan) -> Live:
+def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> Live:
     """A cache of no tokens, with room for the prompts in every layer."""
-    reading = policy.reading(config.layers, needed.slots)
+    reading = _reading(policy, config, needed)
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
     rows = tuple(heads * (needed.slots + room) for room in needed.room)
     start = jnp.stack([jnp.arange(heads, dtype=jnp.int32) * (each // heads) for each in rows])
@@ -134,7 +140,7 @@ def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], poli
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=reading_state(policy, lengths, config.layers, rings),
+        state=reading_state(policy.parts(), lengths, config.layers, rings),
     )
 
 

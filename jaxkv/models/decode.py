@@ -14,11 +14,10 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, append
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.models.evict import Segments
-from jaxkv.models.limits import forgetful, likely_keys, segments_of, with_heard, within_limits
+from jaxkv.models.limits import decay_of, faded, likely_keys, scores_of, segments_of, with_heard, within_limits
 from jaxkv.models.moving import Live, Program
 from jaxkv.models.sparse import chosen_and_own, chosen_at
 from jaxkv.models.tokens import Token, pool_attention, project, rolled, step_angles
-from jaxkv.policies.protocol import Carry
 from jaxkv.rope import Angles
 
 
@@ -53,9 +52,11 @@ def over_rows(
         own = None
         if scores is not None:
             pool, own = dataclasses.replace(pool, score=scores[0]), scores[1]
+        own = scores_of(new.stored, new.v, program) if own is None else own
         return out, append(pool, new.stored, new.v, positions, end, count, own), None
     # A single token simply joins the rows before it is its turn to look at them.
-    after, rows = append(pool, new.stored, new.v, positions, end, count), segments.length + count[:, None]
+    begun = scores_of(new.stored, new.v, program)
+    after, rows = append(pool, new.stored, new.v, positions, end, count, begun), segments.length + count[:, None]
     keys = after.k if by_place is None else rolled(after.k, by_place)
     if not program.scored:
         out, _ = pool_attention(new.q, keys, after.v, start, rows, program)
@@ -88,13 +89,15 @@ def _several(program: Program, new: Token, pool: Pool, segments: Segments, count
     joined = attention.merge(out, lse, own, own_lse)
     if not program.scored:
         return joined, None
-    assert program.upkeep is not None and pool.score is not None
+    assert pool.score is not None
     tokens, group = new.q.shape[3], new.q.shape[2]
     index = jnp.arange(tokens, dtype=jnp.int32)
-    counts = index < count[:, None]
-    if program.upkeep.carry is Carry.LAST:
-        counts = counts & (index == count[:, None] - 1)
-    whole = jnp.where(counts[:, None, None], jnp.logaddexp(lse, own_lse), jnp.inf)
+    whole = jnp.where((index < count[:, None])[:, None, None], jnp.logaddexp(lse, own_lse), jnp.inf)
+    decay = decay_of(program)
+    if decay is not None and decay != 1:
+        # A probability times a share is one over a sum that much larger: in logarithms, and infinitely so for none.
+        behind = jnp.maximum(count[:, None] - 1 - index, 0)
+        whole = whole - jnp.log(decay ** behind.astype(jnp.float32))[:, None, None]
     flat = lambda a: a.reshape(*a.shape[:2], group * tokens, *a.shape[4:])  # noqa: E731
     score = attention.pool_sums(
         flat(new.q), keys, flat(whole), start, length, pool.score, form=program.form, weight=1 / group
@@ -128,7 +131,7 @@ def step(
     outer = program.graphs.ends(ends)
     x = outer.embed(tokens)
     positions = live.seen[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    pools, outs, products, rings = list(forgetful(live.pools, count, program)), [], [], []
+    pools, outs, products, rings = list(faded(live.pools, count, program)), [], [], []
     others = likely_keys(live)
     if others is not None:
         # Rows are written behind everything that reads them, see `evict`.

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
 from jaxkv.cache import Pool, put_cells, put_rows, row_lengths, take_rows
-from jaxkv.policies.merging import Merge
-from jaxkv.policies.protocol import Upkeep
+from jaxkv.policies.merging import Row
+from jaxkv.policies.parts import Ongoing
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +117,7 @@ def fold(
 
 
 def weakest(
-    pool: Pool, segments: Segments, *, heads: int, upkeep: Upkeep, form: Form, widest: int | None
+    pool: Pool, segments: Segments, *, heads: int, ongoing: Ongoing, form: Form, widest: int | None
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
     """The row of each segment that has to go, if one has to; and the one that may have to at the next step.
 
@@ -125,7 +125,7 @@ def weakest(
         pool: their pool, its scores up to date.
         segments: which rows.
         heads: segments of one layer.
-        upkeep: the policy's.
+        ongoing: the policy's.
         form: how segments lie.
         widest: the most rows a segment of a shared pool can have, if that is known.
 
@@ -133,22 +133,22 @@ def weakest(
         The lowest score among rows that may go, the latest position among equals; whether there is any; and, where
         segments are looked at whole, the lowest of the others, -1 for none.
     """
-    carry = upkeep.carry
-    assert carry is not None
+    rank = ongoing.rank
+    assert rank is not None
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
     def body(best, row, inside, pos, *score):
         lowest, latest, *_ = best
-        may = inside & ~upkeep.protected(pos, prompt)
+        may = inside & ~ongoing.keep.protected(pos, prompt)
         free = may & (pos < last)
-        every = carry.ranked(score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
-        if upkeep.together:
+        every = rank.rank(score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
+        if ongoing.together:
             layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
             every = jnp.broadcast_to(layers.mean(axis=2, keepdims=True), layers.shape).reshape(free.shape)
-        rank = jnp.where(free, every, jnp.inf)
-        mine = rank.min(axis=-1)
-        position = jnp.where(free & (rank == mine[..., None]), pos, -1).max(axis=-1)
+        ranks = jnp.where(free, every, jnp.inf)
+        mine = ranks.min(axis=-1)
+        position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
         place = jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
         # By the next step one more row will have left the most recent ones.
         others = jnp.where(may & (pos <= last) & (row != place[..., None]), every, jnp.inf)
@@ -275,7 +275,7 @@ def evict(
     attended: Float[Array, "B K"],
     *,
     heads: int,
-    upkeep: Upkeep,
+    ongoing: Ongoing,
     form: Form,
     widest: int | None = None,
     products: Float[Array, "B K n"] | None = None,
@@ -287,7 +287,7 @@ def evict(
         segments: which ones.
         attended: any number of each head's attention output: NaN keeps the rows as they are.
         heads: segments of one layer.
-        upkeep: the policy's.
+        ongoing: the policy's.
         form: how segments lie.
         widest: the most rows a segment of a shared pool can have, if that is known.
         products: those of the likely rows' keys with all keys; the result is the same without.
@@ -295,38 +295,37 @@ def evict(
     Returns:
         What is left.
     """
-    victim, there, second = weakest(pool, segments, heads=heads, upkeep=upkeep, form=form, widest=widest)
+    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, form=form, widest=widest)
     # Rows are written behind everything that reads them, in place; where XLA sees no order it copies the pool instead.
     over = (segments.length > segments.limit) & there & ~jnp.isnan(attended)
     last = segments.start + segments.length - 1
     nowhere = jnp.int32(pool.rows)
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
     moved = {"k": take_rows(pool.k, last), "v": take_rows(pool.v, last)}
-    tau, merge = segments.tau, upkeep.merge
+    tau, merge = segments.tau, ongoing.merge
     updates: dict[str, list[tuple[Array, Array]]] = {"k": [], "v": []}
-    if merge is not None and merge.while_decoding:
-        assert isinstance(merge, Merge)
-        assert tau is not None
-        dropped = {"k": take_rows(pool.k, jnp.maximum(victim, 0)), "v": take_rows(pool.v, jnp.maximum(victim, 0))}
-        for index, (metric, targets) in enumerate(merge.targets):
-            by_key, rows, one = metric == "k", getattr(pool, metric), dropped[metric]
+    if merge is not None:
+        rows_of = lambda at: Row(take_rows(pool.k, at), take_rows(pool.v, at))  # noqa: E731
+        by_layer = lambda a: a.reshape(-1, heads, *a.shape[2:])  # noqa: E731
+        dropped = rows_of(jnp.maximum(victim, 0))
+        for index, metric in enumerate(merge.compares):
+            by_key, one = metric == "k", getattr(dropped, metric)
             if by_key and products is not None:
                 wrong = over & (victim != segments.likely)
                 cosine, target = nearest_of_products(pool, one, victim, products, wrong, segments)
             else:
                 norm = pool.norm if by_key else None
-                cosine, target = nearest(rows, pool.pos, one, victim, segments, form=form, norm=norm)
+                cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, form=form, norm=norm)
             target, over = jnp.maximum(target, 0), over & ~jnp.isnan(cosine)
             # The heads of a layer may decide together.
-            by_layer = lambda a: a.reshape(-1, heads, *a.shape[2:])  # noqa: E731
-            similarity, goes = by_layer(cosine)[..., None], by_layer(over)[..., None]
-            level = merge.moved(by_layer(tau[..., index]), similarity, goes)
-            joins = merge.joins(level, similarity, goes).reshape(over.shape)
-            tau = tau.at[..., index].set(level.reshape(over.shape))
-            add, divide, own = merge.shares(cosine)
-            for name in targets:
-                kept = take_rows(getattr(pool, name), target)
-                joined = (own * kept + add[..., None] * dropped[name]) / (own + divide)[..., None]
+            given = [by_layer(cosine), Row(*map(by_layer, dropped)), Row(*map(by_layer, rows_of(target)))]
+            found = merge.merge_one(index, *given, by_layer(over), None if tau is None else by_layer(tau))
+            tau = None if found.tau is None else found.tau.reshape(segments.tau.shape)
+            joins = found.joins.reshape(over.shape) & over
+            for name, new in (("k", found.k), ("v", found.v)):
+                if new is None:
+                    continue
+                joined = new.reshape(one.shape)
                 # The newest row may itself be the one that takes the dropped one in.
                 newest = (joins & (target == last))[..., None]
                 moved[name] = jnp.where(newest, joined, moved[name])

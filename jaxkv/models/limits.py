@@ -11,7 +11,6 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, row_lengths, take_rows
 from jaxkv.models.evict import Segments, evict, weakest
 from jaxkv.models.moving import Live, Program
-from jaxkv.policies.protocol import Carry
 
 
 def segments_of(live: Live, part: int | slice) -> Segments:
@@ -45,7 +44,7 @@ def within_limits(live: Live, outs: list[Array], products: list[Array], program:
         The moving part.
     """
     layers, _, heads = live.start.shape
-    assert program.upkeep is not None and live.state is not None
+    assert program.ongoing is not None and live.state is not None
     parts = [slice(0, layers)] if program.form is Form.SHARED else [slice(i, i + 1) for i in range(layers)]
     pools, lengths, taus, likely = [], [], [], []
     for pool, part in zip(live.pools, parts, strict=True):
@@ -54,7 +53,7 @@ def within_limits(live: Live, outs: list[Array], products: list[Array], program:
             segments_of(live, part),
             joined(jnp.stack(outs[part])),
             heads=heads,
-            upkeep=program.upkeep,
+            ongoing=program.ongoing,
             form=program.form,
             widest=program.widest,
             products=joined(jnp.stack(products[part])) if products else None,
@@ -103,10 +102,10 @@ def prepared(live: Live, program: Program) -> Live:
     live = dataclasses.replace(live, pools=pools)
     if not program.looks_ahead:
         return live
-    heads, upkeep = live.start.shape[2], program.upkeep
-    assert upkeep is not None
+    heads, ongoing = live.start.shape[2], program.ongoing
+    assert ongoing is not None
     soon = dataclasses.replace(segments_of(live, slice(None)), seen=live.seen + 1)
-    row, *_ = weakest(pools[0], soon, heads=heads, upkeep=upkeep, form=program.form, widest=program.widest)
+    row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, form=program.form, widest=program.widest)
     return dataclasses.replace(live, next=parted(row, heads))
 
 
@@ -116,9 +115,27 @@ def bare(live: Live) -> Live:
     return dataclasses.replace(live, pools=pools, next=None)
 
 
-def forgetful(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) -> tuple[Pool, ...]:
-    """Pools before new tokens: where the last token's attention is all that counts, older scores are void."""
-    if not program.scored or program.upkeep is None or program.upkeep.carry is not Carry.LAST:
+def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) -> tuple[Pool, ...]:
+    """Pools before `count` new tokens of each sequence: of older attention, what the policy lets count on."""
+    decay = decay_of(program)
+    if decay is None or decay == 1:
         return pools
-    void = lambda score: jnp.where((count > 0)[:, None], 0.0, score)  # noqa: E731
-    return tuple(dataclasses.replace(pool, score=void(pool.score)) for pool in pools)
+
+    def less(score: Array) -> Array:
+        return jnp.where((count > 0)[:, None], score * decay ** count[:, None].astype(jnp.float32), score)
+
+    return tuple(dataclasses.replace(pool, score=less(pool.score)) for pool in pools)
+
+
+def decay_of(program: Program) -> float | None:
+    """What of a row's score is left at each new token; None where attention does not enter it."""
+    rank = program.ongoing.rank if program.ongoing is not None and program.scored else None
+    return None if rank is None else rank.decay
+
+
+def scores_of(new_k: Float[Array, "B K N D"], new_v: Float[Array, "B K N D"], program: Program) -> Array | None:
+    """The scores that new rows begin with, `f32[B, K, N]`; None where a pool has none."""
+    ongoing = program.ongoing
+    if ongoing is None or not ongoing.scored or ongoing.rank is None:
+        return None
+    return ongoing.rank.begin(new_k, new_v)

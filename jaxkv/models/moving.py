@@ -14,8 +14,8 @@ from jaxkv.cache import KVCache, Pool, State, Turn
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
 from jaxkv.plan import Plan, bucket, widest
-from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Upkeep
+from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
 
 
@@ -64,7 +64,7 @@ class Live:
             cache, pools=self.pools, start=self.start, length=self.length, seen=self.seen, state=self.state
         )
 
-    def begun(self, policy: Policy, config: ModelConfig, needed: Plan, model: str) -> KVCache:
+    def begun(self, policy: Method, config: ModelConfig, needed: Plan, model: str) -> KVCache:
         """The cache that a prefill ends with.
 
         Args:
@@ -92,12 +92,12 @@ class Live:
 
 
 def reading_state(
-    policy: Policy, lengths: Int[np.ndarray, " B"], layers: int, rings: tuple[Float[Array, "B K G R D"], ...] = ()
+    parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, rings: tuple[Float[Array, "B K G R D"], ...] = ()
 ) -> State:
     """What a policy remembers that drops nothing and reads little.
 
     Args:
-        policy: says how many tokens are read.
+        parts: of the policy; they say how many tokens are read.
         lengths: tokens of each prompt.
         layers: L.
         rings: the filters' last queries.
@@ -105,9 +105,10 @@ def reading_state(
     Returns:
         The state behind the prompts.
     """
+    assert parts.read is not None
     return State(
         prompt=jnp.asarray(lengths, jnp.int32),
-        budget=jnp.asarray(policy.tokens(np.asarray(lengths), layers), jnp.int32),
+        budget=jnp.asarray(parts.read.tokens(np.asarray(lengths), layers), jnp.int32),
         recent=jnp.zeros((layers, len(lengths)), jnp.int32),
         rings=rings,
     )
@@ -124,7 +125,7 @@ class Program:
         rolling: positions are those within the cache.
         tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
             16-bit pool in place, so there one write for many tokens beats one per token.
-        upkeep: what the policy does after each token; None if it only appends.
+        ongoing: what the policy does after each token; None if it only appends.
         reading: which layers read what; None if all read everything.
         widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
         implementation: what computes attention over the pool.
@@ -135,20 +136,20 @@ class Program:
     form: Form
     rolling: bool
     tail: bool = False
-    upkeep: Upkeep | None = None
+    ongoing: Ongoing | None = None
     reading: Reading | None = None
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
 
     @property
     def scored(self) -> bool:
-        """Whether rows' scores go on."""
-        return self.upkeep is not None and self.upkeep.scored
+        """Whether the attention that rows receive enters their scores."""
+        return self.ongoing is not None and self.ongoing.attends
 
     @property
     def evicts(self) -> bool:
         """Whether a row goes for each that comes."""
-        return self.upkeep is not None and self.upkeep.evicts
+        return self.ongoing is not None and self.ongoing.evicts
 
     def chooses(self, layer: int, tokens: int) -> bool:
         """Whether a layer chooses what those above it read when so many tokens come at once."""
@@ -161,7 +162,7 @@ class Program:
 
     def ring_of(self, layer: int) -> int | None:
         """Which of the cache's rings is this layer's, if any."""
-        if self.upkeep is not None and self.upkeep.ring:
+        if self.ongoing is not None and self.ongoing.queries:
             return layer
         if self.reading is not None and self.reading.ring and layer in self.reading.filters:
             return self.reading.filters.index(layer)
@@ -170,8 +171,8 @@ class Program:
     @property
     def compares_keys(self) -> bool:
         """Whether a dropped row's key is compared with the others'."""
-        merge = None if self.upkeep is None or not self.upkeep.evicts else self.upkeep.merge
-        return merge is not None and merge.while_decoding and merge.compares_keys
+        merge = None if self.ongoing is None or not self.ongoing.evicts else self.ongoing.merge
+        return merge is not None and "k" in merge.compares
 
     @property
     def looks_ahead(self) -> bool:
@@ -191,23 +192,24 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     Returns:
         What is static about it.
     """
-    upkeep = cache.policy.upkeep
+    parts = cache.policy.parts()
+    ongoing = parts.ongoing
     most, reading = None, None
     if cache.state is not None:
         slots = bucket(int(np.asarray(cache.state.prompt).max()))
-        reading = cache.policy.reading(cache.config.layers, slots)
-    if upkeep is not None and cache.form is Form.SHARED and cache.state is not None:
-        most = widest(cache.policy, slots, cache.config.layers)
+        reading = parts.reading(cache.config.layers, slots)
+    if ongoing is not None and cache.form is Form.SHARED and cache.state is not None:
+        most = widest(parts, slots, cache.config.layers)
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
     settled = cache.bank is None and (reading is None or not reading.include_generated)
-    appends = settled and (upkeep is None or not (upkeep.evicts or upkeep.scored))
+    appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
     return Program(
         graphs=flat.graphs,
         config=cache.config,
         form=cache.form,
-        rolling=cache.policy.rolling,
+        rolling=parts.rolling,
         tail=appends and jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
-        upkeep=upkeep,
+        ongoing=ongoing,
         reading=reading,
         widest=most,
         implementation=implementation,

@@ -25,7 +25,8 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
 from jaxkv.models.moving import Live, reading_state
 from jaxkv.plan import Plan, ring_rows
-from jaxkv.policies.base import Policy
+from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs, Observed, Scorer
 from jaxkv.policies.reading import Reading
 from jaxkv.rope import Angles, angles
@@ -48,7 +49,7 @@ _top_layer = jax.jit(layer, static_argnames=_LAYER_STATICS)
 
 
 def _run_layer(
-    flat: Flat, index: int, x: Array, length: Array, table: Angles, policy: Policy, implementation: Implementation
+    flat: Flat, index: int, x: Array, length: Array, table: Angles, needs: Needs, implementation: Implementation
 ) -> LayerOut:
     last = index == len(flat.blocks) - 1
     return (_top_layer if last else _layer)(
@@ -57,7 +58,7 @@ def _run_layer(
         length,
         table,
         graphs=flat.graphs,
-        needs=policy.needs,
+        needs=needs,
         last=last,
         implementation=implementation,
     )
@@ -101,7 +102,7 @@ def compile_ahead(
     flat: Flat,
     config: ModelConfig,
     batch: int,
-    policy: Policy,
+    policy: Method,
     needed: Plan,
     *,
     implementation: Implementation = Implementation.XLA,
@@ -116,11 +117,10 @@ def compile_ahead(
         needed: the plan.
         implementation: what computes attention.
     """
-    pool_rows = needed.pool_rows(config.kv_heads)
-    scored = policy.upkeep is not None and policy.upkeep.scored
-    merge = policy.settings.merge
-    parts = typed((policy.scorer, policy.layers, policy.heads, policy.needs, merge, scored))
-    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
+    pool_rows, parts = needed.pool_rows(config.kv_heads), policy.parts()
+    scored = parts.ongoing is not None and parts.ongoing.scored
+    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
+    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, key, implementation)
     if signature in compiled_shapes:
         return
     length = jnp.zeros((batch,), jnp.int32)
@@ -128,18 +128,18 @@ def compile_ahead(
     x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
     table = _table(slots=needed.slots, config=config)
     for index in sorted({0, config.layers - 1}):
-        out = _run_layer(flat, index, x, length, table, policy, implementation)
+        out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
         x = out.x
     mask, mass = jnp.zeros(out.k.shape[:3], bool), None
     k, v = out.k, out.v
-    if policy.scorer is not None:
-        seen = _observed(out, policy.scorer.queries, length, 0, jax.random.key(0), implementation)
-        scores, mass, _ = observe(seen, forced, scorer=policy.scorer, layers=policy.layers)
+    if parts.scorer is not None:
+        seen = _observed(out, parts.scorer.queries, length, 0, jax.random.key(0), implementation)
+        scores, mass, _ = observe(seen, forced, scorer=parts.scorer, layers=parts.layers)
         unordered(scores, length)
-        allowed = forced if policy.carries_over else None
-        mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=policy.heads)
-        if merge is not None:
-            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=merge)
+        allowed = forced if parts.nested else None
+        mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=parts.heads)
+        if parts.merge is not None:
+            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=parts.merge)
     if needed.form is not Form.SHARED:
         for rows in set(pool_rows):
             pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
@@ -184,14 +184,14 @@ class _Scored:
 class _Chooser:
     """Chooses and merges the rows of one layer after the other."""
 
-    def __init__(self, policy: Policy, length: Array, forced: Array, key: PRNGKeyArray):
-        self.policy, self.length, self.forced, self.key = policy, length, forced, key
+    def __init__(self, parts: Parts, length: Array, forced: Array, key: PRNGKeyArray):
+        self.parts, self.length, self.forced, self.key = parts, length, forced, key
         self.taus: list[Array] = []
         self._below: Array | None = None
 
     def mask(self, layer: _Scored, index: int, rows: np.ndarray, recent: np.ndarray) -> Array:
         """Which rows of a layer stay."""
-        policy = self.policy
+        parts = self.parts
         mask = choose(
             layer.scores,
             self.forced,
@@ -199,16 +199,16 @@ class _Chooser:
             jnp.asarray(rows, jnp.int32),
             jnp.asarray(recent, jnp.int32),
             layer.norms,
-            self._below if policy.carries_over and index else None,
-            heads=policy.heads,
+            self._below if parts.nested and index else None,
+            heads=parts.heads,
         )
-        if policy.carries_over:
+        if parts.nested:
             self._below = mask[:, 0]
         return mask
 
     def rows(self, layer: _Scored, index: int, mask: Array) -> tuple[Array, Array]:
         """A layer's keys and values, dropped rows merged in."""
-        merge = self.policy.settings.merge
+        merge = self.parts.merge
         if merge is None:
             return layer.k, layer.v
         key = jax.random.fold_in(self.key, index)
@@ -223,7 +223,7 @@ def prefill(
     config: ModelConfig,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
-    policy: Policy,
+    policy: Method,
     needed: Plan,
     *,
     key: PRNGKeyArray,
@@ -248,28 +248,29 @@ def prefill(
     Returns:
         The cache, and float32 logits of each prompt's last token.
     """
-    scorer, layers, upkeep = policy.scorer, config.layers, policy.upkeep
+    parts, layers = policy.parts(), config.layers
+    scorer, ongoing = parts.scorer, parts.ongoing
     graphs, batch = flat.graphs, len(lengths)
-    forced = jnp.asarray(policy.forced(lengths, needed.slots))
+    forced = jnp.asarray(parts.keep.mask(lengths, needed.slots))
     length = jnp.asarray(lengths, jnp.int32)
     pool_rows = needed.pool_rows(config.kv_heads)
     shared = needed.form is Form.SHARED
-    scored = upkeep is not None and upkeep.scored
-    choosing = _Chooser(policy, length, forced, key)
+    scored = ongoing is not None and ongoing.scored
+    choosing = _Chooser(parts, length, forced, key)
     recents = np.zeros((layers, batch), np.int64)
     if needed.rows is not None:
-        recents = policy.recents(needed.rows, lengths, needed.forced)
+        recents = parts.recents(needed.rows, lengths, needed.forced)
     inside = jnp.broadcast_to(
         (jnp.arange(needed.slots, dtype=jnp.int32) < length[:, None])[:, None],
         (batch, config.kv_heads, needed.slots),
     )
     x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
     pools, starts, counts, held, weights, rings, torn = [], [], [], [], [], [], []
-    reading, banked = policy.reading(layers, needed.slots), list[Array]()
-    remembering = _remembering(policy, reading, layers)
+    reading, banked = parts.reading(layers, needed.slots), list[Array]()
+    remembering = _remembering(ongoing, reading, layers)
     table = _table(slots=needed.slots, config=config)
     for index in range(layers):
-        out = _run_layer(flat, index, x, length, table, policy, implementation)
+        out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
         x = out.x
         k = out.k if out.unrotated is None else out.unrotated
         v, mask, mass = out.v, inside, None
@@ -278,7 +279,7 @@ def prefill(
             rings.append(_ring(last, length, rows=ring_rows(remembering[index])))
         if scorer is not None:
             seen = _observed(out, scorer.queries, length, index, key, implementation)
-            scores, mass, weight = observe(seen, forced, scorer=scorer, layers=policy.layers)
+            scores, mass, weight = observe(seen, forced, scorer=scorer, layers=parts.layers)
             torn.append(unordered(scores, length))
             layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
             if shared:
@@ -313,36 +314,36 @@ def prefill(
     rows = needed.rows
     if shared:
         claims = np.stack([np.asarray(weight) for weight in weights])
-        rows = policy.layers.rows(
+        rows = parts.layers.rows(
             needed.budget,
             np.asarray(lengths, np.int64),
             needed.forced,
             layers=layers,
-            window=policy.kept_last,
+            window=parts.keep.window,
             weights=claims,
         )
-        recents = policy.recents(rows, lengths, needed.forced, claims)
+        recents = parts.recents(rows, lengths, needed.forced, claims)
         pool, start, kept = _into_shared(held, choosing, config, needed, pool_rows[0], rows, recents, scored)
         pools = [pool]
     else:
         start, kept = jnp.stack(starts), jnp.stack(counts)
     limit, state = jnp.copy(kept), None
-    if upkeep is not None:
+    if ongoing is not None:
         assert rows is not None
-        nominal = policy.nominal(lengths, needed.budget)
-        limit = _limits(policy, rows, nominal, lengths, kept)
+        nominal = parts.nominal(lengths, needed.budget)
+        limit = _limits(parts, rows, nominal, lengths, kept)
         targets = np.where(nominal > lengths, nominal, rows)
         state = State(
             prompt=length,
             budget=jnp.asarray(nominal, jnp.int32),
             recent=jnp.asarray(
-                np.where(nominal > lengths, policy.recents(targets, lengths, needed.forced), recents), jnp.int32
+                np.where(nominal > lengths, parts.recents(targets, lengths, needed.forced), recents), jnp.int32
             ),
             tau=jnp.stack(choosing.taus) if choosing.taus else None,
             rings=tuple(rings),
         )
     elif reading is not None:
-        state = reading_state(policy, lengths, layers, tuple(rings))
+        state = reading_state(parts, lengths, layers, tuple(rings))
     live = Live(pools=tuple(pools), start=start, length=kept, limit=limit, seen=jnp.copy(length), state=state)
     cache = live.begun(policy, config, needed, model)
     if reading is not None and reading.offloaded:
@@ -358,21 +359,21 @@ def _require_ordered(scorer: Scorer | None, torn: list[Array]) -> None:
     require(not layers, "scores", "NaN", remedy)
 
 
-def _remembering(policy: Policy, reading: Reading | None, layers: int) -> list[int]:
+def _remembering(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
     """How many of each layer's last queries the cache remembers."""
-    if policy.upkeep is not None:
-        return [policy.upkeep.ring] * layers
+    if ongoing is not None:
+        return [ongoing.queries] * layers
     asked = () if reading is None else reading.filters
     return [reading.ring if reading is not None and layer in asked else 0 for layer in range(layers)]
 
 
-def _limits(policy, rows, nominal, lengths, kept):
+def _limits(parts, rows, nominal, lengths, kept):
     """Target sizes: what was kept, or for prompts shorter than the budget the budget; layers that go on growing."""
     most = np.iinfo(np.int32).max // 2
     per_layer = np.where(nominal > lengths, nominal, rows)
-    per_layer = np.where(policy.layers.unlimited(len(rows))[:, None], most, per_layer)
+    per_layer = np.where(parts.layers.unlimited(len(rows))[:, None], most, per_layer)
     spread = jnp.asarray(np.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
-    if policy.heads.uniform:
+    if parts.heads.uniform:
         return spread
     grown = jnp.asarray((nominal > lengths)[None, :, None] | (per_layer == most)[..., None])
     return jnp.where(grown, spread, kept)

@@ -10,17 +10,17 @@ from jaxkv.cache import KVCache, repack
 from jaxkv.models.again import again, beyond, due
 from jaxkv.models.decoder import Flat
 from jaxkv.plan import bucket
-from jaxkv.policies.base import Policy
+from jaxkv.policies.parts import Parts
 
 # New rows for which there is room from the beginning; longer answers grow into larger buffers on the way.
 MOST_AHEAD = 2048
 
 
-def room_for(policy: Policy, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
+def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
     """Rows to leave behind every segment of each layer, so that tokens can be drawn.
 
     Args:
-        policy: the compression.
+        parts: of the policy.
         left: rows by which the layer's segments may still grow towards their limit, where the policy has one.
         new: tokens to draw.
         grown: rows that the cache has grown by so far.
@@ -30,20 +30,20 @@ def room_for(policy: Policy, left: Int[np.ndarray, " L"], new: int, *, grown: in
         up to `MOST_AHEAD`, and from there on as many as there are already.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
-    if policy.upkeep is None:
+    if parts.ongoing is None:
         return np.full(len(left), ahead)
     left = np.maximum(left, 0)
     growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
     # The same for every stretch of an answer, its last and shortest one too.
-    period = 1 if policy.evicts else _period(policy)
+    period = parts.every or 1
     return growing + (period if period <= MOST_AHEAD else ahead)
 
 
-def first_room(policy: Policy, layers: int, lengths: Int[np.ndarray, " B"], new: int) -> tuple[int, ...]:
+def first_room(parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int) -> tuple[int, ...]:
     """Rows to leave behind every segment of each layer when a prompt is prefilled.
 
     Args:
-        policy: the compression.
+        parts: of the policy.
         layers: L.
         lengths: tokens of each prompt.
         new: tokens to draw.
@@ -52,18 +52,11 @@ def first_room(policy: Policy, layers: int, lengths: Int[np.ndarray, " B"], new:
         See `room_for`.
     """
     short = 0
-    budget = policy.settings.budget
+    budget = parts.budget
     if isinstance(budget, int):
         short = max(0, budget - int(np.min(lengths)))
-    left = np.where(policy.layers.unlimited(layers) if policy.evicts else np.zeros(layers, bool), new, short)
-    return tuple(room_for(policy, left, new).tolist())
-
-
-def _period(policy: Policy) -> int:
-    """Tokens after which the policy compresses again."""
-    every = policy.settings.every
-    assert every is not None
-    return every
+    left = np.where(parts.layers.unlimited(layers) if parts.evicts else np.zeros(layers, bool), new, short)
+    return tuple(room_for(parts, left, new).tolist())
 
 
 def steps_that_fit(cache: KVCache) -> int:
@@ -75,15 +68,15 @@ def steps_that_fit(cache: KVCache) -> int:
     Returns:
         Tokens per sequence; a very large number where a spare row is all it takes.
     """
-    policy, free = cache.policy, cache.free()
-    if policy.upkeep is None:
+    parts, free = cache.policy.parts(), cache.free()
+    if parts.ongoing is None:
         return int(free.min())
-    if policy.evicts:
+    if parts.evicts:
         # One spare row is all that a segment at its limit needs.
         to_limit = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where(free > to_limit, endless, free).min())
-    return int(min(free.min(), _period(policy) - beyond(cache).max()))
+    return int(min(free.min(), (parts.every or 1) - beyond(cache).max()))
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
@@ -98,11 +91,11 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     Returns:
         A cache on which at least one token can be drawn.
     """
-    length = np.asarray(cache.length)
+    parts, length = cache.policy.parts(), np.asarray(cache.length)
     grow_by = (np.asarray(cache.limit, np.int64) - length).max(axis=(1, 2))
     # Rows below a limit, and of layers without one, have all come one by one.
-    grown = int(length.max()) if cache.policy.evicts else int(beyond(cache).max())
-    wanted = room_for(cache.policy, grow_by, new, grown=grown)
+    grown = int(length.max()) if parts.evicts else int(beyond(cache).max())
+    wanted = room_for(parts, grow_by, new, grown=grown)
     if due(cache).any():
         return again(flat, cache, key=key, room=wanted)
     if (cache.free() >= wanted).all():

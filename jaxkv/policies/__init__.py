@@ -1,7 +1,6 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
-from jaxkv.policies.adakv import AdaKV
-from jaxkv.policies.base import Policy
+from jaxkv.policies.after import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.budgets import (
     EntropyLayers,
     ExponentialLayers,
@@ -12,47 +11,85 @@ from jaxkv.policies.budgets import (
     OfficialLayers,
     UniformLayers,
 )
-from jaxkv.policies.cam import CaM
-from jaxkv.policies.controls import KNorm, Random
-from jaxkv.policies.criticalkv import CriticalKV
-from jaxkv.policies.d2o import D2O
-from jaxkv.policies.full import FullKV
-from jaxkv.policies.heavy import H2O, TOVA, Mode, RoCo
-from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
-from jaxkv.policies.omnikv import BrutalOffload, OmniKV
+from jaxkv.policies.merging import Decision, Joined, Merge, Merged, Merger, Metric, Row, Scope, ValueMerge, Weights
+from jaxkv.policies.methods import (
+    D2O,
+    H2O,
+    TOVA,
+    AdaKV,
+    BrutalOffload,
+    CaM,
+    CriticalKV,
+    FullKV,
+    KNorm,
+    LocalWindow,
+    Mode,
+    OmniKV,
+    PyramidInfer,
+    PyramidKV,
+    Random,
+    RoCo,
+    SnapKV,
+    StreamingLLM,
+)
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method, Policy, Wrapper
 from jaxkv.policies.protocol import Observed, Scorer
-from jaxkv.policies.pyramidinfer import PyramidInfer
-from jaxkv.policies.pyramidkv import PyramidKV
-from jaxkv.policies.reading import Selector
-from jaxkv.policies.scorers import AvgPool, GroupReduce, MaxPool, NoPool, PoolOrder, WindowAttention
+from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorers import (
+    AvgPool,
+    CumulativeAttention,
+    GroupReduce,
+    KeyNorm,
+    LastAttention,
+    MaxPool,
+    NoPool,
+    PoolOrder,
+    Position,
+    Uniform01,
+    WindowAttention,
+)
 from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
-from jaxkv.policies.snapkv import SnapKV
-from jaxkv.policies.streaming import LocalWindow, StreamingLLM
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 
 __all__ = [
-    "H2O",
-    "TOVA",
     "AdaKV",
     "AdaptiveHeads",
+    "Again",
+    "Append",
     "AvgPool",
     "BrutalOffload",
+    "ByAge",
+    "ByAttention",
     "CaM",
     "CriticalKV",
+    "CumulativeAttention",
     "D2O",
     "Decision",
     "EntropyLayers",
+    "Evict",
+    "FilteredReads",
     "ExponentialLayers",
     "FullKV",
     "GeometricLayers",
     "GiniLayers",
     "GroupReduce",
+    "H2O",
+    "Joined",
     "KNorm",
     "KVPressLayers",
+    "Keep",
+    "KeyNorm",
+    "LastAttention",
     "LinearLayers",
+    "LoadedReads",
     "LocalWindow",
     "MaxPool",
     "Merge",
+    "Merged",
+    "Merger",
+    "Method",
     "Metric",
     "Mode",
     "NoPool",
@@ -60,13 +97,18 @@ __all__ = [
     "OfficialLayers",
     "OfficialVarianceLayers",
     "OmniKV",
+    "Parts",
     "Policy",
     "PoolOrder",
+    "Position",
     "ProtectedHeads",
     "PyramidInfer",
     "PyramidKV",
     "Random",
+    "Rank",
+    "Reads",
     "RoCo",
+    "Row",
     "Scope",
     "Scorer",
     "Selector",
@@ -74,11 +116,15 @@ __all__ = [
     "SnapKV",
     "Statistic",
     "StreamingLLM",
+    "TOVA",
     "TwoStageHeads",
+    "Uniform01",
     "UniformHeads",
     "UniformLayers",
     "ValueMerge",
     "VarianceLayers",
     "Weights",
     "WindowAttention",
+    "Wrapper",
+    "register",
 ]

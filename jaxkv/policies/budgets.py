@@ -77,6 +77,9 @@ class LayerBudgets(Protocol):
     def widest(self, budget: Counts, length: Counts) -> Counts:
         """The most rows per kv head that any one layer can get, whatever the claims."""
 
+    def recents(self, budget: Counts, length: Counts, weights: np.ndarray) -> Int[np.ndarray, "L N"] | None:
+        """Most recent rows of each layer, where they follow from the layers' claims; None where they do not."""
+
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Layers that go on growing where others drop a row for every new one."""
 
@@ -138,8 +141,12 @@ class Exact(Value):
         """See `LayerBudgets.widest`."""
         return np.asarray(length, np.int64)
 
+    def recents(self, budget: Counts, length: Counts, weights: np.ndarray) -> Int[np.ndarray, "L N"] | None:
+        """They are a share of each layer's rows; see `LayerBudgets.recents`."""
+        return None
+
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """None."""
+        """No layer; see `LayerBudgets.unlimited`."""
         return np.zeros(layers, bool)
 
 

@@ -5,13 +5,14 @@ import enum
 import math
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag, real
 
 _EPS = 1e-6
@@ -67,32 +68,59 @@ class Merged(NamedTuple):
     tau: Array | None
 
 
-@runtime_checkable
-class Merger(Protocol):
-    """What becomes of dropped rows.
+class Row(NamedTuple):
+    """One row of each of several segments.
 
     Attributes:
-        thresholds: running thresholds per kv head; 0 for none.
-        needs_equal_heads: whether every head must drop as many rows.
-        while_decoding: whether rows that are dropped one by one are merged, too.
-        compares_keys: whether keys are compared then.
+        k: `f32[N, K, D]` its key.
+        v: `f32[N, K, D]` its value.
+    """
+
+    k: Array
+    v: Array
+
+
+class Joined(NamedTuple):
+    """What becomes of kept rows when others are dropped that resemble them.
+
+    Attributes:
+        joins: `bool[N, K]` where the kept row changes.
+        k: `f32[N, K, D]` its key then; None leaves all keys as they are.
+        v: `f32[N, K, D]` its value likewise.
+        tau: `f32[N, K, n]` thresholds from now on; None without any.
+    """
+
+    joins: Array
+    k: Array | None
+    v: Array | None
+    tau: Array | None
+
+
+@runtime_checkable
+class Merger(Protocol):
+    """What becomes of dropped rows. Subclass it in a frozen dataclass; `merge` is all that has to be written.
+
+    A merger that names what rows are compared by goes on while tokens are drawn: `merge_one` is then asked each time
+    that a row goes.
     """
 
     @property
     def thresholds(self) -> int:
-        """N of tau."""
+        """Running thresholds per kv head, n of tau; 0 for none."""
+        return 0
 
     @property
     def needs_equal_heads(self) -> bool:
         """Whether every head must drop as many rows."""
+        return False
 
     @property
-    def while_decoding(self) -> bool:
-        """Whether single dropped rows are merged."""
+    def compares(self) -> tuple[str, ...]:
+        """By what a single dropped row finds its nearest kept row: keys ("k"), values ("v"), each in turn; () for none.
 
-    @property
-    def compares_keys(self) -> bool:
-        """Whether by their keys."""
+        With none it merges prompts, and what is compressed again; rows that go one by one are then not merged.
+        """
+        return ()
 
     def merge(
         self,
@@ -118,10 +146,56 @@ class Merger(Protocol):
         Returns:
             The rows and thresholds.
         """
+        ...
+
+    def merge_one(
+        self,
+        index: int,
+        cosine: Float[Array, "N K"],
+        dropped: Row,
+        nearest: Row,
+        goes: Bool[Array, "N K"],
+        tau: Float[Array, "N K n"] | None,
+    ) -> Joined:
+        """Merges one row of each segment, which is dropped while tokens are drawn, into the kept row most like it.
+
+        Args:
+            index: which of `compares` found it.
+            cosine: between the two.
+            dropped: the row that goes, as it was.
+            nearest: the kept row.
+            goes: where one goes at all; elsewhere the others hold anything, and nothing may change.
+            tau: thresholds so far; -inf where there was none yet.
+
+        Returns:
+            What becomes of the kept row. All kv heads of a layer are given together: they may decide together.
+        """
+        raise NotImplementedError(f"{type(self).__name__} names what it compares: write its method `merge_one`")
+
+
+def check_merger(label: str, merge: Any) -> None:
+    """Refuses what is no merger.
+
+    Args:
+        label: what to call it.
+        merge: what a policy gave; None is allowed.
+
+    Raises:
+        ValueError: for anything else.
+        TypeError: naming what a merger lacks.
+    """
+    if merge is None:
+        return
+    require(isinstance(merge, Merger) and not isinstance(merge, type), label, merge, "give Merge(...), or None")
+    named = isinstance(merge.compares, tuple) and set(merge.compares) <= {"k", "v"}
+    require(named, f"{label}.compares", merge.compares, "give ('k',), ('v',), both, or () for prompts only")
+    for name, wanted in (("merge", True), ("merge_one", bool(merge.compares))):
+        if wanted and getattr(type(merge), name) is getattr(Merger, name):
+            raise TypeError(f"{label}={type(merge).__name__}: write its method `{name}`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Merge(Value):
+class Merge(Merger, Value):
     """D2O's merging: a dropped row joins its nearest kept row if it is no less like it than rows dropped before.
 
     Attributes:
@@ -137,8 +211,6 @@ class Merge(Value):
         Models, arXiv:2406.13035, equations 9 to 12; in 12 the dropped rows' weights are read per row, so that all sum
         to one.
     """
-
-    while_decoding: ClassVar[bool] = True
 
     beta: float = 0.7
     metric: Metric | str = Metric.KEY
@@ -165,16 +237,13 @@ class Merge(Value):
         return self.decision is Decision.SHARED_POSITION
 
     @property
-    def compares_keys(self) -> bool:
-        """Unless values alone decide."""
-        return self.metric is not Metric.VALUE
+    def compares(self) -> tuple[str, ...]:
+        """Whose cosines decide: the keys', the values', or each one's own."""
+        return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[Metric(self.metric)]
 
-    @property
-    def targets(self) -> tuple[tuple[str, str], ...]:
-        """Whose cosines decide, and what they decide for: k, v."""
-        if self.metric is Metric.BOTH:
-            return ("k", "k"), ("v", "v")
-        return (("k" if self.metric is Metric.KEY else "v", "kv"),)
+    def _changes(self, index: int) -> str:
+        """What the cosines of this metric decide for."""
+        return self.compares[index] if self.metric is Metric.BOTH else "kv"
 
     def moved(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
@@ -227,14 +296,36 @@ class Merge(Value):
             raise TypeError("Merge needs its thresholds")
         dropped = inside & ~kept
         rows, after = {"k": k, "v": v}, tau
-        for index, (metric, targets) in enumerate(self.targets):
+        for index, metric in enumerate(self.compares):
             similarity, nearest = nearest_kept({"k": k, "v": v}[metric], kept, dropped)
             level = self.moved(tau[..., index], similarity, dropped)
             joins = self.joins(level, similarity, dropped)
             after = after.at[..., index].set(level)
-            for name in targets:
+            for name in self._changes(index):
                 rows[name] = self._join(rows[name], similarity, nearest, joins)
         return Merged(rows["k"], rows["v"], after)
+
+    def merge_one(
+        self,
+        index: int,
+        cosine: Float[Array, "N K"],
+        dropped: Row,
+        nearest: Row,
+        goes: Bool[Array, "N K"],
+        tau: Float[Array, "N K n"] | None,
+    ) -> Joined:
+        """See `Merger.merge_one`."""
+        if tau is None:
+            raise TypeError("Merge needs its thresholds")
+        similarity, going = cosine[..., None], goes[..., None]
+        level = self.moved(tau[..., index], similarity, going)
+        joins = self.joins(level, similarity, going)[..., 0]
+        add, divide, own = self.shares(cosine)
+        new = {
+            name: (own * getattr(nearest, name) + add[..., None] * getattr(dropped, name)) / (own + divide)[..., None]
+            for name in self._changes(index)
+        }
+        return Joined(joins, new.get("k"), new.get("v"), tau.at[..., index].set(level))
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
         add, divide, own = self.shares(similarity)
@@ -314,7 +405,7 @@ def nearest_kept(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueMerge(Value):
+class ValueMerge(Merger, Value):
     """CaM's merging: values fold into those of the tokens behind them, by chance as likely as they are attended to.
 
     Attributes:
@@ -326,11 +417,6 @@ class ValueMerge(Value):
         Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, section 4, in the form of
         KVCache-Factory, applied to a copy: the prompt's own attention sees values as they were.
     """
-
-    thresholds: ClassVar[int] = 0
-    needs_equal_heads: ClassVar[bool] = False
-    while_decoding: ClassVar[bool] = False
-    compares_keys: ClassVar[bool] = False
 
     window: int = 32
     start: float = 0.1

@@ -1,46 +1,16 @@
-"""What a policy and the model say to each other: what scoring may see, and what goes on after the prompt."""
+"""What a policy and the model say to each other: what scoring may see, and what it gives."""
 
 import dataclasses
-import enum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._values import ENDLESS, FARTHEST, Value
+from jaxkv._values import is_whole
 from jaxkv.attention import Implementation
-from jaxkv.policies.merging import Merger
-
-Span = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a policy was asked for, as the engine reads it: a wrapper's are its base's, a preset's are the preset's.
-
-    Attributes:
-        budget: as in `Policy`; a number of rows that no text has is cut to one that no text has.
-        min_budget: as in `Policy`.
-        protect: as in `Policy`, cut to where positions end.
-        every: as in `Policy`.
-        merge: as in `Policy`.
-    """
-
-    budget: int | float | None
-    min_budget: str
-    protect: tuple[Span, ...]
-    every: int | None
-    merge: Merger | None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.budget, int):
-            object.__setattr__(self, "budget", min(self.budget, ENDLESS))
-        if self.every is not None:
-            object.__setattr__(self, "every", min(self.every, ENDLESS))
-        cut = lambda edge: max(-FARTHEST, min(edge, FARTHEST))  # noqa: E731
-        object.__setattr__(self, "protect", tuple((cut(start), cut(stop)) for start, stop in self.protect))
+from jaxkv.policies.after import Rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,62 +28,6 @@ class Needs:
     sums: bool = False
     norms: bool = False
     unrotated: bool = False
-
-
-class Carry(enum.Enum):
-    """How a row's score goes on while tokens are drawn.
-
-    SUM: the attention it received, added up. MEAN: the same, divided by the queries that could see it. LAST: the last
-    token's attention. AGE: nothing to carry; the oldest row is the weakest.
-    """
-
-    SUM = "sum"
-    MEAN = "mean"
-    LAST = "last"
-    AGE = "age"
-
-    def ranked(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """What rows are compared by: their score, and how many queries could see them."""
-        match self:
-            case Carry.MEAN:
-                return score / jnp.maximum(age, 1).astype(jnp.float32)
-            case Carry.AGE:
-                return -age.astype(jnp.float32)
-        return score
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Upkeep(Value):
-    """What a policy does to its cache after the prompt; static in decode programs.
-
-    Attributes:
-        evicts: after each token, segments above their limit lose the weakest row.
-        carry: how scores go on, or None where they are computed anew at each re-run.
-        scored: a score per row is kept.
-        together: all kv heads of a layer drop the same row.
-        sinks: first positions that are never dropped.
-        protect: spans of the prompt that are never dropped.
-        merge: what becomes of dropped rows.
-        ring: last queries to remember, for scorers that are asked again.
-    """
-
-    evicts: bool
-    carry: Carry | None
-    scored: bool
-    together: bool
-    sinks: int
-    protect: tuple[Span, ...]
-    merge: Merger | None
-    ring: int
-
-    def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
-        mask = pos < self.sinks
-        for start, stop in self.protect:
-            first, last = (jnp.where(jnp.asarray(edge) < 0, prompt + edge, edge) for edge in (start, stop))
-            # A span is the prompt's: what is drawn behind a short one is no part of it.
-            mask = mask | ((pos >= first) & (pos < last) & (pos < prompt))
-        return mask
 
 
 @partial(
@@ -152,26 +66,34 @@ class Observed:
 class Scorer(Protocol):
     """Says how much each row matters, per kv head.
 
-    Attributes:
-        queries: how many of each sequence's last queries `Observed` must carry; 0 for none.
-        sums: whether it must carry the attention received from all queries.
-        carry: how scores go on while tokens are drawn; None if they must be computed anew.
+    Subclass it in a frozen dataclass; `mass` is all that has to be written:
+
+    ```python
+    @dataclasses.dataclass(frozen=True)
+    class KeyNorm(Scorer):
+        def mass(self, seen):
+            return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
+    ```
     """
 
     @property
     def queries(self) -> int:
-        """Last queries needed, w."""
+        """How many of each sequence's last queries `Observed` must carry, w; 0 for none."""
+        return 0
 
     @property
     def sums(self) -> bool:
-        """Whether sums over all queries are needed."""
+        """Whether `Observed` must carry the attention that rows receive from all queries."""
+        return False
 
     @property
-    def carry(self) -> Carry | None:
-        """How scores go on."""
+    def rank(self) -> Rank | None:
+        """How scores go on while tokens are drawn; None where the scorer must be asked again."""
+        return None
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
-        """What was observed of every row. Rows past a sequence's length may hold anything."""
+        """What was observed of every row, float32. Rows past a sequence's length may hold anything."""
+        ...
 
     def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
         """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is.
@@ -179,6 +101,44 @@ class Scorer(Protocol):
         float32. A prompt whose rows get what is not a number is refused; where a cache is compressed again, such rows
         come last.
         """
+        return mass
+
+
+def check_scorer(label: str, scorer: Any) -> None:
+    """Refuses what is no scorer.
+
+    Args:
+        label: what to call it.
+        scorer: what a policy gave; None is allowed.
+
+    Raises:
+        TypeError: naming what it lacks.
+    """
+    if scorer is None:
+        return
+    if isinstance(scorer, type):
+        raise TypeError(f"{label}={scorer.__name__}: it is a class: give an instance, {scorer.__name__}()")
+    missing = [each for each in ("queries", "sums", "rank", "mass", "scores") if not hasattr(scorer, each)]
+    if missing:
+        remedy = f"a scorer has {', '.join(missing)}, too: subclass jaxkv.policies.Scorer"
+        raise TypeError(f"{label}={scorer!r}: {remedy}")
+    if type(scorer) is Scorer or getattr(type(scorer), "mass", None) is Scorer.mass:
+        raise TypeError(f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `mass`")
+    for name, fits, wanted in (
+        ("queries", is_whole, "a number of last queries, 0 or more"),
+        ("sums", lambda value: isinstance(value, bool), "True or False"),
+        ("rank", lambda value: value is None or isinstance(value, Rank), "a Rank, or None"),
+        ("mass", callable, "a method"),
+        ("scores", callable, "a method"),
+    ):
+        value = getattr(scorer, name)
+        if not fits(value):
+            raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
+    try:
+        hash(scorer)
+    except TypeError as error:
+        remedy = f"programs are kept by it ({error}): make it a frozen dataclass of numbers and tuples"
+        raise TypeError(f"{label}={type(scorer).__name__}: {remedy}") from None
 
 
 def checked(scorer: Scorer, method: str, given: Any, rows: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:

@@ -8,57 +8,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.policies.adakv import AdaKV
-from jaxkv.policies.base import Policy
-from jaxkv.policies.cam import CaM
-from jaxkv.policies.controls import KNorm, Random
-from jaxkv.policies.criticalkv import CriticalKV
-from jaxkv.policies.d2o import D2O
-from jaxkv.policies.full import FullKV
-from jaxkv.policies.heavy import H2O, TOVA, RoCo
-from jaxkv.policies.omnikv import BrutalOffload, OmniKV
-from jaxkv.policies.pyramidinfer import PyramidInfer
-from jaxkv.policies.pyramidkv import PyramidKV
-from jaxkv.policies.snapkv import SnapKV
-from jaxkv.policies.streaming import LocalWindow, StreamingLLM
+from jaxkv.policies.policy import Method
 
-_CLASSES: tuple[type[Policy], ...] = (
-    FullKV,
-    StreamingLLM,
-    SnapKV,
-    PyramidKV,
-    AdaKV,
-    H2O,
-    D2O,
-    RoCo,
-    TOVA,
-    CaM,
-    CriticalKV,
-    PyramidInfer,
-    OmniKV,
-    BrutalOffload,
-    LocalWindow,
-    KNorm,
-    Random,
-)
+POLICIES: dict[str, type[Method]] = {}
 
 
-def name_of(cls: type[Policy]) -> str:
-    """The name of a policy's class.
+def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
+    """Makes a policy's class known by name: to `policy="snapkv"`, and to the command line with all its options.
 
     Args:
-        cls: the class.
+        cls: the class; a decorator's way of giving it.
+        name: its name; by default the class', in lower case.
 
     Returns:
-        Its lower-case name; FullKV's is "full".
+        The class; a decorator, if only a name was given.
+
+    Raises:
+        ValueError: for a name that another class has.
+        TypeError: for what is no policy's class.
     """
-    return "full" if cls is FullKV else cls.__name__.lower()
+    if cls is None:
+        return lambda cls: register(cls, name=name)
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise TypeError(f"register({cls!r}): give a class derived from Method")
+    known = _spelled(name or cls.__name__)
+    mine = POLICIES.setdefault(known, cls)
+    same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
+    require(same, "name", known, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
+    # A notebook's cell that is run again makes its class anew.
+    POLICIES[known] = cls
+    return cls
 
 
-POLICIES: dict[str, type[Policy]] = {name_of(cls): cls for cls in _CLASSES}
+def _spelled(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
-def policy_class(name: str) -> type[Policy]:
+def policy_class(name: str) -> type[Method]:
     """Looks up a policy.
 
     Args:
@@ -73,16 +59,16 @@ def policy_class(name: str) -> type[Policy]:
     return _class_of(name, "policy")
 
 
-def _class_of(name: str, field: str) -> type[Policy]:
-    plain = name.lower().replace("-", "").replace("_", "")
-    plain = name_of(FullKV) if plain == FullKV.__name__.lower() else plain
+def _class_of(name: str, field: str) -> type[Method]:
+    plain = _spelled(name)
+    plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     require(plain in POLICIES, field, name, f"no such policy; known policies: {', '.join(POLICIES)}{meant}")
     return POLICIES[plain]
 
 
-def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Policy:
+def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Method:
     """The policy that somebody means.
 
     Args:
@@ -97,10 +83,11 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
         ValueError: for a name that is not known; the message offers the nearest one.
         TypeError: for anything else.
     """
-    if isinstance(given, Policy):
+    if isinstance(given, Method):
         return given
-    cls = FullKV if given is None else _class_of(given, field) if isinstance(given, str) else given
-    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+    given = "full" if given is None else given
+    cls = _class_of(given, field) if isinstance(given, str) else given
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
         remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
         raise TypeError(f"{field}={type(given).__name__}: {remedy}")
     needed = [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]
@@ -113,7 +100,7 @@ def _has_no_default(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def defaults(cls: type[Policy]) -> dict[str, str]:
+def defaults(cls: type[Method]) -> dict[str, str]:
     """What a policy is made with when nothing is said.
 
     Args:
@@ -125,7 +112,7 @@ def defaults(cls: type[Policy]) -> dict[str, str]:
     return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
 
 
-def documented(cls: type[Policy]) -> dict[str, str]:
+def documented(cls: type[Method]) -> dict[str, str]:
     """What a policy's docstring, and those it inherits, say of its fields.
 
     Args:

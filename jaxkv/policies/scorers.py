@@ -12,7 +12,8 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import KERNELS
-from jaxkv.policies.protocol import Carry, Observed
+from jaxkv.policies.after import ByAge, ByAttention, Rank
+from jaxkv.policies.protocol import Observed, Scorer
 
 
 class GroupReduce(enum.Enum):
@@ -95,31 +96,7 @@ def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scorer(Value):
-    """What scorers share that need nothing from attention, and whose mass is their score."""
-
-    @property
-    def queries(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def sums(self) -> bool:
-        """Not needed."""
-        return False
-
-    @property
-    def carry(self) -> Carry | None:
-        """Scores are computed anew."""
-        return None
-
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """The mass, unchanged."""
-        return mass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CumulativeAttention(_Scorer):
+class CumulativeAttention(Scorer, Value):
     """H2O's score: the attention each row received from all queries so far, mean over the group.
 
     Attributes:
@@ -137,13 +114,13 @@ class CumulativeAttention(_Scorer):
 
     @property
     def sums(self) -> bool:
-        """Needed."""
+        """All queries count."""
         return True
 
     @property
-    def carry(self) -> Carry | None:
+    def rank(self) -> Rank:
         """Each token adds its own attention."""
-        return Carry.MEAN if self.mean else Carry.SUM
+        return ByAttention(mean=self.mean)
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
         """The sums, mean over the group."""
@@ -154,22 +131,22 @@ class CumulativeAttention(_Scorer):
     def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
         """The mass, or the mass per query."""
         age = length[:, None] - jnp.arange(mass.shape[-1], dtype=jnp.int32)
-        return (Carry.MEAN if self.mean else Carry.SUM).ranked(mass, age[:, None])
+        return self.rank.rank(mass, age[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LastAttention(_Scorer):
+class LastAttention(Scorer, Value):
     """TOVA's score: the attention of the last token alone, mean over the group."""
 
     @property
     def queries(self) -> int:
-        """One."""
+        """The last one's."""
         return 1
 
     @property
-    def carry(self) -> Carry | None:
+    def rank(self) -> Rank:
         """Each token's attention replaces that of the one before."""
-        return Carry.LAST
+        return ByAttention(decay=0.0)
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
         """The last query's probabilities."""
@@ -177,7 +154,7 @@ class LastAttention(_Scorer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowAttention(_Scorer):
+class WindowAttention(Scorer, Value):
     """SnapKV's score: attention that the last `window` queries of the prompt pay to each row.
 
     Attributes:
@@ -202,7 +179,7 @@ class WindowAttention(_Scorer):
 
     @property
     def queries(self) -> int:
-        """The window."""
+        """Those of the window."""
         return self.window
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -237,13 +214,13 @@ def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Position(_Scorer):
+class Position(Scorer, Value):
     """Later rows matter more: what is left of a budget goes to the most recent ones."""
 
     @property
-    def carry(self) -> Carry | None:
+    def rank(self) -> Rank:
         """The oldest row is the weakest."""
-        return Carry.AGE
+        return ByAge()
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
         """The position itself; exact in float32 up to 2**24."""
@@ -252,7 +229,7 @@ class Position(_Scorer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyNorm(_Scorer):
+class KeyNorm(Scorer, Value):
     """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -261,7 +238,7 @@ class KeyNorm(_Scorer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform01(_Scorer):
+class Uniform01(Scorer, Value):
     """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
 
     def mass(self, seen: Observed) -> Float[Array, "B K S"]:

@@ -210,6 +210,11 @@ class OfficialVarianceLayers(VarianceLayers):
             return np.full(layers, length)
         return np.clip(self.sizes(budget, length, stat).sum(axis=0), min(forced, length), length)
 
+    def recents(self, budget: Counts, length: Counts, weights: np.ndarray) -> Int[np.ndarray, "L N"]:
+        """Cut to integers on their own; see `LayerBudgets.recents`."""
+        columns = zip(budget, length, checked(weights).T, strict=True)
+        return np.stack([self.sizes(int(c), int(n), stat)[1] for c, n, stat in columns], axis=1)
+
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
         """See `LayerBudgets.bound`: the budget's sum, what the clamp adds, and the layers that keep the prompt."""
         length = np.asarray(length, np.int64)

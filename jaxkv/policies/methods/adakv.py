@@ -1,18 +1,20 @@
 """Ada-KV: the heads of a layer compete for its rows."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.base import Policy
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.registry import register
 from jaxkv.policies.select import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
-from jaxkv.policies.wrapped import Wrapped
 
 _ALPHA = 0.2
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaKV(Wrapped):
+class AdaKV(Wrapper):
     """Head-wise adaptive budgets over any policy that keeps the best rows.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
@@ -35,31 +37,24 @@ class AdaKV(Wrapped):
 
     usual: ClassVar[str] = "snapkv"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         given, mine = self.safeguard, AdaptiveHeads(alpha=self.alpha)
         object.__setattr__(self, "alpha", mine.alpha)
         spreads = isinstance(given, HeadBudgets) and not isinstance(given, type)
         require(given is None or spreads, "safeguard", given, "give AdaptiveHeads(...) or ProtectedHeads(...), or None")
         same = given is None or mine.alpha in (_ALPHA, getattr(given, "alpha", _ALPHA))
         require(same, "alpha", self.alpha, f"the safeguard is {given!r}: give it there only")
-        super().__post_init__()
+        super()._check()
 
-    def meaning(self) -> dict[str, Any]:
-        """The competition, however it was given."""
-        return super().meaning() | {"alpha": None, "safeguard": self._competition}
-
-    def _check(self, base: Policy) -> None:
+    def check_base(self, base: Method, parts: Parts) -> None:
+        """Heads compete where none of them has a budget of its own yet, and each may keep other rows."""
         require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
-        inner = base.heads.budgets if isinstance(base.heads, TwoStageHeads) else base.heads
+        inner = parts.heads.budgets if isinstance(parts.heads, TwoStageHeads) else parts.heads
         require(isinstance(inner, UniformHeads), "base", base, "its heads have budgets of their own already")
-        require(not base.rolling, "base", base, "rolling positions need the same rows in every head")
+        require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
 
-    @property
-    def _competition(self) -> HeadBudgets:
-        return AdaptiveHeads(alpha=self.alpha) if self.safeguard is None else self.safeguard
-
-    @property
-    def heads(self) -> HeadBudgets:
-        """The safeguarded competition, within the base's two stages if it has them."""
-        its, mine = self.inner.heads, self._competition
-        return dataclasses.replace(its, budgets=mine) if isinstance(its, TwoStageHeads) else mine
+    def wrap(self, base: Parts) -> Parts:
+        """The safeguarded competition of heads, within the base's two stages if it has them."""
+        mine = AdaptiveHeads(alpha=self.alpha) if self.safeguard is None else self.safeguard
+        staged = isinstance(base.heads, TwoStageHeads)
+        return dataclasses.replace(base, heads=dataclasses.replace(base.heads, budgets=mine) if staged else mine)

@@ -4,11 +4,13 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv.policies.budgets import LayerBudgets, LinearLayers
-from jaxkv.policies.snapkv import WindowPolicy
+from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.registry import register
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyramidKV(WindowPolicy):
+class PyramidKV(WindowMethod):
     """SnapKV's choice of rows, with a budget that shrinks from layer to layer; its average over layers is exact.
 
     Attributes:

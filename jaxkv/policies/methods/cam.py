@@ -1,18 +1,19 @@
 """CaM: values of tokens on the way out fold into those of the tokens behind them."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv._values import count
 from jaxkv.policies.merging import ValueMerge
-from jaxkv.policies.protocol import Settings
+from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import NoPool, Pooling
-from jaxkv.policies.snapkv import WindowPolicy
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaM(WindowPolicy):
+class CaM(WindowMethod):
     """SnapKV's choice without pooling, from rows whose values were folded forward first.
 
     Attributes:
@@ -31,23 +32,17 @@ class CaM(WindowPolicy):
 
     paper: ClassVar[str] = "CaM, ICML 2024"
 
-    def __post_init__(self) -> None:
-        count(self, "window", 1, "observe at least 1 query")
+    def _check(self) -> None:
+        super()._check()
         mine = self._merge
         for name in ("start", "expected"):
             object.__setattr__(self, name, getattr(mine, name))
         require(self.merge is None or self.merge == mine, "merge", self.merge, f"CaM has its own, {mine}: leave it out")
-        super().__post_init__()
 
     @property
     def _merge(self) -> ValueMerge:
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
-    @property
-    def settings(self) -> Settings:
-        """With its own way of merging."""
-        return dataclasses.replace(super().settings, merge=self._merge)
-
-    def meaning(self) -> dict[str, Any]:
-        """Its own way of merging follows from other fields."""
-        return super().meaning() | {"merge": None}
+    def parts(self) -> Parts:
+        """The window's scores, and its own way of merging."""
+        return self.observed(merge=self._merge)

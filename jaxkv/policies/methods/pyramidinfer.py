@@ -5,13 +5,16 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import NoPool, Pooling
-from jaxkv.policies.select import HeadBudgets, SharedHeads
-from jaxkv.policies.snapkv import WindowPolicy
+from jaxkv.policies.select import SharedHeads
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyramidInfer(WindowPolicy):
+class PyramidInfer(WindowMethod):
     """Positions that recent tokens attend to, one set per layer, carried over: a layer keeps what the one below kept.
 
     The prompt's own attention stays whole here: hidden states of dropped tokens run on to the top, so that this saves
@@ -31,17 +34,11 @@ class PyramidInfer(WindowPolicy):
 
     paper: ClassVar[str] = "PyramidInfer, arXiv:2405.12532"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         schedule = not getattr(self.allocation, "from_scores", False)
         require(schedule, "allocation", self.allocation, "give a schedule, LinearLayers() say")
-        super().__post_init__()
+        super()._check()
 
-    @property
-    def heads(self) -> HeadBudgets:
-        """One set for all heads."""
-        return SharedHeads()
-
-    @property
-    def carries_over(self) -> bool:
-        """Yes."""
-        return True
+    def parts(self) -> Parts:
+        """One set of positions for all heads of a layer, out of the set of the layer below."""
+        return self.observed(heads=SharedHeads(), nested=True)

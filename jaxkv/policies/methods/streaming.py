@@ -5,13 +5,16 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import count, flag
-from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.after import ByAge
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import Position
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamingLLM(Policy):
+class StreamingLLM(Method):
     """Attention sinks and the most recent tokens.
 
     Attributes:
@@ -31,53 +34,28 @@ class StreamingLLM(Policy):
 
     paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         count(self, "sinks", 0, "give 0 or more first tokens")
         flag(self, "rolling_positions")
         flag(self, "slide")
-        require(
-            not (self.slide and self.rolling_positions),
-            "slide",
-            self.slide,
-            "rolling positions move in steps: every=64",
-        )
-        super().__post_init__()
+        both = self.slide and self.rolling_positions
+        require(not both, "slide", self.slide, "rolling positions move in steps: every=64")
 
-    @property
-    def evicts(self) -> bool:
-        """When sliding."""
-        return self.slide
-
-    @property
-    def kept_first(self) -> int:
-        """The sinks."""
-        return self.sinks
-
-    @property
-    def kept_last(self) -> int:
-        """The newest token, without which the next one could not go on."""
-        return 1
-
-    @property
-    def scorer(self) -> Scorer:
-        """Recency."""
-        return Position()
-
-    @property
-    def rolling(self) -> bool:
-        """Whether positions are those within the cache."""
-        return self.rolling_positions
+    def parts(self) -> Parts:
+        """Recency; the newest token always stays, for without it the next one could not go on."""
+        keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
+        return self.compose(scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions)
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalWindow(Policy):
+class LocalWindow(Method):
     """The most recent tokens alone: the control that shows what sinks are worth."""
 
     budget: int | float | None = 1024
 
     paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
 
-    @property
-    def scorer(self) -> Scorer:
-        """Recency."""
-        return Position()
+    def parts(self) -> Parts:
+        """Recency alone."""
+        return self.compose(scorer=Position())

@@ -2,13 +2,15 @@
 
 import dataclasses
 import enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxkv._values import choice, count, flag, real
-from jaxkv.policies.base import Policy
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import CumulativeAttention, LastAttention
-from jaxkv.policies.select import HeadBudgets, SharedHeads
+from jaxkv.policies.select import SharedHeads, UniformHeads
 
 
 class Mode(enum.Enum):
@@ -19,7 +21,7 @@ class Mode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Streaming(Policy):
+class _Streaming(Method):
     """What these policies share.
 
     Attributes:
@@ -31,29 +33,19 @@ class _Streaming(Policy):
     mode: Mode | str = Mode.STREAMING
     sinks: int = 0
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         choice(self, "mode", Mode)
         count(self, "sinks", 0, "give 0 or more first tokens")
-        super().__post_init__()
 
-    @property
-    def kept_first(self) -> int:
-        """The sinks."""
-        return self.sinks
-
-    @property
-    def kept_last(self) -> int:
-        """The newest token: nothing is known of it yet."""
-        return 1
-
-    @property
-    def evicts(self) -> bool:
-        """When streaming."""
-        return self.mode is Mode.STREAMING
+    def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
+        """Scores by attention, which go on while tokens are drawn; of the newest token nothing is known yet."""
+        keep = Keep(sinks=self.sinks, window=1, recent=recent)
+        evict = scorer.rank if self.mode is Mode.STREAMING else None
+        return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeavyPolicy(_Streaming):
+class HeavyMethod(_Streaming):
     """Heavy hitters by cumulative attention, and the most recent tokens.
 
     Attributes:
@@ -62,23 +54,18 @@ class HeavyPolicy(_Streaming):
 
     recent: float = 0.5
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         real(self, "recent", "give a share between 0 and 1", low=0, high=1)
-        super().__post_init__()
+        super()._check()
 
-    @property
-    def recent_share(self) -> float:
-        """As given."""
-        return float(self.recent)
-
-    @property
-    def scorer(self) -> Scorer:
+    def parts(self) -> Parts:
         """Attention received so far."""
-        return CumulativeAttention()
+        return self.attended(CumulativeAttention(), recent=self.recent)
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class H2O(HeavyPolicy):
+class H2O(HeavyMethod):
     """Heavy hitters and recent tokens, half and half; one row goes for each that comes.
 
     References:
@@ -89,8 +76,9 @@ class H2O(HeavyPolicy):
     paper: ClassVar[str] = "H2O, arXiv:2306.14048"
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RoCo(HeavyPolicy):
+class RoCo(HeavyMethod):
     """H2O by mean attention: what a row received, over the number of queries that could see it.
 
     References:
@@ -100,12 +88,12 @@ class RoCo(HeavyPolicy):
 
     paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
 
-    @property
-    def scorer(self) -> Scorer:
+    def parts(self) -> Parts:
         """Mean attention received."""
-        return CumulativeAttention(mean=True)
+        return self.attended(CumulativeAttention(mean=True), recent=self.recent)
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
     """Whatever the latest token attends to least goes, the same position in all heads of a layer.
@@ -121,16 +109,10 @@ class TOVA(_Streaming):
 
     paper: ClassVar[str] = "TOVA, arXiv:2401.06104"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         flag(self, "per_head")
-        super().__post_init__()
+        super()._check()
 
-    @property
-    def scorer(self) -> Scorer:
-        """The last token's attention."""
-        return LastAttention()
-
-    @property
-    def heads(self) -> HeadBudgets:
-        """One set for all heads, unless they choose alone."""
-        return super().heads if self.per_head else SharedHeads()
+    def parts(self) -> Parts:
+        """The last token's attention; one set of rows for all heads, unless they choose alone."""
+        return self.attended(LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads())

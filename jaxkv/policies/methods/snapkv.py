@@ -1,18 +1,19 @@
 """SnapKV: keep what the end of the prompt looks at."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import choice, count
-from jaxkv.policies.base import Policy
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
-from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowPolicy(Policy):
+class WindowMethod(Method):
     """What SnapKV and its descendants share: an observation window that scores the rows before it.
 
     Attributes:
@@ -31,7 +32,7 @@ class WindowPolicy(Policy):
     order: PoolOrder | str = PoolOrder.LAST
     allocation: LayerBudgets = UniformLayers()
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         count(self, "window", 1, "observe at least 1 query")
         count(self, "sinks", 0, "give 0 or more first tokens")
         choice(self, "group", GroupReduce)
@@ -40,31 +41,21 @@ class WindowPolicy(Policy):
         require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
         budgets = isinstance(self.allocation, LayerBudgets) and not isinstance(self.allocation, type)
         require(budgets, "allocation", self.allocation, "give budgets over layers, LinearLayers() say")
-        super().__post_init__()
 
-    @property
-    def kept_first(self) -> int:
-        """The sinks."""
-        return self.sinks
+    def observed(self, **parts: Any) -> Parts:
+        """Scores by the attention of the window's queries, and the parts that differ between methods."""
+        scorer = WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
+        keep = Keep(sinks=self.sinks, window=self.window)
+        return self.compose(scorer=scorer, keep=keep, layers=self.allocation, **parts)
 
-    @property
-    def kept_last(self) -> int:
-        """The observation window."""
-        return self.window
-
-    @property
-    def layers(self) -> LayerBudgets:
-        """The allocation."""
-        return self.allocation
-
-    @property
-    def scorer(self) -> Scorer:
-        """Attention of the window's queries."""
-        return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
+    def parts(self) -> Parts:
+        """The window's scores, with the same number of rows in each head."""
+        return self.observed()
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SnapKV(WindowPolicy):
+class SnapKV(WindowMethod):
     """The rows that the prompt's last queries attend to most, the same number in every layer and head.
 
     References:

@@ -4,15 +4,21 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.base import Policy
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
 
 
+@register(name="full")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FullKV(Policy):
+class FullKV(Method):
     """Keeps every row."""
 
     paper: ClassVar[str] = "Attention Is All You Need, arXiv:1706.03762"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(self.budget is None, "budget", self.budget, "FullKV keeps everything: leave it out, or choose a policy")
-        super().__post_init__()
+
+    def parts(self) -> Parts:
+        """Without a scorer everything stays."""
+        return self.compose(scorer=None)

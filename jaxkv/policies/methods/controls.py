@@ -3,13 +3,15 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv.policies.base import Policy
-from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import KeyNorm, Uniform01
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KNorm(Policy):
+class KNorm(Method):
     """The rows whose keys have the smallest L2 norm.
 
     References:
@@ -20,21 +22,20 @@ class KNorm(Policy):
 
     paper: ClassVar[str] = "L2 norm, arXiv:2406.11430"
 
-    @property
-    def scorer(self) -> Scorer:
-        """Minus the key's norm."""
-        return KeyNorm()
+    def parts(self) -> Parts:
+        """Small norms first."""
+        return self.compose(scorer=KeyNorm())
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Random(Policy):
+class Random(Method):
     """Rows drawn by chance, from the key given to `prefill` or `generate`."""
 
     budget: int | float | None = 1024
 
     paper: ClassVar[str] = "control"
 
-    @property
-    def scorer(self) -> Scorer:
+    def parts(self) -> Parts:
         """Uniform draws."""
-        return Uniform01()
+        return self.compose(scorer=Uniform01())

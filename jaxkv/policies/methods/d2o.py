@@ -1,26 +1,26 @@
 """D2O: budgets of layers by variance, eviction at every step, and dropped rows merged into those they resemble."""
 
 import dataclasses
-from typing import Any, ClassVar
-
-import numpy as np
-from jaxtyping import Float, Int
+from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import flag, typed
 from jaxkv.policies.budgets import LayerBudgets
-from jaxkv.policies.heavy import HeavyPolicy
 from jaxkv.policies.merging import Decision, Merge, Merger, Scope, Weights
-from jaxkv.policies.protocol import Settings
-from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers, checked
+from jaxkv.policies.methods.heavy import HeavyMethod
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorers import CumulativeAttention
+from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
 
 # The published code's.
 _RECENT = 0.5
 _MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION)
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class D2O(HeavyPolicy):
+class D2O(HeavyMethod):
     """Heavy hitters to recent tokens 3:1 behind four sinks; more rows for layers of even attention; merging.
 
     `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
@@ -47,7 +47,7 @@ class D2O(HeavyPolicy):
 
     paper: ClassVar[str] = "D2O, arXiv:2406.13035"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         flag(self, "official")
         if self.official:
             preset = {"recent": _RECENT, "merge": _MERGE, "allocation": OfficialVarianceLayers()}
@@ -58,45 +58,11 @@ class D2O(HeavyPolicy):
                 require(same, name, mine, "official=True sets it: leave it out")
         budgets = isinstance(self.allocation, LayerBudgets) and not isinstance(self.allocation, type)
         require(budgets, "allocation", self.allocation, "give budgets over layers, VarianceLayers() say")
-        super().__post_init__()
+        super()._check()
 
-    def meaning(self) -> dict[str, Any]:
-        """What the published code sets, however it was given."""
-        mine = {"recent": self.recent_share, "merge": self.settings.merge, "allocation": self.layers}
-        return super().meaning() | mine
-
-    @property
-    def settings(self) -> Settings:
-        """With the published code's way of merging, if that is asked for."""
-        given = super().settings
-        return dataclasses.replace(given, merge=_MERGE) if self.official else given
-
-    @property
-    def recent_share(self) -> float:
-        """As given, or the published code's."""
-        return _RECENT if self.official else float(self.recent)
-
-    @property
-    def layers(self) -> LayerBudgets:
-        """The allocation, or the published code's."""
-        return OfficialVarianceLayers() if self.official else self.allocation
-
-    def recents(
-        self,
-        rows: Int[np.ndarray, "L B"],
-        length: Int[np.ndarray, " B"],
-        forced: Int[np.ndarray, " B"],
-        weights: Float[np.ndarray, "L B"] | None = None,
-    ) -> Int[np.ndarray, "L B"]:
-        """See `Policy.recents`; the published code cuts their number to an integer on its own."""
-        recents = super().recents(rows, length, forced, weights)
-        layers = self.layers
-        if isinstance(layers, OfficialVarianceLayers) and weights is not None:
-            budget = self.budgets(length, np.asarray(forced), strict=False)
-            sizes = [
-                layers.sizes(int(c), int(n), stat)[1]
-                for c, n, stat in zip(budget, length, checked(weights).T, strict=True)
-            ]
-            most = np.maximum(rows - (np.asarray(forced) - self.kept_last), self.kept_last)
-            recents = np.clip(np.stack(sizes, axis=1), self.kept_last, most)
-        return recents
+    def parts(self) -> Parts:
+        """Heavy hitters, layers by variance and merging; with `official` as published code has them."""
+        scorer = CumulativeAttention()
+        if self.official:
+            return self.attended(scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE)
+        return self.attended(scorer, recent=self.recent, layers=self.allocation)

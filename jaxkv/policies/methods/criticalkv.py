@@ -4,13 +4,15 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.base import Policy
-from jaxkv.policies.select import HeadBudgets, TwoStageHeads
-from jaxkv.policies.wrapped import Wrapped
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.registry import register
+from jaxkv.policies.select import TwoStageHeads
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticalKV(Wrapped):
+class CriticalKV(Wrapper):
     """Half of each head's rows by the base's score, the rest by score times the L1 norm of the value at the output.
 
     `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for rows first.
@@ -31,17 +33,18 @@ class CriticalKV(Wrapped):
 
     usual: ClassVar[str] = "snapkv"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         stages = TwoStageHeads(first=self.first, epsilon=self.epsilon)
         for name in ("first", "epsilon"):
             object.__setattr__(self, name, getattr(stages, name))
-        super().__post_init__()
+        super()._check()
 
-    def _check(self, base: Policy) -> None:
-        require(not base.heads.needs_norms, "base", base, "it looks at values already")
-        require(not base.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
+    def check_base(self, base: Method, parts: Parts) -> None:
+        """Values are looked at once, when all rows of a prompt are chosen."""
+        require(not parts.heads.needs_norms, "base", base, "it looks at values already")
+        require(not parts.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
 
-    @property
-    def heads(self) -> HeadBudgets:
-        """The base's, in two stages."""
-        return TwoStageHeads(budgets=self.inner.heads, first=self.first, epsilon=self.epsilon)
+    def wrap(self, base: Parts) -> Parts:
+        """The base's choice, in two stages."""
+        heads = TwoStageHeads(budgets=base.heads, first=self.first, epsilon=self.epsilon)
+        return dataclasses.replace(base, heads=heads)

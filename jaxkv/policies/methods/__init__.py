@@ -1,0 +1,37 @@
+"""Methods of the literature, one short file each; importing them makes their names known, in this order."""
+
+# isort: off
+from jaxkv.policies.methods.full import FullKV
+from jaxkv.policies.methods.streaming import LocalWindow, StreamingLLM
+from jaxkv.policies.methods.snapkv import SnapKV
+from jaxkv.policies.methods.pyramidkv import PyramidKV
+from jaxkv.policies.methods.adakv import AdaKV
+from jaxkv.policies.methods.heavy import H2O, TOVA, Mode, RoCo
+from jaxkv.policies.methods.d2o import D2O
+from jaxkv.policies.methods.cam import CaM
+from jaxkv.policies.methods.criticalkv import CriticalKV
+from jaxkv.policies.methods.pyramidinfer import PyramidInfer
+from jaxkv.policies.methods.omnikv import BrutalOffload, OmniKV
+from jaxkv.policies.methods.controls import KNorm, Random
+# isort: on
+
+__all__ = [
+    "D2O",
+    "H2O",
+    "TOVA",
+    "AdaKV",
+    "BrutalOffload",
+    "CaM",
+    "CriticalKV",
+    "FullKV",
+    "KNorm",
+    "LocalWindow",
+    "Mode",
+    "OmniKV",
+    "PyramidInfer",
+    "PyramidKV",
+    "Random",
+    "RoCo",
+    "SnapKV",
+    "StreamingLLM",
+]

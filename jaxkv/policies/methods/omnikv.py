@@ -1,0 +1,148 @@
+"""OmniKV: every row is kept; filter layers choose the tokens that the layers above them read."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv._values import typed
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
+from jaxkv.policies.registry import as_policy, register
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OmniKV(Method):
+    """Drops nothing: a few filter layers choose, for every new token, what the layers above them read.
+
+    Attributes:
+        filter_layers: layers that choose; None takes those found for the model, which its manifest names.
+        budget: int: tokens of the prompt that the other layers read. float in (0, 1]: that share of each sequence's
+            own prompt. By default 1024. Tokens after the prompt are read besides. At least the window, if it counts: a
+            smaller number is refused, a smaller share of a short prompt becomes the window.
+        mem: the paper's Mem% in place of a budget: the share of the cache that layers which read everything hold, and
+            the others' tokens, at least the window as above.
+        selector: `Selector`, or its value: which queries choose.
+        window: newest tokens whose queries choose, if not only the last one's does.
+        adjacent: layers behind a filter that read everything, while chosen rows are on their way.
+        include_generated: tokens after the prompt are read only if they are chosen, too.
+        offload: rows of the layers that read chosen tokens wait in host memory.
+        prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
+            read this many chosen earlier tokens for each token of the chunk, and the chunk.
+        prefill_chunk: tokens of such a chunk.
+        base: a policy (or its name or class) that compresses the prompt first; its heads read those of their kept rows
+            that are chosen.
+
+    References:
+        Hao et al., OmniKV: Dynamic Context Selection for Efficient Long-Context LLMs, ICLR 2025, sections 4 and 5,
+        equations 3 and 4, appendix D.10. Unlike its code, window queries stand at their own positions, and "last"
+        is the paper's: a softmax over the prompt for each head before the largest is taken.
+    """
+
+    filter_layers: tuple[int, ...] | None = None
+    mem: float | None = None
+    selector: Selector | str = Selector.LAST
+    window: int = 16
+    adjacent: int = 1
+    include_generated: bool = False
+    offload: bool = False
+    prefill_ratio: int | float | None = None
+    prefill_chunk: int = 1024
+    base: Method | type[Method] | str | None = None
+
+    paper: ClassVar[str] = "OmniKV, ICLR 2025"
+
+    def _check(self) -> None:
+        reads = self._reads
+        for name in _READS:
+            if name != "budget":
+                object.__setattr__(self, name, getattr(reads, name))
+        base = self.inner
+        for name, default in ((field.name, field.default) for field in dataclasses.fields(Method)):
+            mine, its = getattr(self, name), default if base is None else getattr(base, name)
+            same = name == "budget" or typed(mine) in (typed(default), typed(its))
+            require(same, name, mine, "OmniKV drops nothing: give it to the base, if any")
+        if base is None:
+            return
+        parts = base.parts()
+        require(not isinstance(base, OmniKV), "base", base, "give the policy that it is built on")
+        require(parts.scorer is not None, "base", base, "it compresses nothing: leave it out")
+        require(parts.ongoing is None, "base", base, "it goes on compressing: give one that then appends")
+        require(not parts.rolling, "base", base, "positions within the cache change: leave rolling positions out")
+        generated = self.include_generated
+        require(not generated, "include_generated", generated, "the base's choice is the prompt's: leave one out")
+        require(not self.offload, "offload", True, "only whole prompts wait in host memory: leave the base out")
+        chunked = self.prefill_ratio is not None
+        require(not chunked, "prefill_ratio", self.prefill_ratio, "the base scores whole prompts: leave one out")
+
+    @property
+    def _reads(self) -> FilteredReads:
+        return FilteredReads(**{name: getattr(self, name) for name in _READS})
+
+    @functools.cached_property
+    def inner(self) -> Method | None:
+        """The base, if any."""
+        return None if self.base is None else as_policy(self.base, field="base")
+
+    def parts(self) -> Parts:
+        """What is stored is the base's business; without one, everything is. What is read follows from the fields."""
+        base = Parts() if self.inner is None else self.inner.parts()
+        return dataclasses.replace(base, read=self._reads)
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
+        """This policy with its filter layers named."""
+        if self.filter_layers is None:
+            remedy = (
+                "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
+            )
+            require(found is not None, "filter_layers", None, remedy)
+            return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
+        its = None if self.inner is None else self.inner.for_model(layers, found)
+        if its is not self.inner:
+            return dataclasses.replace(self, base=its).for_model(layers, found)
+        self._reads.check(layers)
+        return self
+
+
+_READS = tuple(field.name for field in dataclasses.fields(FilteredReads))
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BrutalOffload(Method):
+    """Full attention with the upper layers' rows in host memory, each loaded whole for every token: a baseline.
+
+    Attributes:
+        resident_layers: layers from the bottom whose rows stay on the device.
+        ahead: layers that a load is ahead of its use.
+
+    References:
+        OmniKV, section 5.2 ("Brutal Offload": the final 20 of 32 layers, 4 layers ahead); its code keeps 10 layers.
+    """
+
+    resident_layers: int = 10
+    ahead: int = 4
+
+    paper: ClassVar[str] = "OmniKV, ICLR 2025, section 5.2"
+
+    def _check(self) -> None:
+        require(self.budget is None, "budget", self.budget, "it reads everything: leave it out")
+        reads = self._reads
+        for name in ("resident_layers", "ahead"):
+            object.__setattr__(self, name, getattr(reads, name))
+
+    @property
+    def _reads(self) -> LoadedReads:
+        return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
+
+    def parts(self) -> Parts:
+        """Everything is kept, and read from where it waits."""
+        return self.compose(scorer=None, read=self._reads)
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
+        """This policy, if the model has layers to offload."""
+        fits = self.resident_layers < layers
+        require(fits, "resident_layers", self.resident_layers, f"the model has {layers} layers: give fewer")
+        return self

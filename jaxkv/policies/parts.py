@@ -1,0 +1,386 @@
+"""What a policy is made of: one plain value, which is all that the engine reads of it."""
+
+import dataclasses
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._errors import require
+from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, plain, real
+from jaxkv.attention.xla import Form
+from jaxkv.policies.after import After, Again, Append, Evict, Rank
+from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.merging import Merger, check_merger
+from jaxkv.policies.protocol import Needs, Scorer, check_scorer
+from jaxkv.policies.reading import Reading, Reads
+from jaxkv.policies.select import HeadBudgets, UniformHeads, together
+
+Span = tuple[int, int]
+
+
+def as_budget(given: Any) -> int | float | None:
+    """A budget as an int (rows), a float (a share: decimals and fractions are shares) or None.
+
+    Args:
+        given: what a user gave.
+
+    Raises:
+        ValueError: for anything else, and for numbers that are no budget.
+    """
+    budget = float(given) if isinstance(given, (Decimal, Fraction)) else plain(given)
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    require(budget is None or number, "budget", budget, "give rows per head (an int) or a share (a float)")
+    if isinstance(budget, float):
+        require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of rows give an int")
+    elif budget is not None:
+        require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
+    return budget
+
+
+def as_spans(given: Any) -> tuple[Span, ...]:
+    """Spans as pairs of ints."""
+    remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
+    pairs = given.tolist() if isinstance(given, np.ndarray) else given
+    require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
+    spans = []
+    for pair in pairs:
+        edges = tuple(plain(edge) for edge in pair) if isinstance(pair, (tuple, list, np.ndarray)) else ()
+        whole = len(edges) == 2 and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in edges)
+        require(whole, "protect", given, remedy)
+        spans.append((edges[0], edges[1]))
+    return tuple(spans)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keep(Value):
+    """Rows that stay whatever their score.
+
+    Attributes:
+        sinks: first positions.
+        window: last positions of the prompt.
+        protect: spans `(start, stop)` of the prompt's positions, with Python's slice meaning on each sequence.
+        recent: share of a layer's rows, those that stay anyway left out, that goes to the most recent tokens.
+    """
+
+    sinks: int = 0
+    window: int = 0
+    protect: tuple[Span, ...] = ()
+    recent: float = 0.0
+
+    def __post_init__(self) -> None:
+        count(self, "sinks", 0, "give 0 or more first tokens")
+        count(self, "window", 0, "give 0 or more last tokens")
+        real(self, "recent", "give a share between 0 and 1", low=0, high=1)
+        # Cut to where positions end, so that they are numbers that the device has.
+        cut = lambda edge: max(-FARTHEST, min(edge, FARTHEST))  # noqa: E731
+        spans = tuple((cut(start), cut(stop)) for start, stop in as_spans(self.protect))
+        object.__setattr__(self, "protect", spans)
+
+    def mask(self, lengths: Int[np.ndarray, " B"], slots: int) -> Bool[np.ndarray, "B S"]:
+        """Which rows of prompts stay, the most recent ones left out.
+
+        Args:
+            lengths: tokens of each prompt.
+            slots: S.
+
+        Returns:
+            A mask over the prompts' slots.
+        """
+        length = np.asarray(lengths)[:, None]
+        position = np.arange(slots)
+        mask = (position < self.sinks) | (position >= length - self.window)
+        for start, stop in self.protect:
+            first, last = (np.where(np.asarray(edge) < 0, length + edge, edge) for edge in (start, stop))
+            mask = mask | ((position >= first) & (position < last))
+        return mask & (position < length)
+
+    def counts(self, lengths: Int[np.ndarray, " N"], prompts: Int[np.ndarray, " N"] | None = None) -> Any:
+        """How many rows stay of texts of these lengths, without a mask of them.
+
+        Args:
+            lengths: tokens of each text.
+            prompts: those of its prompt, where more has come since: spans are the prompt's.
+
+        Returns:
+            `i64[N]`.
+        """
+        counts, prompts = [], lengths if prompts is None else prompts
+        for n, prompt in zip(lengths.tolist(), prompts.tolist(), strict=True):
+            spans = [(0, self.sinks), (max(0, n - self.window), n)]
+            spans += [slice(*span).indices(prompt)[:2] for span in self.protect]
+            end = total = 0
+            for first, last in sorted(spans):
+                first, last = max(first, end), min(last, n)
+                total += max(0, last - first)
+                end = max(end, last)
+            counts.append(total)
+        return np.asarray(counts, np.int64)
+
+    def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
+        mask = pos < self.sinks
+        for start, stop in self.protect:
+            first, last = (jnp.where(jnp.asarray(edge) < 0, prompt + edge, edge) for edge in (start, stop))
+            # A span is the prompt's: what is drawn behind a short one is no part of it.
+            mask = mask | ((pos >= first) & (pos < last) & (pos < prompt))
+        return mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ongoing(Value):
+    """What goes on after the prompt, as programs are compiled for it: no number that budgets change is in it.
+
+    Attributes:
+        evicts: after each token, segments above their limit lose the weakest row.
+        rank: how scores go on, or None where they are computed anew.
+        together: all kv heads of a layer drop the same row.
+        keep: first positions and spans that are never dropped.
+        merge: what becomes of dropped rows.
+        queries: last queries to remember, for scorers that are asked again.
+    """
+
+    evicts: bool
+    rank: Rank | None
+    together: bool
+    keep: Keep
+    merge: Merger | None
+    queries: int
+
+    @property
+    def scored(self) -> bool:
+        """Whether a score per row is kept."""
+        return self.rank is not None and self.rank.scored
+
+    @property
+    def attends(self) -> bool:
+        """Whether the attention that rows receive enters their scores."""
+        return self.scored and self.rank is not None and self.rank.decay is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts(Value):
+    """What a policy is made of.
+
+    Attributes:
+        budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
+            share of each sequence's own prompt. None: everything.
+        min_budget: "raise" refuses a ratio that comes out below what must stay for some sequence; "clamp" raises it.
+        scorer: which rows matter; None keeps everything.
+        keep: which rows stay whatever their score.
+        layers: how the budget spreads over layers.
+        heads: how a layer's budget spreads over its kv heads.
+        merge: what becomes of dropped rows; None drops them.
+        after: what follows the prompt.
+        read: which layers read less than everything while tokens are drawn; None if none does.
+        rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
+        nested: a layer chooses among the positions that the layer below kept.
+    """
+
+    budget: int | float | None = None
+    min_budget: str = "raise"
+    scorer: Scorer | None = None
+    keep: Keep = Keep()
+    layers: LayerBudgets = UniformLayers()
+    heads: HeadBudgets = UniformHeads()
+    merge: Merger | None = None
+    after: After = Append()
+    read: Reads | None = None
+    rolling: bool = False
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", as_budget(self.budget))
+        known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
+        require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
+        check_scorer("scorer", self.scorer)
+        for name, kind, wanted in _KINDS:
+            value = getattr(self, name)
+            # A class has the attributes that its instances have.
+            fits = isinstance(value, kind) and not isinstance(value, type)
+            if not fits:
+                raise TypeError(f"{name}={value!r}: give {wanted}")
+        check_merger("merge", self.merge)
+        flag(self, "rolling")
+        flag(self, "nested")
+        self._check_together()
+        if isinstance(self.budget, int):
+            object.__setattr__(self, "budget", min(self.budget, ENDLESS))
+
+    def _check_together(self) -> None:
+        """What was asked for against what the parts can do."""
+        budget, scorer, after, merge = self.budget, self.scorer, self.after, self.merge
+        remedy = "give rows per head or a ratio; FullKV keeps everything"
+        require(budget is not None or scorer is None, "budget", budget, remedy)
+        remedy = "without a scorer everything is kept: give one, or choose a policy such as SnapKV"
+        require(budget is None or scorer is not None, "budget", budget, remedy)
+        if isinstance(budget, int):
+            first, last = self.keep.sinks, self.keep.window
+            remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
+            require(budget >= first + last, "budget", budget, remedy)
+        keeps = "this policy keeps everything: leave it out"
+        if isinstance(after, Again):
+            require(scorer is not None, "every", after.every, keeps)
+            require(not self.nested, "every", after.every, "layers that build on one another are chosen once only")
+        if isinstance(after, Evict):
+            require(scorer is not None, "after", after, keeps)
+            require(not self.nested, "after", after, "layers that build on one another are chosen once only")
+            remedy = "rolling positions move in steps: give every=64, say"
+            require(not self.rolling, "after", after, remedy)
+        if merge is not None:
+            require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
+            one_by_one = isinstance(after, Evict)
+            require(merge.compares or not one_by_one, "merge", merge, "it folds prompts only: give Merge(), or None")
+            require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
+            remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
+            require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)
+
+    @property
+    def form(self) -> Form:
+        """How this policy's segments lie in the pool."""
+        if self.layers.from_scores:
+            return Form.SHARED
+        return Form.EQUAL if self.heads.uniform else Form.RAGGED
+
+    @property
+    def needs(self) -> Needs:
+        """What prefill must compute for this policy."""
+        scorer, read = self.scorer, self.read
+        asked = 0 if read is None else read.queries
+        if scorer is None:
+            return Needs(queries=asked)
+        return Needs(
+            queries=max(scorer.queries, asked),
+            sums=scorer.sums or self.layers.needs_sums,
+            norms=self.heads.needs_norms,
+            unrotated=self.rolling,
+        )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether every new row beyond the budget costs a row."""
+        return isinstance(self.after, Evict)
+
+    @property
+    def every(self) -> int | None:
+        """Tokens after which rows are chosen anew, if they are."""
+        return self.after.every if isinstance(self.after, Again) else None
+
+    @property
+    def ongoing(self) -> Ongoing | None:
+        """What goes on after the prompt; None where rows are only added."""
+        after, scorer = self.after, self.scorer
+        if scorer is None or isinstance(after, Append):
+            return None
+        return Ongoing(
+            evicts=self.evicts,
+            rank=after.rank,
+            together=together(self.heads),
+            keep=Keep(sinks=self.keep.sinks, protect=self.keep.protect),
+            merge=self.merge,
+            queries=scorer.queries if after.rank is None else 0,
+        )
+
+    def reading(self, layers: int, slots: int) -> Reading | None:
+        """Which layers read what while tokens are drawn; None where every layer reads all that is kept.
+
+        Args:
+            layers: L.
+            slots: the prompts' bucket.
+        """
+        return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
+
+    def nominal(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Rows a cache may grow to: for prompts shorter than a budget in rows, that budget."""
+        return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
+
+    def budgets(
+        self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
+    ) -> Int[np.ndarray, " B"]:
+        """Rows per kv head, averaged over layers and heads, for prompts of these lengths.
+
+        Args:
+            lengths: tokens of each prompt.
+            forced: rows that stay whatever their score.
+            strict: refuse budgets below the forced rows, unless `min_budget` says to clamp.
+
+        Returns:
+            At most the length, at least the forced rows.
+
+        Raises:
+            ValueError: if the budget is below the forced rows, naming the prompt.
+        """
+        lengths, budget = np.asarray(lengths, np.int64), self.budget
+        if budget is None or self.scorer is None:
+            return lengths.copy()
+        if isinstance(budget, float):
+            share = Fraction(repr(budget))  # the decimal that was written: 0.1 of 600 is 60
+            rows = np.asarray([max(1, n * share.numerator // share.denominator) for n in lengths.tolist()], np.int64)
+        else:
+            rows = np.minimum(budget, lengths)
+        low = np.flatnonzero(rows < forced)
+        if strict and low.size and (self.min_budget == "raise" or not isinstance(budget, float)):
+            row = int(low[0])
+            remedy = f"prompt {row} ({lengths[row]} tokens) keeps {rows[row]} rows, but sinks, window and protected "
+            remedy += f"spans take {forced[row]}: raise the budget"
+            remedy += ", or give min_budget='clamp'" if isinstance(budget, float) else ""
+            require(False, "budget", budget, remedy)
+        return np.maximum(rows, np.minimum(forced, lengths))
+
+    def recents(
+        self,
+        rows: Int[np.ndarray, "L B"],
+        length: Int[np.ndarray, " B"],
+        forced: Int[np.ndarray, " B"],
+        weights: Float[np.ndarray, "L B"] | None = None,
+    ) -> Int[np.ndarray, "L B"]:
+        """Most recent rows that stay in each layer.
+
+        Args:
+            rows: rows per kv head of each layer.
+            length: tokens of each prompt.
+            forced: rows that stay anyway.
+            weights: the layers' claims, where budgets follow from them.
+
+        Returns:
+            At least the window, at most what the others that must stay leave.
+        """
+        window = self.keep.window
+        left = np.maximum(np.asarray(rows) - (np.asarray(forced) - window), 0)
+        if weights is not None and self.keep.recent:
+            own = self.layers.recents(self.budgets(length, forced, strict=False), length, weights)
+            if own is not None:
+                return np.clip(own, window, np.maximum(left, window))
+        share = Fraction(repr(self.keep.recent))
+        # Python's numbers: the decimals of 1 / 3 times a thousand rows are beyond 64 bits.
+        recent = (left.astype(object) * share.numerator // share.denominator).astype(np.int64)
+        return np.maximum(window, recent)
+
+    def described(self) -> dict[str, str]:
+        """The parts by name, for people to read."""
+        scorer = "everything" if self.scorer is None else repr(self.scorer)
+        kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
+        parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}
+        if self.keep.recent:
+            parts["recent"] = f"{self.keep.recent} of the rest"
+        if self.merge is not None:
+            parts["dropped rows"] = repr(self.merge)
+        if self.evicts:
+            parts["while decoding"] = "one row out for each row in"
+        elif self.every is not None:
+            parts["while decoding"] = f"again every {self.every} tokens"
+        if self.read is not None:
+            parts["read"] = self.read.described()
+        return parts
+
+
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("keep", Keep, "Keep(...)"),
+    ("layers", LayerBudgets, "budgets over layers, UniformLayers() say"),
+    ("heads", HeadBudgets, "budgets over heads, UniformHeads() say"),
+    ("after", (Append, Evict, Again), "Append(), Evict(...) or Again(...)"),
+    ("read", (Reads, type(None)), "what layers read, FilteredReads(...) say, or None"),
+)

@@ -1,0 +1,216 @@
+"""Policies: values with a method's names and defaults, whose `parts()` are all that the engine reads."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+from jaxkv._errors import require
+from jaxkv._values import Value, normalise, typed
+from jaxkv.policies.after import Again, Append, Evict, Rank
+from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.merging import Merger, check_merger
+from jaxkv.policies.parts import Keep, Parts, Span, as_budget, as_spans
+from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.select import HeadBudgets, UniformHeads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method(Value):
+    """What all policies can be asked for; a method of the literature is a subclass that writes `parts`.
+
+    Attributes:
+        budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
+            share of each sequence's own prompt. None: everything. numpy's numbers count as Python's of their kind.
+        min_budget: "raise" refuses a ratio that comes out below sinks + window + protected rows for some sequence;
+            "clamp" raises it to them.
+        protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
+            sequence.
+        every: compress again after so many more tokens, over prompt and answer in order of position: the cache never
+            holds more than the budget and this many rows. None compresses the prompt only.
+        merge: what becomes of dropped rows: None drops them, `Merge()` folds them into their nearest kept rows.
+    """
+
+    budget: int | float | None = None
+    min_budget: str = "raise"
+    protect: tuple[Span, ...] = ()
+    every: int | None = None
+    merge: Merger | None = None
+
+    paper: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        normalise(self)
+        object.__setattr__(self, "budget", as_budget(self.budget))
+        object.__setattr__(self, "protect", as_spans(self.protect))
+        check_merger("merge", self.merge)
+        self._check()
+        parts = self.parts()
+        if not isinstance(parts, Parts):
+            name = type(self).__name__
+            raise TypeError(f"{name}.parts()={parts!r}: return Parts(...), or self.compose(scorer=...)")
+        try:
+            hash(parts)
+        except TypeError as error:
+            remedy = "programs are kept by a policy's parts: give numbers, tuples and frozen dataclasses"
+            raise TypeError(f"{type(self).__name__}: {error}; {remedy}") from None
+
+    def _check(self) -> None:
+        """Refuses fields that cannot be meant, before parts are made of them."""
+
+    def parts(self) -> Parts:
+        """What this policy is made of."""
+        raise TypeError(f"{type(self).__name__}: write its method `parts`, which returns self.compose(scorer=...)")
+
+    def compose(
+        self, *, scorer: Scorer | None, keep: Keep | None = None, evict: Rank | None = None, **parts: Any
+    ) -> Parts:
+        """Parts with everything in them that any policy can be asked for: budget, spans, `every` and merging.
+
+        Args:
+            scorer: which rows matter; None keeps everything.
+            keep: which rows always stay, besides the spans that were asked for.
+            evict: drop a row for every new one, by this rank.
+            **parts: of the others, those that are not as usual.
+
+        Returns:
+            The parts.
+        """
+        every, after = self.every, Append() if evict is None else Evict(rank=evict)
+        if every is not None:
+            require(evict is None, "every", every, "this policy drops a row for every token already: leave it out")
+            after = Again(every=every, rank=None if scorer is None else scorer.rank)
+        given: dict[str, Any] = {
+            "budget": self.budget,
+            "min_budget": self.min_budget,
+            "merge": self.merge,
+            "keep": dataclasses.replace(keep or Keep(), protect=self.protect),
+            "after": after,
+        }
+        return Parts(scorer=scorer, **(given | parts))
+
+    def meaning(self) -> dict[str, Any]:
+        """What it is made of, however that was said."""
+        return {"parts": self.parts()}
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
+        """This policy with what it takes from the model filled in.
+
+        Args:
+            layers: L.
+            found: the model's filter layers, if they have been found.
+
+        Returns:
+            A policy that needs nothing more.
+
+        Raises:
+            ValueError: if the model cannot honour it.
+        """
+        return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(Method):
+    """A policy of parts, without a class of its own: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
+
+    Attributes:
+        scorer: which rows matter; None keeps everything.
+        keep: which rows stay whatever their score.
+        layers: how the budget spreads over layers.
+        heads: how a layer's budget spreads over its kv heads.
+        evict: drop a row for every new one beyond the budget, by this rank.
+        rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
+        nested: a layer chooses among the positions that the layer below kept.
+    """
+
+    scorer: Scorer | None = None
+    keep: Keep = Keep()
+    layers: LayerBudgets = UniformLayers()
+    heads: HeadBudgets = UniformHeads()
+    evict: Rank | None = None
+    rolling: bool = False
+    nested: bool = False
+
+    def _check(self) -> None:
+        keep = self.keep
+        if isinstance(keep, Keep) and keep.protect:
+            require(not self.protect, "protect", self.protect, f"{keep} has spans: give them in one place")
+            object.__setattr__(self, "protect", keep.protect)
+
+    def parts(self) -> Parts:
+        """As given."""
+        names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
+        return self.compose(**{name: getattr(self, name) for name in names})
+
+
+_SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
+
+
+def check_shared(policy: Method, inner: Method | None) -> None:
+    """Refuses a field of every policy that a wrapper and its base give in two ways.
+
+    Args:
+        policy: the wrapper.
+        inner: its base.
+
+    Raises:
+        ValueError: naming the field and what the base says.
+    """
+    for name, default in _SHARED.items():
+        mine = getattr(policy, name)
+        its = default if inner is None else getattr(inner, name)
+        same = typed(mine) in (typed(default), typed(its))
+        require(same, name, mine, f"the base says {its!r}: give it there only")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper(Method):
+    """Another policy with some of its parts replaced; subclasses write `wrap`.
+
+    Attributes:
+        base: the policy whose parts are used, with budget, spans and what goes on while decoding; or its name or class,
+            for one that takes those from here.
+    """
+
+    base: Method | type[Method] | str | None = None
+
+    usual: ClassVar[str] = ""
+
+    @functools.cached_property
+    def inner(self) -> Method:
+        """The base, or the usual one."""
+        # Here, because the registry knows all policies, wrappers among them.
+        from jaxkv.policies.registry import as_policy
+
+        if self.base is None and not self.usual:
+            raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
+        given = {name: getattr(self, name) for name in _SHARED}
+        options = {name: value for name, value in given.items() if typed(value) != typed(_SHARED[name])}
+        return as_policy(self.usual if self.base is None else self.base, field="base", options=options)
+
+    def _check(self) -> None:
+        inner, its = self.inner, self.inner.parts()
+        remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
+        require(its.scorer is not None and its.read is None, "base", inner, remedy)
+        self.check_base(inner, its)
+        check_shared(self, inner)
+
+    def check_base(self, base: Method, parts: Parts) -> None:
+        """Refuses bases that this policy cannot work on.
+
+        Args:
+            base: the base.
+            parts: its parts.
+        """
+
+    def wrap(self, base: Parts) -> Parts:
+        """The base's parts with this policy's in place of some: `dataclasses.replace(base, heads=...)`."""
+        raise TypeError(f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)")
+
+    def parts(self) -> Parts:
+        """The base's, as `wrap` leaves them."""
+        return self.wrap(self.inner.parts())
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """This policy on the base that the model makes of its own."""
+        its = self.inner.for_model(layers, found)
+        return self if its is self.inner else dataclasses.replace(self, base=its)
