@@ -42,7 +42,7 @@ def measure(device):
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
     flat, slots = shapes.abstract(config), bucket(TOKENS)
     policy = OmniKV(filter_layers=(2, 8, 18), budget=2048, offload=True)
-    reading = policy.reading(config.layers, slots)
+    reading = policy.parts().reading(config.layers, slots)
     program = Program(
         graphs=flat.graphs,
         config=config,

@@ -58,7 +58,7 @@ class Cell:
         self.flat, (batch, prompt) = Flat(model.decoder), ids.shape
         self.size = max(16, bucket(steps))
         lengths = np.full(batch, prompt, np.int32)
-        room = 1 if policy.evicts else self.size
+        room = 1 if policy.parts().evicts else self.size
         needed = jaxkv.plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
         padded = np.zeros((batch, needed.slots), np.int32)
         padded[:, :prompt] = ids

@@ -64,7 +64,7 @@ class Way:
         self.name, self.flat, self.size, self.bank = name, flat, 16 * -(-steps // 16), None
         self.draw = looping.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
         self.live, self.away = Live.of(cache), ()
-        reading = cache.policy.reading(cache.config.layers, needed.slots)
+        reading = cache.policy.parts().reading(cache.config.layers, needed.slots)
         if reading is not None and reading.offloaded:
             self.live, self.bank = banked(self.live, reading, cache.config, needed)
             cache, self.away = dataclasses.replace(cache, bank=self.bank), reading.offloaded

@@ -44,7 +44,7 @@ def policy_of(name, prompt):
 
 def cache_bytes(model, policy, batch, prompt, new):
     """What the cache weighs in the end: FullKV's with all new rows, an evicting one's with its spare row."""
-    room = 1 if policy.evicts else new
+    room = 1 if policy.parts().evicts else new
     return jaxkv.plan(model.config, policy, [prompt] * batch, dtype=model.dtype, room=room).cache_bytes
 
 

@@ -93,7 +93,7 @@ def _shares(q, k, positions):
 
 def chosen_shares(policy, layers, prompt, steps):
     """By step: OmniKV's figure, its filters choosing by full attention's queries."""
-    reading = policy.reading(len(layers), bucket(prompt))
+    reading = policy.parts().reading(len(layers), bucket(prompt))
     budget = jnp.asarray(policy.tokens(np.asarray([prompt]), len(layers)), jnp.int32)
     number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
     figures = []

@@ -18,8 +18,8 @@ from jaxkv import (
     KNorm,
     LocalWindow,
     Merge,
+    Method,
     OmniKV,
-    Policy,
     PyramidInfer,
     PyramidKV,
     Random,
@@ -69,7 +69,7 @@ class Row:
     """
 
     name: str
-    make: Callable[..., Policy]
+    make: Callable[..., Method]
     oracle: Oracle
     sinks: int = 0
     window: int = 0
@@ -83,7 +83,7 @@ class Row:
     merges: bool = False
     like: str = ""
 
-    def policy(self, budget: int | float) -> Policy:
+    def policy(self, budget: int | float) -> Method:
         """The policy at this budget; ratios that come out too small are raised to what must stay."""
         return self.make(budget, min_budget="clamp" if isinstance(budget, float) else "raise")
 

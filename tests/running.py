@@ -56,7 +56,7 @@ def padded(ids: list, slots: int) -> np.ndarray:
 
 
 def prefill(
-    model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None, *, room: int = 0, slots: int | None = None
+    model: LanguageModel, ids: list, policy: jaxkv.Method | None = None, *, room: int = 0, slots: int | None = None
 ) -> tuple[KVCache, np.ndarray]:
     """Cache and logits `[B, V]` of the last tokens. `slots` replaces the bucket, and with it the query blocks."""
     policy = jaxkv.FullKV() if policy is None else policy
@@ -79,7 +79,9 @@ def prefill(
 
 def program(model: LanguageModel, cache: KVCache) -> Program:
     """What decoding on top of this cache is compiled for."""
-    return Program(graphs=flat(model).graphs, config=model.config, form=cache.form, rolling=cache.policy.rolling)
+    return Program(
+        graphs=flat(model).graphs, config=model.config, form=cache.form, rolling=cache.policy.parts().rolling
+    )
 
 
 def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -> tuple[list[np.ndarray], KVCache]:
@@ -108,7 +110,7 @@ def by_prefixes(model: LanguageModel, ids: list) -> list[np.ndarray]:
     return np.split(logits, np.cumsum([len(each) for each in ids])[:-1])
 
 
-def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None) -> list[np.ndarray]:
+def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Method | None = None) -> list[np.ndarray]:
     """Logits `[S, V]` at every position of every row: the first token prefilled, the others decoded one by one."""
     # In the bucket of the whole prompts, whose programs other tests need anyway.
     cache, first = prefill(model, [each[:1] for each in ids], policy, slots=bucket(max(len(each) for each in ids)))

@@ -10,13 +10,13 @@ import test_oracle_agreement as agreement
 import tiny
 from jax import lax
 
-from jaxkv import TOVA, Policy
+from jaxkv import TOVA, Method
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, row_lengths, take_rows
 from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
 from jaxkv.models.decode import over_rows
 from jaxkv.models.evict import Segments, evict
-from jaxkv.models.limits import forgetful, with_heard
+from jaxkv.models.limits import faded, with_heard
 from jaxkv.models.moving import Program
 from jaxkv.models.tokens import Token
 
@@ -64,17 +64,18 @@ def draw(seed, group, *, sharp=1.5, like=0.0):
     )
 
 
-def prefilled(policy: Policy, drawn: Drawn, lengths, form: Form):
+def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
     """The layer's pool after the prompt, its segments and thresholds, put together from the library's pieces.
 
     A shared pool holds rows of other layers before and behind this one's, which nothing may touch.
     """
     lengths = np.asarray(lengths)
-    forced = policy.forced(lengths, SLOTS)
+    parts = policy.parts()
+    forced = parts.keep.mask(lengths, SLOTS)
     anyway = forced.sum(axis=1)
-    rows = policy.budgets(lengths, anyway)[None]
-    limit = policy.nominal(lengths, rows[0])
-    recent = policy.recents(rows, lengths, anyway)[0]
+    rows = parts.budgets(lengths, anyway)[None]
+    limit = parts.nominal(lengths, rows[0])
+    recent = parts.recents(rows, lengths, anyway)[0]
     sums = agreement.all_sums(drawn.q, drawn.k, lengths)
     mass = sums.mean(axis=2)
     length = jnp.asarray(lengths, jnp.int32)
@@ -88,12 +89,12 @@ def prefilled(policy: Policy, drawn: Drawn, lengths, form: Form):
             ),
             jnp.float32,
         )
-    scores = policy.scorer.scores(mass, length)
+    scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
-    mask = choose(scores, jnp.asarray(forced), length, count, last, heads=policy.heads)
+    mask = choose(scores, jnp.asarray(forced), length, count, last, heads=parts.heads)
     k, v, tau = jnp.asarray(drawn.k), jnp.asarray(drawn.v), None
-    if policy.settings.merge is not None:
-        k, v, tau = merged(k, v, mask, length, mass, jax.random.key(0), merge=policy.settings.merge)
+    if parts.merge is not None:
+        k, v, tau = merged(k, v, mask, length, mass, jax.random.key(0), merge=parts.merge)
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     around = 0 if form is Form.EQUAL else 7
     each = int(max(limit.max(), lengths.max())) + 1
@@ -106,7 +107,7 @@ def prefilled(policy: Policy, drawn: Drawn, lengths, form: Form):
         length=kept,
         limit=jnp.asarray(np.broadcast_to(limit[:, None], kept.shape), jnp.int32),
         recent=jnp.broadcast_to(
-            jnp.asarray(policy.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None], kept.shape
+            jnp.asarray(parts.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None], kept.shape
         ),
         tau=tau,
         prompt=length,
@@ -115,7 +116,7 @@ def prefilled(policy: Policy, drawn: Drawn, lengths, form: Form):
     return pool, segments
 
 
-def program_of(policy: Policy, form: Form, widest: int | None = None) -> Program:
+def program_of(policy: Method, form: Form, widest: int | None = None) -> Program:
     """What a step is compiled for; of the model nothing is used here."""
     model = tiny.tiny(tiny.MODELS["mha"])
     return Program(
@@ -123,14 +124,14 @@ def program_of(policy: Policy, form: Form, widest: int | None = None) -> Program
         config=model.config,
         form=form,
         rolling=False,
-        upkeep=policy.upkeep,
+        ongoing=policy.parts().ongoing,
         widest=widest,
     )
 
 
 def one_step(program: Program, token: Token, pool: Pool, segments: Segments, count):
     """A layer's step: attention, scores, eviction."""
-    (pool,) = forgetful((pool,), count, program)
+    (pool,) = faded((pool,), count, program)
     other = None if segments.likely is None else take_rows(pool.k, jnp.maximum(segments.likely, 0))
     positions = segments.seen[:, None]
     out, pool, heard = over_rows(program, token, pool, segments, count, positions, other)
@@ -142,7 +143,7 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
         now,
         out[:, :, 0, 0, 0],
         heads=HEADS,
-        upkeep=program.upkeep,
+        ongoing=program.ongoing,
         form=program.form,
         widest=program.widest,
         products=None if heard is None else heard.products,
@@ -150,7 +151,7 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
     return out, left if program.looks_ahead else left._replace(likely=None)
 
 
-def follow(policy: Policy, drawn: Drawn, lengths, form: Form, *, widest=None):
+def follow(policy: Method, drawn: Drawn, lengths, form: Form, *, widest=None):
     """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, form)
     program = program_of(policy, form, widest)

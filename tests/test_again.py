@@ -121,7 +121,7 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
         new = ROWS + EVERY - n
         cache, _, _ = tiny.run(model, ids, policy)
         grown = feed(model, cache, more[:, :new], chunk=chunk)
-        assert beyond(grown)[sequence] >= (1 if policy.evicts else EVERY) and due(grown)[sequence]
+        assert beyond(grown)[sequence] >= (1 if policy.parts().evicts else EVERY) and due(grown)[sequence]
         after = again(tiny.flat(model), grown, key=jax.random.key(0))
         whole = [[*ids[sequence], *more[sequence, :new].tolist()]]
         expected, _, _ = tiny.run(model, whole, reference)
@@ -139,7 +139,7 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
 @pytest.mark.parametrize("name", POLICIES)
 def test_choosing_again_is_choosing_at_once(name):
     policy = POLICIES[name]
-    if any(edge < 0 for span in policy.settings.protect for edge in span):
+    if any(edge < 0 for span in policy.protect for edge in span):
         # Spans count from the prompt's end: where that lies is not what a longer prompt would say.
         policy = dataclasses.replace(policy, protect=((5, 8),))
     # The longer and the shorter prompt in turns: each policy's programs are many.
@@ -166,9 +166,9 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
             np.testing.assert_allclose(cache.kept.mean(axis=(0, 2)), ROWS, atol=0)
         for layer, row, head, _, _, pos in tiny.segments(cache):
             n = seen[row] + step + 1
-            window = set(range(n - policy.kept_last, n))
-            spans = {p for a, b in policy.settings.protect for p in range(*slice(a, b).indices(int(seen[row])))}
-            assert set(range(policy.kept_first)) | window | spans <= set(pos.tolist()), (layer, head)
+            window = set(range(n - policy.parts().keep.window, n))
+            spans = {p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))}
+            assert set(range(policy.parts().keep.sinks)) | window | spans <= set(pos.tolist()), (layer, head)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_generate_over_turns(policy):
     assert np.asarray(again_.cache.seen).tolist() == [40 + 30 + 35 + 12, 9 + 30 + 3 + 12]
     for cache in (out.cache, again_.cache):
         over = cache.kept - np.asarray(cache.limit)
-        assert over.max() <= (0 if policy.evicts else EVERY - 1)
+        assert over.max() <= (0 if policy.parts().evicts else EVERY - 1)
         held = [set(pos.tolist()) for *_, pos in tiny.segments(cache)]
         assert all(len(rows) == count for rows, count in zip(held, cache.kept.reshape(-1), strict=True))
 

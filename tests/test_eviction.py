@@ -177,9 +177,9 @@ def test_among_equals_the_latest_goes(drawn):
         prompt=one,
         seen=seen * one,
     )
-    upkeep = H2O(budget=rows, sinks=sinks).upkeep
+    ongoing = H2O(budget=rows, sinks=sinks).parts().ongoing
     for widest in (None, rows):
-        at, there, _ = evicting.weakest(pool, segments, heads=HEADS, upkeep=upkeep, form=form, widest=widest)
+        at, there, _ = evicting.weakest(pool, segments, heads=HEADS, ongoing=ongoing, form=form, widest=widest)
         for head in range(HEADS):
             free = [i for i in range(rows) if sinks <= pos[head, i] < seen - recent]
             assert bool(there[0, head]) == bool(free)
@@ -254,7 +254,7 @@ def test_attention_that_is_not_a_number_drops_nothing():
     pool, segments = prefilled(policy, drawn, LENGTHS, Form.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    _, rows, *_ = evict(pool, full, attended, heads=HEADS, upkeep=policy.upkeep, form=Form.EQUAL)
+    _, rows, *_ = evict(pool, full, attended, heads=HEADS, ongoing=policy.parts().ongoing, form=Form.EQUAL)
     np.testing.assert_array_equal(np.asarray(segments.length) - rows, [[0, 1], [1, 0]])
 
 

@@ -73,7 +73,7 @@ def check_rows(cache, full):
     """Every row is the one that FullKV holds at that position."""
     reference = {(layer, row, head): (k, v) for layer, row, head, k, v, _ in tiny.segments(full)}
     for layer, row, head, k, v, pos in tiny.segments(cache):
-        if cache.policy.rolling:
+        if cache.policy.parts().rolling:
             by = angles(jnp.asarray(pos)[None], cache.config.rope, k.shape[-1])
             k = np.asarray(rotate(jnp.asarray(k)[None], by))[0]
         all_k, all_v = reference[layer, row, head]

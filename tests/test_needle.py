@@ -49,7 +49,7 @@ def remembered():
         elif index == len(flat.blocks) - 1:
             x = outputs[index].x
         # Else x passes by: the layer's own was given up to the layer after, and only the top one's is looked at.
-        cut = WINDOW - (0 if policy.scorer is None else policy.scorer.queries)
+        cut = WINDOW - (0 if policy.parts().scorer is None else policy.parts().scorer.queries)
         out = outputs[index]
         return dataclasses.replace(out, x=x, q=out.q[..., cut:, :], q_positions=out.q_positions[:, cut:])
 

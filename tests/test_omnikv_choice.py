@@ -136,7 +136,7 @@ def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
     pool = Pool(k=keys, v=keys, pos=jnp.arange(16, dtype=jnp.int32)[None])
     asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
-    reading = omni(4).reading(7, 16)
+    reading = omni(4).parts().reading(7, 16)
     number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
     of = (number(0)[None], number(16)[None], number(12), number(4), number(20))
     chosen = choose(asked, pool, *of, reading, windowed=True)
@@ -169,7 +169,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     start = jnp.asarray([[0, slots]] * 2, jnp.int32)
     known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
     kept = jnp.broadcast_to(known[:, None], start.shape)
-    reading = dataclasses.replace(omni(20, selector="uniform").reading(7, slots), every_row=not evicted)
+    reading = dataclasses.replace(omni(20, selector="uniform").parts().reading(7, slots), every_row=not evicted)
     out = []
     # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
     for most in (1 << 24, 2000, 1):
@@ -207,7 +207,7 @@ def test_heads_read_those_of_their_rows_that_are_chosen(name):
     cache, _, _ = tiny.run(model, ids, policy)
     positions = jnp.asarray([[0, 3, 7, 20, 21, 40, 52, 58, 59, 59], [1, 2, 5, 9, 13, 20, 27, 31, 32, 32]], jnp.int32)
     chosen = Chosen(positions=positions, count=jnp.asarray([9, 9], jnp.int32))
-    reading = policy.reading(7, 64)
+    reading = policy.parts().reading(7, 64)
     for layer in (3, 6):
         pool = cache.pools[0 if len(cache.pools) == 1 else layer]
         rows, count = rows_of(chosen, pool, cache.start[layer], cache.length[layer], reading)

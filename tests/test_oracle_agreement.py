@@ -35,11 +35,12 @@ def draw_layers(seed: int, group: int, lengths):
 def library_kept(policy, q, k, lengths):
     """Kept positions `[L][B][K]` by the library's own pieces, as prefill puts them together."""
     lengths = np.asarray(lengths)
-    forced = policy.forced(lengths, SLOTS)
-    budget = policy.budgets(lengths, forced.sum(axis=1))
-    if policy.scorer is None:
+    parts = policy.parts()
+    forced = parts.keep.mask(lengths, SLOTS)
+    budget = parts.budgets(lengths, forced.sum(axis=1))
+    if parts.scorer is None:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
-    window = policy.scorer.queries
+    window = parts.scorer.queries
     positions = (lengths - window)[:, None] + np.arange(window)
     scores, weights, norms = [], [], [None] * len(k)
     for layer in range(len(k)):
@@ -52,27 +53,27 @@ def library_kept(policy, q, k, lengths):
             length=jnp.asarray(lengths, jnp.int32),
             layer=jnp.int32(layer),
             key=jax.random.key(0),
-            sums=all_sums(q[layer], k[layer], lengths) if policy.needs.sums else None,
+            sums=all_sums(q[layer], k[layer], lengths) if parts.needs.sums else None,
         )
-        if policy.needs.norms:
+        if parts.needs.norms:
             norms[layer] = jnp.asarray(critical_norms(k[layer]))
-        score, _, weight = observe(seen, jnp.asarray(forced), scorer=policy.scorer, layers=policy.layers)
+        score, _, weight = observe(seen, jnp.asarray(forced), scorer=parts.scorer, layers=parts.layers)
         scores.append(score)
         weights.append(weight)
-    rows = policy.layers.rows(
+    rows = parts.layers.rows(
         budget,
         lengths,
         forced.sum(axis=1),
         layers=len(k),
-        window=policy.kept_last,
-        weights=np.stack(weights) if policy.layers.from_scores else None,
+        window=parts.keep.window,
+        weights=np.stack(weights) if parts.layers.from_scores else None,
     )
-    recent = policy.recents(rows, lengths, forced.sum(axis=1), np.stack(weights) if policy.layers.from_scores else None)
+    recent = parts.recents(rows, lengths, forced.sum(axis=1), np.stack(weights) if parts.layers.from_scores else None)
     length, below, masks = jnp.asarray(lengths, jnp.int32), None, []
     for layer, score in enumerate(scores):
         count, last = (jnp.asarray(a[layer], jnp.int32) for a in (rows, recent))
-        mask = choose(score, jnp.asarray(forced), length, count, last, norms[layer], below, heads=policy.heads)
-        below = mask[:, 0] if policy.carries_over else None
+        mask = choose(score, jnp.asarray(forced), length, count, last, norms[layer], below, heads=parts.heads)
+        below = mask[:, 0] if parts.nested else None
         masks.append(np.asarray(mask))
     return [[[np.flatnonzero(head).tolist() for head in row] for row in mask] for mask in masks]
 

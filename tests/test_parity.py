@@ -101,7 +101,7 @@ def test_scores(case):
         # Recency is a rule here, and there a score made to express it: only the rows kept can be compared.
         assert np.isfinite(run(case).scores).all()
         return
-    before = len(IDS) - policy_of(case).kept_last
+    before = len(IDS) - policy_of(case).parts().keep.window
     for index, layer in enumerate(SCORED_LAYERS):
         # Means of float32 probabilities: 1.4e-7 was seen, a few units in the last place.
         theirs = GOLDEN[f"{case}__scores"][index, :, :before]

@@ -219,7 +219,7 @@ def test_one_sequence_becomes_many(policy):
 @pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2, 2 / 3, 0.3])
 def test_shares_of_many_decimals(share):
     policy = jaxkv.H2O(budget=4096, recent=share)
-    recent = policy.recents(np.asarray([[4096, 100_000]]), np.asarray([8000, 200_000]), np.asarray([1, 1]))
+    recent = policy.parts().recents(np.asarray([[4096, 100_000]]), np.asarray([8000, 200_000]), np.asarray([1, 1]))
     exact = [int(Fraction(repr(share)) * rows) for rows in (4096, 100_000)]
     assert recent.tolist() == [exact]
     ids = np.random.default_rng(0).integers(3, 96, 60).tolist()

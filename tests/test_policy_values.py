@@ -13,7 +13,7 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, H2O, TOVA, AdaKV, CaM, CriticalKV, KNorm, LocalWindow, OmniKV, Policy, PyramidInfer, SnapKV
+from jaxkv import D2O, H2O, TOVA, AdaKV, CaM, CriticalKV, KNorm, LocalWindow, Method, OmniKV, PyramidInfer, SnapKV
 from jaxkv._values import brief
 from jaxkv.policies import (
     AdaptiveHeads,
@@ -29,6 +29,7 @@ from jaxkv.policies import (
     VarianceLayers,
 )
 from jaxkv.policies.merging import Decision, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.reading import Selector
 from jaxkv.policies.registry import POLICIES
 from jaxkv.policies.scorers import KeyNorm
@@ -46,16 +47,26 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mine(Policy):
+class Parted(Scorer):
+    """A user's scorer."""
+
+    part: Part
+    numbers: tuple
+
+    def mass(self, seen):
+        return KeyNorm().mass(seen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Method):
     """A user's policy."""
 
     budget: int | float | None = 20
     part: Part = Part()
     numbers: tuple = (1, 2)
 
-    @property
-    def scorer(self):
-        return KeyNorm()
+    def parts(self):
+        return self.compose(scorer=Parted(part=self.part, numbers=self.numbers))
 
 
 # --- equality -------------------------------------------------------------------------------------------------------
@@ -167,7 +178,7 @@ def test_replacing_a_field_is_saying_another_thing_at_first(name):
                 assert "=" in str(error)
                 continue
             fresh = type(policy)(**{**given, field: value})
-            assert other == fresh and other.parts() == fresh.parts() and other.settings == fresh.settings
+            assert other == fresh and other.parts() == fresh.parts()
             # And back: nothing of it sticks.
             assert dataclasses.replace(other, **{field: given[field]}) == policy
             made += 1
@@ -176,22 +187,22 @@ def test_replacing_a_field_is_saying_another_thing_at_first(name):
 
 def test_what_follows_from_a_field_follows_its_replacement():
     ada = AdaKV(base=SnapKV(budget=48), alpha=0.0)
-    assert dataclasses.replace(ada, alpha=1.0).heads == AdaptiveHeads(alpha=1.0)
-    assert dataclasses.replace(AdaKV(budget=48), budget=64).settings.budget == 64
-    assert dataclasses.replace(ada, base=KNorm(budget=9)).settings.budget == 9
+    assert dataclasses.replace(ada, alpha=1.0).parts().heads == AdaptiveHeads(alpha=1.0)
+    assert dataclasses.replace(AdaKV(budget=48), budget=64).parts().budget == 64
+    assert dataclasses.replace(ada, base=KNorm(budget=9)).parts().budget == 9
     official = D2O(official=True)
-    assert official.settings.merge == Merge(
+    assert official.parts().merge == Merge(
         beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
     )
-    assert official.layers == OfficialVarianceLayers() and official.recent_share == 0.5
+    assert official.parts().layers == OfficialVarianceLayers() and official.parts().keep.recent == 0.5
     plain = dataclasses.replace(official, official=False)
-    assert plain == D2O() and plain.parts() == D2O().parts() and plain.settings.merge == Merge()
+    assert plain == D2O() and plain.parts() == D2O().parts() and plain.parts().merge == Merge()
     cam = dataclasses.replace(CaM(window=8), window=16, start=0.5)
-    assert cam.settings.merge == ValueMerge(window=16, start=0.5)
+    assert cam.parts().merge == ValueMerge(window=16, start=0.5)
     omni = dataclasses.replace(OmniKV(filter_layers=(0,)), mem=0.5)
-    assert omni.parts()["read"].startswith("mem=0.5")
+    assert omni.parts().described()["read"].startswith("mem=0.5")
     found = OmniKV(base=SnapKV(budget=40)).for_model(3, (0,))
-    assert dataclasses.replace(found, base=SnapKV(budget=50)).settings.budget == 50
+    assert dataclasses.replace(found, base=SnapKV(budget=50)).parts().budget == 50
 
 
 def test_two_ways_of_saying_one_thing():
@@ -241,49 +252,34 @@ def test_what_is_said_twice_must_agree():
 class Unusual(SnapKV):
     """Every part is another than a policy's usual one."""
 
-    kept_first = 3
-    recent_share = 0.25
-    rolling = True
-    carries_over = True
-    heads = SharedHeads()
+    rolling: bool = True
 
-    def nominal(self, lengths, budget):
-        return budget + 7
-
-    def tokens(self, lengths, layers):
-        return np.asarray(lengths) + 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Still(Unusual):
-    """OmniKV takes no base with rolling positions."""
-
-    rolling = False
+    def parts(self):
+        parts = super().parts()
+        keep = dataclasses.replace(parts.keep, sinks=3, recent=0.25)
+        after = jaxkv.policies.Again(every=5) if self.rolling else parts.after
+        layers = LinearLayers(beta=3)
+        return dataclasses.replace(
+            parts, keep=keep, layers=layers, heads=SharedHeads(), rolling=self.rolling, after=after
+        )
 
 
 @pytest.mark.parametrize(
-    "wrapped", [CriticalKV(base=Unusual(budget=40)), OmniKV(filter_layers=(0,), base=Still(budget=40))], ids=brief
+    "wrapped",
+    [
+        CriticalKV(base=Unusual(budget=40, protect=((4, 9),), min_budget="clamp")),
+        # It takes no base with rolling positions.
+        OmniKV(filter_layers=(0,), base=Unusual(budget=40, rolling=False)),
+    ],
+    ids=brief,
 )
 def test_a_wrapper_has_every_part_of_its_base(wrapped):
-    base = wrapped.base
-    lengths, forced = np.asarray([60, 30]), np.asarray([12, 12])
-    own = {"form", "needs", "upkeep", "parts", "for_model", "reading", "heads", "tokens", "by_chunks"}
-    if isinstance(wrapped, CriticalKV):
-        own -= {"tokens", "by_chunks"}
-    arguments = {
-        "recents": (np.full((2, 2), 20), lengths, forced),
-        "nominal": (lengths, forced),
-        "budgets": (lengths, forced),
-        "forced": (lengths, 64),
-        "tokens": (lengths, 2),
-    }
-    public = {name for name, member in vars(Policy).items() if not name.startswith("_") and name not in own}
-    for name in public - {field.name for field in dataclasses.fields(Policy)} - {"paper"}:
-        mine, its = getattr(wrapped, name), getattr(base, name)
-        if callable(its):
-            mine, its = mine(*arguments[name]), its(*arguments[name])
-        np.testing.assert_array_equal(mine, its, name)
-    assert wrapped.needs.queries == base.needs.queries and wrapped.needs.unrotated == base.needs.unrotated
+    mine, its = wrapped.parts(), wrapped.base.parts()
+    own = "read" if isinstance(wrapped, OmniKV) else "heads"
+    differ = {field.name for field in dataclasses.fields(its) if getattr(mine, field.name) != getattr(its, field.name)}
+    assert differ == {own}
+    usual = SnapKV(budget=40).parts()
+    assert {"keep", "layers", "heads"} <= {name for name in vars(its) if getattr(its, name) != getattr(usual, name)}
 
 
 def test_shared_heads_nesting_and_rolling_positions_are_kept():
@@ -297,7 +293,8 @@ def test_shared_heads_nesting_and_rolling_positions_are_kept():
     tova, _, _ = tiny.run(model, ids, CriticalKV(base=TOVA(budget=20, mode="prefill")))
     assert all(head == heads[0] for layer in tiny.kept(tova) for heads in layer for head in heads)
     rolling = CriticalKV(base=jaxkv.StreamingLLM(budget=20, rolling_positions=True))
-    assert rolling.rolling and rolling.needs.unrotated and rolling.needs.norms
+    parts = rolling.parts()
+    assert parts.rolling and parts.needs.unrotated and parts.needs.norms
     with pytest.raises(ValueError, match="budgets of their own"):
         AdaKV(base=CriticalKV(base=TOVA(mode="prefill")))
 

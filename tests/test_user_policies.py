@@ -8,96 +8,105 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv import AdaKV, CriticalKV, Policy, SnapKV
-from jaxkv.policies import Scorer, UniformHeads
-from jaxkv.policies.scorers import KeyNorm, WindowAttention
+from jaxkv import AdaKV, CriticalKV, Keep, Merge, Method, Policy, SnapKV
+from jaxkv.policies import ByAge, KeyNorm, Scorer, UniformHeads, Wrapper
 from jaxkv.policies.select import top
 
 GQA = tiny.MODELS["gqa3"]
 pytestmark = pytest.mark.usefixtures("as_users_call")
 
 
-def policy_of(**members):
-    """A user's policy whose class says these things, and its instance."""
-    cls = type("Mine", (Policy,), {"__module__": "mine", **members})
-    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)(budget=20)
+def policy_of(scorer=KeyNorm(), **parts):  # noqa: B008  a value
+    """A user's policy whose class makes these parts, and its instance."""
 
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(Method):
+        def parts(self):
+            return self.compose(scorer=scorer, **parts)
 
-def part(value):
-    return property(lambda self: value)
+    return Mine(budget=20)
 
 
 def test_what_users_may_write():
-    scorer = KeyNorm()
-    assert policy_of(scorer=part(scorer)).kept_first == 0
-    # As plain attributes, too; with numbers of numpy's; and with helpers of their own.
-    policy = policy_of(scorer=scorer, kept_first=np.int64(3), head_norms=lambda self: 1, score=lambda self: 2)
+    policy = policy_of(keep=Keep(sinks=np.int64(3)))
     kept, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy)
     assert all({0, 1, 2} <= set(head) for layer in tiny.kept(kept) for head in layer[0])
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class WithField(Policy):
-        budget: int | float | None = 20
-        scorer: Scorer = WindowAttention(window=4)
-        kept_last: int = 4
-
-    assert WithField().needs.queries == 4 and WithField(kept_last=5) != WithField()
+    # Without a class, and the same as with one.
+    plain = Policy(budget=20, scorer=KeyNorm(), keep=Keep(sinks=3))
+    other, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), plain)
+    assert tiny.kept(other) == tiny.kept(kept) and plain.parts() == policy.parts()
+    assert AdaKV(base=plain).parts().keep == Keep(sinks=3)
+    assert Policy(budget=0.5, scorer=KeyNorm(), every=8).parts().every == 8
+    assert Policy(budget=20, scorer=KeyNorm(), keep=Keep(protect=((0, 3),))).protect == ((0, 3),)
 
 
 @pytest.mark.parametrize(
-    "members, message",
+    "parts, message",
     [
-        ({}, "budget=20: Mine has no scorer, and so keeps everything: override `scorer`"),
-        ({"scorrer": part(KeyNorm())}, r"Mine\.scorrer: no part of a policy.*`scorer` was meant"),
-        ({"scorer": part(KeyNorm()), "kept_frst": part(4)}, r"Mine\.kept_frst: .*`kept_first` was meant"),
-        ({"scorer": part(KeyNorm()), "evict": part(True)}, r"Mine\.evict: .*`evicts` was meant"),
-        ({"scorer": lambda self: KeyNorm()}, r"Mine\.scorer: it is a method: write @property above it"),
-        ({"scorer": part(KeyNorm())} | {"evicts": lambda self: False}, r"Mine\.evicts: it is a method: write @prop"),
-        ({"scorer": part(KeyNorm())} | {"kept_first": lambda self: 4}, r"Mine\.kept_first: it is a method"),
-        ({"scorer": part(KeyNorm())} | {"recents": part(3)}, r"Mine\.recents: a method with arguments is wanted"),
-        ({"scorer": part(KeyNorm)}, r"Mine\.scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
-        ({"scorer": part("attention")}, r"Mine\.scorer='attention': a scorer has queries, sums, carry, mass, scores"),
-        ({"scorer": part(KeyNorm()), "kept_last": part(1.5)}, r"Mine\.kept_last=1\.5: give a number of rows"),
-        ({"scorer": part(KeyNorm()), "kept_last": part(-1)}, r"Mine\.kept_last=-1: give a number of rows"),
-        ({"scorer": part(KeyNorm()), "heads": part(UniformHeads)}, r"Mine\.heads=.*: give budgets over heads"),
-        ({"scorer": part(KeyNorm()), "layers": part(None)}, r"Mine\.layers=None: give budgets over layers"),
-        ({"scorer": part(KeyNorm()), "recent_share": part(2)}, r"Mine\.recent_share=2: give a share from 0 to 1"),
-        ({"scorer": part(KeyNorm()), "rolling": part("no")}, r"Mine\.rolling='no': give True or False"),
+        ({"scorer": None}, "budget=20: without a scorer everything is kept: give one"),
+        ({"scorrer": KeyNorm()}, "unexpected keyword argument 'scorrer'"),
+        ({"kept_first": 4}, "unexpected keyword argument 'kept_first'"),
+        ({"scorer": KeyNorm}, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
+        ({"scorer": "attention"}, r"scorer='attention': a scorer has queries, sums, rank, mass, scores, too"),
+        ({"keep": 4}, "keep=4|replace"),
+        ({"heads": UniformHeads}, "heads=.*: give budgets over heads"),
+        ({"layers": None}, "layers=None: give budgets over layers"),
+        ({"rolling": "no"}, "rolling='no': give True or False"),
+        ({"nested": 1}, "nested=1: give True or False"),
+        ({"merge": Merge}, "merge=.*: give Merge"),
+        ({"evict": ByAge}, r"rank=ByAge: it is a class: give an instance, ByAge\(\)"),
+        ({"evict": "oldest"}, r"rank='oldest': give a rank such as ByAttention\(\)"),
+        ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
+        ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
+        ({"read": 3}, "read=3: give what layers read"),
     ],
 )
-def test_parts_that_would_do_nothing_are_refused(members, message):
+def test_parts_that_cannot_be_meant_are_refused(parts, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        policy_of(**members)
+        policy_of(**parts)
 
 
-def test_a_policy_without_a_scorer_says_so():
-    with pytest.raises(ValueError, match="budget=20: Policy has no scorer"):
+@pytest.mark.parametrize(
+    "keep, message",
+    [
+        ({"sinks": 1.5}, r"sinks=1\.5: give 0 or more"),
+        ({"window": -1}, "window=-1: give 0 or more"),
+        ({"recent": 2}, "recent=2: give a share between 0 and 1"),
+        ({"protect": (3,)}, r"protect=\(3,\): give spans"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(keep, message):
+    with pytest.raises(ValueError, match=message):
+        Keep(**keep)
+
+
+def test_a_policy_without_parts_says_so():
+    with pytest.raises(ValueError, match="budget=20: without a scorer everything is kept"):
         Policy(budget=20)
-    assert Policy().scorer is None
+    assert Policy().parts().scorer is None
+    with pytest.raises(TypeError, match="Nothing: write its method `parts`"):
+        type("Nothing", (Method,), {})(budget=20)
+    with pytest.raises(TypeError, match=r"Less\.parts\(\)=3: return Parts"):
+        type("Less", (Method,), {"parts": lambda self: 3})(budget=20)
+    with pytest.raises(TypeError, match="Around: write its method `wrap`"):
+        type("Around", (Wrapper,), {})(base=SnapKV(budget=40))
 
 
 # --- scorers ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Given(Scorer):
     """A scorer whose mass is made of the keys' norms by a function."""
 
     change: object
 
-    queries = 0
-    sums = False
-    carry = None
-
     def mass(self, seen):
         return self.change(KeyNorm().mass(seen))
 
-    def scores(self, mass, length):
-        return mass
-
 
 def prefilled(scorer, **wraps):
-    policy = policy_of(scorer=part(scorer))
+    policy = policy_of(scorer)
     return jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=wraps.get("wrap", lambda p: p)(policy))
 
 
@@ -126,7 +135,7 @@ def test_scores_that_are_not_numbers_are_refused():
         with pytest.raises(ValueError, match=r"scores='NaN': Given\(.* gave rows of layers \[0, 1, 2\] what is not"):
             prefilled(Given(torn), wrap=wrap)
     # Padding may hold anything.
-    policy = policy_of(scorer=part(Given(torn)))
+    policy = policy_of(Given(torn))
     assert jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (25,)), policy=policy).kept.max() == 20
 
 
@@ -138,15 +147,25 @@ def test_what_is_not_a_number_comes_last():
 
 def test_scorers_without_a_hash_are_refused():
     @dataclasses.dataclass
-    class Loose:
-        queries: int = 0
-        sums: bool = False
-        carry: None = None
+    class Loose(Scorer):
+        mass = KeyNorm.mass
 
-        mass, scores = KeyNorm.mass, KeyNorm.scores
+    with pytest.raises(TypeError, match=r"scorer=Loose: programs are kept by it .*frozen dataclass"):
+        policy_of(Loose())
 
-    with pytest.raises(TypeError, match=r"Mine\.scorer=Loose: programs are kept by it .*frozen dataclass"):
-        policy_of(scorer=part(Loose()))
+
+def test_a_scorer_need_not_be_derived():
+    class Plain:
+        queries, sums, rank, mass = 0, False, None, KeyNorm.mass
+
+        def scores(self, mass, length):
+            return mass
+
+    kept, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy_of(Plain()))
+    other, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy_of(KeyNorm()))
+    assert tiny.kept(kept) == tiny.kept(other)
+    with pytest.raises(TypeError, match="scorer=Silent: it says nothing of rows: write its method `mass`"):
+        policy_of(type("Silent", (Scorer,), {})())
 
 
 # --- names and classes ------------------------------------------------------------------------------------------------
@@ -157,7 +176,7 @@ def test_names_and_classes_are_policies_with_their_defaults():
     for policy in ("snapkv", "SnapKV", "snap-kv", np.str_("snapkv"), SnapKV):
         assert jaxkv.prefill(model, ids, policy=policy).policy == SnapKV()
         assert jaxkv.plan(GQA, policy, [40]).budget.tolist() == [40]
-        assert AdaKV(base=policy, budget=64).settings.budget == 64
+        assert AdaKV(base=policy, budget=64).parts().budget == 64
     for policy in (None, "full", "FullKV", jaxkv.FullKV):
         out = jaxkv.generate(model, ids[0], policy=policy, max_new_tokens=1)
         assert out.cache.policy == jaxkv.FullKV()
@@ -174,7 +193,7 @@ def test_names_and_classes_are_policies_with_their_defaults():
         ({"budget": 3}, "policy=dict: give a policy such as SnapKV"),
         (dict, "policy=type: give a policy such as SnapKV"),
         (
-            dataclasses.make_dataclass("Wants", ["rows"], bases=(Policy,), frozen=True, kw_only=True),
+            dataclasses.make_dataclass("Wants", ["rows"], bases=(Method,), frozen=True, kw_only=True),
             "rows must be said",
         ),
     ],
@@ -193,31 +212,15 @@ def test_what_is_no_policy(policy, message):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTheEnd:
+class FromTheEnd(Scorer):
     """The first rows for a number of one kind, the last for its equal of another."""
 
     way: int | float = 1
-    queries = 0
-    sums = False
-    carry = None
 
     def mass(self, seen):
         position = jnp.arange(seen.k.shape[2], dtype=jnp.float32)
         signed = position if isinstance(self.way, float) else -position
         return jnp.broadcast_to(signed, seen.k.shape[:3])
-
-    def scores(self, mass, length):
-        return mass
-
-
-class Scored(Policy):
-    """A policy around a scorer of one's own."""
-
-    way = 1
-
-    @property
-    def scorer(self):
-        return FromTheEnd(way=self.way)
 
 
 def test_scorers_that_compare_equal_share_no_programs():
@@ -225,7 +228,7 @@ def test_scorers_that_compare_equal_share_no_programs():
     assert FromTheEnd(way=1) == FromTheEnd(way=1.0)
     kept = []
     for way in (1, 1.0):
-        policy = type("Mine", (Scored,), {"way": way})(budget=4)
+        policy = Policy(budget=4, scorer=FromTheEnd(way=way))
         cache = jaxkv.prefill(model, ids, policy=policy)
         kept.append([layer[0][0] for layer in tiny.kept(cache)])
     assert kept == [[[0, 1, 2, 3]] * GQA.layers, [[36, 37, 38, 39]] * GQA.layers]
@@ -233,12 +236,12 @@ def test_scorers_that_compare_equal_share_no_programs():
 
 def test_a_wrapper_of_ones_own_keeps_its_own_parts():
     class Sinking(AdaKV):
-        @property
-        def kept_first(self):
-            return 6
+        def wrap(self, base):
+            base = super().wrap(base)
+            return dataclasses.replace(base, keep=dataclasses.replace(base.keep, sinks=6))
 
     policy = Sinking(base=SnapKV(budget=20, window=8))
-    assert policy.forced(np.asarray([40]), 64).sum() == 14
+    assert policy.parts().keep.counts(np.asarray([40])).sum() == 14
     cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(5, (40,)), policy=policy)
     for layer in tiny.kept(cache):
         assert all({*range(6)} <= set(head) for head in layer[0])

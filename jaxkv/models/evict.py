@@ -318,9 +318,15 @@ def evict(
                 cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, form=form, norm=norm)
             target, over = jnp.maximum(target, 0), over & ~jnp.isnan(cosine)
             # The heads of a layer may decide together.
-            given = [by_layer(cosine), Row(*map(by_layer, dropped)), Row(*map(by_layer, rows_of(target)))]
-            found = merge.merge_one(index, *given, by_layer(over), None if tau is None else by_layer(tau))
-            tau = None if found.tau is None else found.tau.reshape(segments.tau.shape)
+            found = merge.merge_one(
+                index,
+                by_layer(cosine),
+                Row(*map(by_layer, dropped)),
+                Row(*map(by_layer, rows_of(target))),
+                by_layer(over),
+                None if tau is None else by_layer(tau),
+            )
+            tau = None if tau is None or found.tau is None else found.tau.reshape(tau.shape)
             joins = found.joins.reshape(over.shape) & over
             for name, new in (("k", found.k), ("v", found.v)):
                 if new is None:

@@ -121,7 +121,8 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) ->
     if decay is None or decay == 1:
         return pools
 
-    def less(score: Array) -> Array:
+    def less(score: Array | None) -> Array:
+        assert score is not None
         return jnp.where((count > 0)[:, None], score * decay ** count[:, None].astype(jnp.float32), score)
 
     return tuple(dataclasses.replace(pool, score=less(pool.score)) for pool in pools)

@@ -233,7 +233,7 @@ class Parts(Value):
         if merge is not None:
             require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
             one_by_one = isinstance(after, Evict)
-            require(merge.compares or not one_by_one, "merge", merge, "it folds prompts only: give Merge(), or None")
+            require(bool(merge.compares) or not one_by_one, "merge", merge, "it folds prompts only: give Merge(), or None")
             require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
             remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
             require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)

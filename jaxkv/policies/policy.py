@@ -75,7 +75,8 @@ class Method(Value):
         Returns:
             The parts.
         """
-        every, after = self.every, Append() if evict is None else Evict(rank=evict)
+        every = self.every
+        after: After = Append() if evict is None else Evict(rank=evict)
         if every is not None:
             require(evict is None, "every", every, "this policy drops a row for every token already: leave it out")
             after = Again(every=every, rank=None if scorer is None else scorer.rank)

@@ -55,6 +55,7 @@ class AdaKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """The safeguarded competition of heads, within the base's two stages if it has them."""
-        mine = AdaptiveHeads(alpha=self.alpha) if self.safeguard is None else self.safeguard
-        staged = isinstance(base.heads, TwoStageHeads)
-        return dataclasses.replace(base, heads=dataclasses.replace(base.heads, budgets=mine) if staged else mine)
+        mine: HeadBudgets = AdaptiveHeads(alpha=self.alpha) if self.safeguard is None else self.safeguard
+        if isinstance(base.heads, TwoStageHeads):
+            mine = dataclasses.replace(base.heads, budgets=mine)
+        return dataclasses.replace(base, heads=mine)
