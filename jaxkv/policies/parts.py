@@ -232,8 +232,8 @@ class Parts(Value):
             require(not self.rolling, "after", after, remedy)
         if merge is not None:
             require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
-            one_by_one = isinstance(after, Evict)
-            require(bool(merge.compares) or not one_by_one, "merge", merge, "it folds prompts only: give Merge(), or None")
+            fits = bool(merge.compares) or not isinstance(after, Evict)
+            require(fits, "merge", merge, "it folds prompts only: give Merge(), or None")
             require(not self.rolling, "merge", merge, "keys before RoPE are not compared: leave rolling positions out")
             remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
             require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)
