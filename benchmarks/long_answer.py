@@ -53,7 +53,7 @@ def run(model, policy, heard, prompt, new):
         tokens += 8
         at_256 = heard.programs if tokens == 256 else at_256
     stats = stream.result.stats
-    room = first_room(policy, model.config.layers, np.asarray([len(prompt)]), new)
+    room = first_room(policy.parts(), model.config.layers, np.asarray([len(prompt)]), new)
     return {
         "programs": heard.programs - before,
         "programs_booked": stats.compiled_programs,

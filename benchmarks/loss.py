@@ -94,7 +94,7 @@ def run(model, flat, policy, ids, prefix):
     """Mean loss of each sequence after its prefix, and rows per head after prefill and in the end."""
     batch, tokens = len(ids), ids.shape[1] - prefix
     lengths = np.full(batch, prefix, np.int32)
-    room = first_room(policy, model.config.layers, lengths, tokens)
+    room = first_room(policy.parts(), model.config.layers, lengths, tokens)
     needed = jaxkv.plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
     check_memory(needed)
     padded = np.zeros((batch, needed.slots), np.int32)

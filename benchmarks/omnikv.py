@@ -52,7 +52,7 @@ def cache_of(model, flat, batch, tokens):
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    state = at_home(reading_state(policy, np.asarray(cache.seen), cache.config.layers))
+    state = at_home(reading_state(policy.parts(), np.asarray(cache.seen), cache.config.layers))
     return dataclasses.replace(cache, policy=policy, state=state)
 
 

@@ -1,6 +1,7 @@
 """One layer on random tensors, driven step by step by the library's own pieces: what the oracle is held against."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxkv.models.evict import Segments, evict
 from jaxkv.models.limits import faded, with_heard
 from jaxkv.models.moving import Program
 from jaxkv.models.tokens import Token
+from jaxkv.policies import KeyNorm
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
 LENGTHS = (37, 22)
@@ -89,6 +91,8 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
             ),
             jnp.float32,
         )
+    if isinstance(parts.scorer, KeyNorm):
+        mass = parts.scorer.mass(types.SimpleNamespace(k=jnp.asarray(drawn.k)))
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     mask = choose(scores, jnp.asarray(forced), length, count, last, heads=parts.heads)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 from functools import partial
 
 import jax
@@ -13,14 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, prefilled, program_of
 
-from jaxkv import D2O, H2O, TOVA, Merge, RoCo
+from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, row_lengths
 from jaxkv.models import evict as evicting
 from jaxkv.models.compress import merged
 from jaxkv.models.evict import Segments, evict
 from jaxkv.models.tokens import Token
-from jaxkv.policies import SharedHeads, UniformLayers
+from jaxkv.policies import (
+    ByAttention,
+    CumulativeAttention,
+    Joined,
+    KeyNorm,
+    Merged,
+    Merger,
+    Rank,
+    SharedHeads,
+    UniformLayers,
+)
 from jaxkv.policies.merging import UNSET
 
 MERGES = {
@@ -46,11 +57,37 @@ def _case(policy, sinks, accumulate, share, merge=None):
     return policy, sinks, accumulate, share, merge
 
 
+@dataclasses.dataclass(frozen=True)
+class ByNorm(Rank):
+    """A user's rank: long keys go first, whatever attention they receive."""
+
+    def begin(self, k, v):
+        return KeyNorm().mass(types.SimpleNamespace(k=k))
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving(Merger):
+    """A user's merger: while decoding, the mean of the dropped value and that of the row with the nearest key."""
+
+    compares = ("k",)
+
+    def merge(self, k, v, kept, inside, mass, tau, key):
+        return Merged(k, v, tau)
+
+    def merge_one(self, index, cosine, dropped, nearest, goes, tau):
+        return Joined(goes, None, (dropped.v + nearest.v) / 2, tau)
+
+
+HEAVY = {"scorer": CumulativeAttention(), "keep": Keep(window=1, recent=0.5)}
+
 CASES = {
     "h2o": _case(partial(H2O), 0, "sum", 0.5),
     "h2o-sinks": _case(partial(H2O, sinks=3, recent=0.25), 3, "sum", 0.25),
     "roco": _case(partial(RoCo), 0, "mean", 0.5),
     "tova": _case(partial(TOVA), 0, "last", 0.0),
+    "fading": _case(partial(Policy, evict=ByAttention(decay=0.8), **HEAVY), 0, 0.8, 0.5),
+    "norm": _case(partial(Policy, scorer=KeyNorm(), keep=Keep(window=1), evict=ByNorm()), 0, "norm", 0.0),
+    "halving": _case(partial(H2O, merge=Halving()), 0, "sum", 0.5, o.halve_values),
     **{
         f"d2o-{name}": _case(
             partial(D2O, merge=_merge(options), allocation=UniformLayers()), 4, "sum", 0.25, dict(options)
@@ -90,7 +127,7 @@ def check_steps(case, seed, group, budget, form, lengths=LENGTHS, *, widest=None
                 np.testing.assert_allclose(v, oracle["v"][head], atol=1e-5)
                 if accumulate != "last":
                     np.testing.assert_allclose(score, oracle["scores"][head], rtol=1e-4, atol=1e-5)
-                if merge is not None:
+                if isinstance(merge, dict):
                     ours = np.asarray(segments.tau)[row, head]
                     np.testing.assert_allclose(ours, _tau(oracle["tau"], head, len(ours)), atol=1e-6)
             if out is not None:
@@ -112,7 +149,7 @@ def test_every_step_agrees_with_the_oracle(case):
     assert any(check_steps(case, seed, 2, 16, Form.EQUAL, like=0.7) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", ("h2o", "roco", "d2o-plain", "d2o-both", "d2o-official"))
+@pytest.mark.parametrize("case", ("h2o", "roco", "fading", "norm", "halving", "d2o-plain", "d2o-both", "d2o-official"))
 def test_every_step_agrees_with_the_oracle_in_a_shared_pool(case):
     assert any(check_steps(case, seed, 3, 29, Form.SHARED, like=0.7) for seed in range(3))
 
@@ -262,7 +299,7 @@ def test_attention_that_is_not_a_number_drops_nothing():
 @given(st.integers(0, 2**32 - 1))
 def test_heads_together_keep_the_same_rows(seed):
     drawn, policy = draw(seed, 2), TOVA(budget=12)
-    assert isinstance(policy.heads, SharedHeads)
+    assert isinstance(policy.parts().heads, SharedHeads)
     *_, (pool, segments, _) = follow(policy, drawn, LENGTHS, Form.EQUAL)
     for row in range(len(LENGTHS)):
         rows = [held(pool, segments, row, head)[0] for head in range(HEADS)]

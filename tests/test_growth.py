@@ -64,7 +64,7 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     assert (heard.programs - late) / (2000 - 256) <= 1 / 1000
     # What it holds is what was planned before the first token.
     lengths = [len(prompt)]
-    room = rooms.first_room(POLICIES[name], model.config.layers, np.asarray(lengths), 2000)
+    room = rooms.first_room(POLICIES[name].parts(), model.config.layers, np.asarray(lengths), 2000)
     planned = jaxkv.plan(model.config, POLICIES[name], lengths, room=room)
     assert stats.allocated_bytes <= planned.cache_bytes
 
@@ -136,9 +136,9 @@ def test_rooms_repeat_and_double():
     assert room_for(appending, one, 100_000)[0] == MOST_AHEAD
     assert room_for(appending, one, 100_000, grown=6000)[0] == 6144
     # A row goes for each that comes: one spare row, and what is left to the limit.
-    assert room_for(jaxkv.H2O(budget=64), one, 2000)[0] == 1
-    assert room_for(jaxkv.H2O(budget=64), one + 40, 2000)[0] == 65
-    assert room_for(jaxkv.SnapKV(budget=64, every=50), one, 2000)[0] == 50
+    assert room_for(jaxkv.H2O(budget=64).parts(), one, 2000)[0] == 1
+    assert room_for(jaxkv.H2O(budget=64).parts(), one + 40, 2000)[0] == 65
+    assert room_for(jaxkv.SnapKV(budget=64, every=50).parts(), one, 2000)[0] == 50
 
 
 def test_ten_turns_meet_few_shapes(model):

@@ -248,11 +248,11 @@ def test_packing_is_the_same_with_and_without_jit(name):
     k, v = (jnp.asarray(a, jnp.float32) for a in rng.standard_normal((2, 2, 3, 32, 8)))
     scores, forced = jnp.asarray(rng.random((2, 3, 32)), jnp.float32), jnp.zeros((2, 32), bool)
     length, rows = jnp.asarray([32, 20], jnp.int32), jnp.asarray([10, 10], jnp.int32)
-    policy = BY_NAME[name].policy(20)
+    parts = BY_NAME[name].policy(20).parts()
 
     def both():
-        mask = choose(scores, forced, length, rows, heads=policy.heads)
-        pool, start, count = pack(k, v, mask, rows=40, form=policy.form)
+        mask = choose(scores, forced, length, rows, heads=parts.heads)
+        pool, start, count = pack(k, v, mask, rows=40, form=parts.form)
         empty = jax.tree.map(jnp.copy, pool)
         return mask, pool, count, pack_shared(empty, k, v, mask, start)
 

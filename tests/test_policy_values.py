@@ -338,7 +338,7 @@ def test_every_other_number_is_plain_too():
     )
     assert policy == SnapKV(budget=64, window=8, sinks=2, every=5, pooling=MaxPool(5), allocation=LinearLayers(beta=3))
     assert SnapKV(protect=np.asarray([[0, 4]])) == SnapKV(protect=[(n(0), n(4))]) == SnapKV(protect=((0, 4),))
-    assert AdaKV(budget=64, alpha=x(0.3)).heads == AdaptiveHeads(alpha=0.3)
+    assert AdaKV(budget=64, alpha=x(0.3)).parts().heads == AdaptiveHeads(alpha=0.3)
     assert VarianceLayers(dense_layers=np.asarray([0, -1])) == VarianceLayers(dense_layers=(0, -1))
     assert OmniKV(filter_layers=np.asarray([1, 4]), prefill_ratio=n(2)) == OmniKV(filter_layers=(1, 4), prefill_ratio=2)
     assert SnapKV(group="max", order="first") == SnapKV(group=GroupReduce.MAX, order=PoolOrder.FIRST)

@@ -32,7 +32,7 @@ from oracles.budgets import (
     water_fill,
 )
 from oracles.columns import column_sums, cumulative_scores
-from oracles.evict import bulk_evict, last_scores, simulate
+from oracles.evict import bulk_evict, halve_values, last_scores, simulate
 from oracles.merging import cosine, merge_rows, move_thresholds, nearest_rows
 from oracles.policies import (
     adakv,
@@ -106,6 +106,7 @@ __all__ = [
     "layer_statistic",
     "layer_weights",
     "local_window",
+    "halve_values",
     "merge_rows",
     "move_thresholds",
     "nearest_rows",

@@ -8,7 +8,7 @@ from oracles.attention import causal_probs, softmax
 from oracles.columns import cumulative_scores
 from oracles.merging import merge_rows
 from oracles.scores import _group
-from oracles.select import top_select
+from oracles.select import relative_gap, top_select
 
 
 def last_scores(q, k):
@@ -35,9 +35,9 @@ def bulk_evict(k, v, positions, scores, rows, sinks, recent, seen, merge=None, t
         sinks: positions below this stay.
         recent: positions from `seen - recent` on stay.
         seen: tokens so far, the queries included: the next token's position.
-        merge: options of `merge_rows` for the evicted rows; None drops them.
+        merge: options of `merge_rows` for the evicted rows, or a function; None drops them.
         tau: the threshold of `merge_rows` so far.
-        accumulate: "sum", "mean" or "last".
+        accumulate: "sum", "mean", "last", "norm" or a share.
 
     Returns:
         A dict: positions (K ascending lists), k, v and scores in that order, tau, gap and cut_gap, merge_gap, of which
@@ -61,7 +61,9 @@ def bulk_evict(k, v, positions, scores, rows, sinks, recent, seen, merge=None, t
             kept.append(chosen)
             evicted.append([r for r in range(m) if r not in set(chosen)])
             cut = min(cut, own)
-        if merge is not None:
+        if callable(merge):
+            k, v, near = merge(k, v, kept, evicted)
+        elif merge is not None:
             k, v, tau, _, near = merge_rows(k, v, kept, evicted, tau, **merge)
     return {
         "positions": [[positions[g][r] for r in kept[g]] for g in range(kv_heads)],
@@ -87,6 +89,33 @@ def _attend(q, k, v):
     return out, probs
 
 
+def halve_values(k, v, kept, evicted):
+    """One evicted row per head: its value and that of the kept row with the most similar key become their mean.
+
+    More at once, a prompt's, are dropped.
+
+    Args:
+        k: [K, m, D].
+        v: [K, m, D].
+        kept: K lists of rows.
+        evicted: K lists of rows.
+
+    Returns:
+        `(k, v, gap)`: the rows, and how far the nearest row is from the second, relative.
+    """
+    v, gap = np.array(v), math.inf
+    for g, gone in enumerate(evicted):
+        if len(gone) != 1:
+            continue
+        own = k[g][gone[0]]
+        cosines = [float(np.dot(own, k[g][r]) / np.linalg.norm(own) / np.linalg.norm(k[g][r])) for r in kept[g]]
+        best, second = sorted(cosines, reverse=True)[:2]
+        at = kept[g][cosines.index(best)]
+        v[g][at] = (v[g][at] + v[g][gone[0]]) / 2
+        gap = min(gap, relative_gap(best, second))
+    return k, v, gap
+
+
 def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, merge=None, group="mean"):
     """Prefill, evict to `rows`, then decode token by token, evicting one row per head whenever there are more.
 
@@ -101,8 +130,9 @@ def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, m
         sinks: leading positions that stay.
         recent: most recent positions that stay, the current token included.
         accumulate: "sum": the probabilities a row has received; "mean": the same per query that saw it; "last": of
-            the last query only, averaged over all query heads (whatever `group`).
-        merge: options of `merge_rows` for evicted rows; None drops them.
+            the last query only, averaged over all query heads (whatever `group`); a share: of what was received until
+            then so much is left at each new token; "norm": minus the key's length, whatever is received.
+        merge: options of `merge_rows` for evicted rows, or a function; None drops them.
         group: "mean" or "max" over the query heads of a kv head.
 
     Returns:
@@ -111,10 +141,14 @@ def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, m
         gap. The scores are states, for "mean" the sums; each dict's k and v are those after its eviction.
     """
     k, v, q_new, k_new, v_new = (np.asarray(x, np.float64) for x in (k, v, q_new, k_new, v_new))
-    if accumulate not in ("sum", "mean", "last"):
+    fades = isinstance(accumulate, float)
+    if not fades and accumulate not in ("sum", "mean", "last", "norm"):
         raise ValueError(accumulate)
     kv_heads, n, _ = k.shape
-    scores = last_scores(q, k) if accumulate == "last" else cumulative_scores(q, k, group)
+    if accumulate == "last":
+        scores = last_scores(q, k)
+    else:
+        scores = -np.linalg.norm(k, axis=-1) if accumulate == "norm" else cumulative_scores(q, k, group)
     everything = [list(range(n)) for _ in range(kv_heads)]
     rule = (rows, sinks, recent)
     prefill = bulk_evict(k, v, everything, scores, *rule, n, merge, None, accumulate)
@@ -126,8 +160,12 @@ def simulate(q, k, v, q_new, k_new, v_new, *, rows, sinks, recent, accumulate, m
         out, probs = _attend(q_new[:, t], held_k, held_v)
         if accumulate == "last":
             scores = _everywhere(probs, kv_heads)
+        elif accumulate == "norm":
+            own = -np.linalg.norm(k_new[:, t], axis=-1)
+            scores = np.concatenate([state["scores"], own[:, None]], axis=1)
         else:
-            scores = np.concatenate([state["scores"], np.zeros((kv_heads, 1))], axis=1)
+            left = accumulate if fades else 1.0
+            scores = np.concatenate([left * state["scores"], np.zeros((kv_heads, 1))], axis=1)
             scores = scores + _group(probs, kv_heads, group)
         state = bulk_evict(held_k, held_v, positions, scores, *rule, n + t + 1, merge, state["tau"], accumulate)
         steps.append({**state, "out": out, "probs": probs})
