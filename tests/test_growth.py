@@ -131,7 +131,7 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
 
 def test_rooms_repeat_and_double():
-    appending, one = jaxkv.SnapKV(budget=64), np.zeros(1, np.int64)
+    appending, one = jaxkv.SnapKV(budget=64).parts(), np.zeros(1, np.int64)
     assert [int(room_for(appending, one, new)[0]) for new in (5, 17, 200, 300, 2000)] == [16, 32, 256, 512, 2048]
     assert room_for(appending, one, 100_000)[0] == MOST_AHEAD
     assert room_for(appending, one, 100_000, grown=6000)[0] == 6144
