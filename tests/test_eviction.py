@@ -32,7 +32,7 @@ from jaxkv.policies import (
     SharedHeads,
     UniformLayers,
 )
-from jaxkv.policies.merging import UNSET
+from jaxkv.policies.merger import UNSET
 
 MERGES = {
     "plain": {},

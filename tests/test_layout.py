@@ -35,6 +35,7 @@ LAYERS = (
     "jaxkv.compilation",
     "jaxkv.answering",
     "jaxkv.generate",
+    "jaxkv.testing",
     "jaxkv.analysis",
     "jaxkv.evals",
     "jaxkv",

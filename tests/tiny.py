@@ -5,16 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jaxkv
-from jaxkv.attention.xla import Form
 from jaxkv.cache import repack
 from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import prefill as prefilling
-from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Live, program_for
+from jaxkv.testing import segments, tiny_model
+
+__all__ = ["segments"]
 
 VOCAB = 64
 
@@ -39,23 +40,7 @@ MODELS = {
 @functools.cache
 def tiny(config: jaxkv.ModelConfig, seed: int = 0, dtype: str = "float32") -> LanguageModel:
     """A decoder of random weights and no tokenizer; queries and keys are large, so that attention is far from flat."""
-    rng = np.random.default_rng(seed)
-    decoder = Decoder(config, dtype=jnp.dtype(dtype))
-
-    def value(path, parameter):
-        name, size = path[-1], parameter.shape
-        if name == "scale":
-            return 1 + 0.1 * rng.standard_normal(size)
-        gain = {"q": 1.6, "kv": 1.6, "embedding": size[-1] ** 0.5}.get(name, 1.0)
-        return gain * rng.standard_normal(size) / size[-1] ** 0.5
-
-    for path, parameter in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
-        name = [part for part in path if part != "value"]
-        at = decoder
-        for part in name:
-            at = at[part] if isinstance(part, int) else getattr(at, part)
-        at.set_value(jnp.asarray(value(name, parameter.get_value()), dtype))
-    return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
+    return tiny_model(config, seed=seed, dtype=dtype)
 
 
 @functools.cache
@@ -95,17 +80,6 @@ def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
         logits, live = decoding.extend(flat(model), live, given, ones, program=program)
         out.append(np.asarray(logits))
     return np.stack(out), live.into(copy)
-
-
-def segments(cache):
-    """Every segment as `(layer, sequence, head, k, v, pos)` of its rows, in the order they lie in."""
-    start, length = np.asarray(cache.start), np.asarray(cache.length)
-    host = [(np.asarray(p.k), np.asarray(p.v), np.asarray(p.pos)) for p in cache.pools]
-    for index in np.ndindex(*start.shape):
-        layer, row, _ = index
-        k, v, pos = host[0 if cache.form is Form.SHARED else layer]
-        span = slice(start[index], start[index] + length[index])
-        yield *index, k[row, span], v[row, span], pos[row, span]
 
 
 def kept(cache) -> list[list[list[list[int]]]]:

@@ -18,7 +18,7 @@ from jaxkv._errors import require
 from jaxkv.cli.numbers import real, shown, span, whole, whole_or_real
 from jaxkv.policies import MaxPool, Merge, Method, NoPool
 from jaxkv.policies.budgets import LayerBudgets
-from jaxkv.policies.merging import Merger
+from jaxkv.policies.merger import Merger
 from jaxkv.policies.registry import POLICIES, documented, policy_class
 from jaxkv.policies.scorers import Pooling
 

@@ -13,7 +13,7 @@ from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, segment_of_row
 from jaxkv.policies.budgets import LayerBudgets
-from jaxkv.policies.merging import UNSET, Merged, Merger
+from jaxkv.policies.merger import UNSET, Merged, Merger
 from jaxkv.policies.protocol import Observed, Scorer, checked
 from jaxkv.policies.select import HeadBudgets
 

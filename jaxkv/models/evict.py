@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
 from jaxkv.cache import Pool, put_cells, put_rows, row_lengths, take_rows
-from jaxkv.policies.merging import Row
+from jaxkv.policies.merger import Row
 from jaxkv.policies.parts import Ongoing
 
 

@@ -11,7 +11,8 @@ from jaxkv.policies.budgets import (
     OfficialLayers,
     UniformLayers,
 )
-from jaxkv.policies.merging import Decision, Joined, Merge, Merged, Merger, Metric, Row, Scope, ValueMerge, Weights
+from jaxkv.policies.merger import Joined, Merged, Merger, Row
+from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.methods import (
     D2O,
     H2O,

@@ -14,7 +14,7 @@ from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, plain, real
 from jaxkv.attention.xla import Form
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
-from jaxkv.policies.merging import Merger, check_merger
+from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.protocol import Needs, Scorer, check_scorer
 from jaxkv.policies.reading import Reading, Reads
 from jaxkv.policies.select import HeadBudgets, UniformHeads, together

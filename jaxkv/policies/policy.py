@@ -8,7 +8,7 @@ from jaxkv._errors import require
 from jaxkv._values import Value, normalise, typed
 from jaxkv.policies.after import Again, Append, Evict, Rank
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
-from jaxkv.policies.merging import Merger, check_merger
+from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Keep, Parts, Span, as_budget, as_spans
 from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.select import HeadBudgets, UniformHeads

@@ -1,0 +1,268 @@
+"""For those who write policies: a tiny model, and the properties that every policy of jaxkv is held to.
+
+```python
+jaxkv.testing.check_policy(Policy(budget=24, scorer=MyScorer()))
+```
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv._settings import settled
+from jaxkv.attention.xla import Form
+from jaxkv.cache import KVCache
+from jaxkv.config import ModelConfig
+from jaxkv.generate import generate, prefill
+from jaxkv.load import LanguageModel
+from jaxkv.models.decoder import Decoder
+from jaxkv.plan import Plan, plan
+from jaxkv.policies.methods import FullKV
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+
+_NEW = 12
+_ROUNDING = 1e-4
+
+
+class Segment(NamedTuple):
+    """The rows of one layer, sequence and kv head, in the order they lie in.
+
+    Attributes:
+        layer: its layer.
+        sequence: its sequence.
+        head: its kv head.
+        k: `[n, D]` keys.
+        v: `[n, D]` values.
+        pos: `i32[n]` positions.
+    """
+
+    layer: int
+    sequence: int
+    head: int
+    k: np.ndarray
+    v: np.ndarray
+    pos: np.ndarray
+
+
+def segments(cache: KVCache) -> Iterator[Segment]:
+    """Every segment of a cache, on the host.
+
+    Args:
+        cache: any cache.
+
+    Yields:
+        Its segments, layer by layer.
+    """
+    start, length = np.asarray(cache.start), np.asarray(cache.length)
+    host = [(np.asarray(p.k), np.asarray(p.v), np.asarray(p.pos)) for p in cache.pools]
+    for layer, sequence, head in np.ndindex(*start.shape):
+        k, v, pos = host[0 if cache.form is Form.SHARED else layer]
+        first = start[layer, sequence, head]
+        span = slice(first, first + length[layer, sequence, head])
+        yield Segment(layer, sequence, head, k[sequence, span], v[sequence, span], pos[sequence, span])
+
+
+@settled
+def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str = "float32") -> LanguageModel:
+    """A decoder of random weights without a tokenizer: prompts are token ids.
+
+    Args:
+        config: its shape; by default three layers of two kv heads with three query heads each.
+        seed: of the weights. Queries and keys are large, so that attention is far from flat.
+        dtype: of the weights.
+
+    Returns:
+        The model.
+    """
+    if config is None:
+        config = ModelConfig(
+            vocab=64, layers=3, embed=24, hidden=32, heads=6, kv_heads=2, head_dim=8, max_positions=1 << 16
+        )
+    rng = np.random.default_rng(seed)
+    decoder = Decoder(config, dtype=jnp.dtype(dtype))
+    for path, parameter in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+        names = [part for part in path if part != "value"]
+        size, at = parameter.get_value().shape, decoder
+        for part in names:
+            at = at[part] if isinstance(part, int) else getattr(at, part)  # type: ignore[call-overload,index]
+        if names[-1] == "scale":
+            value = 1 + 0.1 * rng.standard_normal(size)
+        else:
+            gain = {"q": 1.6, "kv": 1.6, "embedding": size[-1] ** 0.5}.get(str(names[-1]), 1.0)
+            value = gain * rng.standard_normal(size) / size[-1] ** 0.5
+        at.set_value(jnp.asarray(value, dtype))  # type: ignore[attr-defined]
+    return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Given(Method):
+    """Parts as a policy, so that one of them can be another."""
+
+    made: Parts = Parts()
+
+    def parts(self) -> Parts:
+        return self.made
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A policy, a model and two prompts for it, and what comes of them."""
+
+    policy: Method
+    model: LanguageModel
+    prompts: tuple[list[int], ...]
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        return self.policy.parts()
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        return [len(prompt) for prompt in self.prompts]
+
+    @functools.cached_property
+    def needed(self) -> Plan:
+        return plan(self.model.config, self.policy, self.lengths)
+
+    @functools.cached_property
+    def cache(self) -> KVCache:
+        return self.prefilled(self.prompts)
+
+    def prefilled(self, prompts: Sequence[list[int]], policy: Method | None = None) -> KVCache:
+        return prefill(self.model, list(prompts), policy=policy or self.policy, key=0, progress=False)
+
+    def drawn(self, policy: Method, **options: Any) -> Any:
+        given = {"policy": policy, "max_new_tokens": _NEW, "stop_at_eos": False, "key": 0, "progress": False}
+        return generate(self.model, [list(prompt) for prompt in self.prompts], **(given | options))
+
+
+def check_policy(policy: Method, *, model: LanguageModel | None = None, seed: int = 0) -> None:
+    """Holds a policy to what every policy of jaxkv promises, on a tiny model and prompts of unequal lengths.
+
+    Kept rows are the prompt's, in order and each once; what must stay does; as many stay as the plan says, and the
+    cache weighs what it says; neither another sequence beside it nor padding changes what is kept of one; a budget of
+    the whole prompt changes no token; the cache grows, or does not grow, as the policy says while tokens are drawn;
+    and equal policies make equal caches.
+
+    Args:
+        policy: an instance. A budget in rows should leave something to drop: prompts are twice as long.
+        model: any small model; `tiny_model()` by default.
+        seed: of the prompts.
+
+    Raises:
+        AssertionError: naming the property that does not hold, and where.
+    """
+    model = tiny_model() if model is None else model
+    policy = policy.for_model(model.config.layers, model.filter_layers)
+    budget, rng = policy.parts().budget, np.random.default_rng(seed)
+    longest = 2 * budget if isinstance(budget, int) else 96
+    lengths = (max(longest, 24), max(longest * 3 // 4, 17))
+    prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
+    case = _Case(policy, model, prompts)
+    for check in _CHECKS:
+        check(case)
+
+
+def _require(holds: Any, about: str, *where: object) -> None:
+    if not holds:
+        raise AssertionError(about + "".join(f"; {each}" for each in where))
+
+
+def _rows_are_the_prompts(case: _Case) -> None:
+    whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, FullKV()))}
+    merges, rolls = case.parts.merge is not None, case.parts.rolling
+    for part in segments(case.cache):
+        where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
+        _require(len(part.pos) == 0 or (np.diff(part.pos) > 0).all(), "kept rows lie in order, each once", where)
+        inside = len(part.pos) == 0 or (part.pos[0] >= 0 and part.pos[-1] < case.lengths[part.sequence])
+        _require(inside, "kept rows are rows of the prompt", where)
+        _require(np.isfinite(part.k).all() and np.isfinite(part.v).all(), "rows are finite", where)
+        same = whole[part[:3]]
+        for name, mine, its in (("keys", part.k, same.k), ("values", part.v, same.v)):
+            if not merges and not (rolls and name == "keys"):
+                close = np.allclose(mine, its[part.pos], atol=_ROUNDING)
+                _require(close, f"kept {name} are the prompt's own", where)
+
+
+def _what_must_stay_stays(case: _Case) -> None:
+    keep = case.parts.keep
+    mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
+    for part in segments(case.cache):
+        must = set(np.flatnonzero(mask[part.sequence]).tolist())
+        missing = sorted(must - set(part.pos.tolist()))
+        _require(not missing, f"{keep} always stay", f"missing in layer {part.layer}, head {part.head}: {missing}")
+
+
+def _as_many_as_planned(case: _Case) -> None:
+    kept, needed = case.cache.kept.sum(axis=2), case.needed
+    if needed.rows is not None:
+        wanted = case.model.config.kv_heads * needed.rows
+        _require((kept == wanted).all(), "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
+    elif case.parts.layers.exact:
+        wanted = kept.shape[0] * case.model.config.kv_heads * needed.budget
+        _require((kept.sum(axis=0) == wanted).all(), "all layers together keep what the plan says", wanted.tolist())
+    weighs, planned = case.cache.nbytes, needed.cache_bytes
+    _require(weighs == planned, "the cache weighs what the plan says", f"{weighs} and {planned} bytes")
+
+
+def _positions(cache: KVCache, sequence: int) -> list[list[int]]:
+    return [sorted(part.pos.tolist()) for part in segments(cache) if part.sequence == sequence]
+
+
+def _neighbours_change_nothing(case: _Case) -> None:
+    first, second = case.prompts
+    for about, prompts, row, sequence in (
+        ("another sequence beside it changes what is kept", (first, second[::-1]), 0, 0),
+        ("padding, or a longer sequence beside it, changes what is kept", (second,), 0, 1),
+    ):
+        alone, beside = _positions(case.prefilled(prompts), row), _positions(case.cache, sequence)
+        _require(alone == beside, about, f"sequence {sequence}")
+
+
+def _a_whole_budget_changes_nothing(case: _Case) -> None:
+    if case.parts.budget is None or case.parts.rolling:
+        return
+    roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
+    ours, whole = case.drawn(roomy), case.drawn(_Given(made=Parts(read=case.parts.read)))
+    same = all((one == other).all() for one, other in zip(ours.tokens, whole.tokens, strict=True))
+    _require(same, "a budget of the whole text changes no token")
+
+
+def _it_grows_as_it_says(case: _Case) -> None:
+    after, parts = case.drawn(case.policy).cache, case.parts
+    grown = after.kept.astype(np.int64) - case.cache.kept
+    new = np.asarray(after.seen) - np.asarray(case.lengths)
+    beyond = after.kept - np.asarray(after.limit)
+    if parts.evicts:
+        _require((beyond <= 0).all(), "no segment holds more than its limit while rows go one by one", beyond.max())
+    elif parts.every is not None:
+        _require((beyond < parts.every).all(), "no segment grows by `every` rows beyond its limit", beyond.max())
+    else:
+        _require((grown == new[None, :, None]).all(), "a row is added for each new token", grown.tolist())
+    for part in segments(after):
+        distinct = len(set(part.pos.tolist())) == len(part.pos)
+        last = int(np.asarray(after.seen)[part.sequence])
+        _require(distinct and part.pos.max() < last, "positions stay distinct and of the text while decoding")
+
+
+def _equal_policies_are_equal(case: _Case) -> None:
+    same = dataclasses.replace(case.policy)
+    _require(same == case.policy and hash(same) == hash(case.policy), "a policy equals its copy")
+    _require(_positions(case.prefilled(case.prompts, same), 0) == _positions(case.cache, 0), "and keeps the same rows")
+
+
+_CHECKS: tuple[Callable[[_Case], None], ...] = (
+    _rows_are_the_prompts,
+    _what_must_stay_stays,
+    _as_many_as_planned,
+    _neighbours_change_nothing,
+    _a_whole_budget_changes_nothing,
+    _it_grows_as_it_says,
+    _equal_policies_are_equal,
+)
