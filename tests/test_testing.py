@@ -1,0 +1,74 @@
+"""`check_policy` passes what keeps its promises, and names the promise that is broken."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+import tiny
+from policy_table import BY_NAME
+
+from jaxkv import AdaKV, Keep, OmniKV, Policy, SnapKV
+from jaxkv.policies import ByAttention, CumulativeAttention, KeyNorm, Merged, Merger, Scorer
+from jaxkv.testing import check_policy, tiny_model
+
+SHIPPED = ("full", "streaming-rolling", "random", "pyramidinfer", "d2o", "adakv-variance", "snapkv-sinks")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_policies_keep_their_promises(name):
+    check_policy(BY_NAME[name].policy(24))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(budget=24, window=8, every=5),
+        AdaKV(base=SnapKV(budget=0.4, window=8, min_budget="clamp")),
+        OmniKV(filter_layers=(0,), adjacent=0, budget=12, base=SnapKV(budget=24, window=8)),
+        Policy(budget=24, scorer=CumulativeAttention(), keep=Keep(window=1, recent=0.25), evict=ByAttention(decay=0.7)),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_compositions_keep_them_too(policy):
+    check_policy(policy, model=tiny_model(tiny.MODELS["gqa4"]), seed=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class LooksAtMates(Scorer):
+    """Rows of the whole batch count."""
+
+    def mass(self, seen):
+        own = KeyNorm().mass(seen)
+        return own * jnp.where(jnp.arange(own.shape[0])[:, None, None] % 2 == 0, own.mean(), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LooksAtPadding(Scorer):
+    """Padding counts as much as rows do."""
+
+    def mass(self, seen):
+        norm = KeyNorm().mass(seen)
+        middle = norm.mean(axis=-1, keepdims=True)
+        return -jnp.abs(norm - middle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Infinite(Merger):
+    """Values that are no numbers any more."""
+
+    def merge(self, k, v, kept, inside, mass, tau, key):
+        return Merged(k, v * jnp.inf, tau)
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        (Policy(budget=24, scorer=LooksAtMates()), "another sequence beside it changes what is kept"),
+        (Policy(budget=24, scorer=LooksAtPadding()), "padding, or a longer sequence beside it, changes what is kept"),
+        (Policy(budget=24, scorer=KeyNorm(), merge=Infinite()), "rows are finite"),
+    ],
+    ids=["mates", "padding", "infinite"],
+)
+def test_a_broken_promise_is_named(policy, message):
+    with pytest.raises(AssertionError, match=message):
+        check_policy(policy)
