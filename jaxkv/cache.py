@@ -285,11 +285,11 @@ def append(
     if scores is not None:
         scores = _scatter(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
     pos = _scatter(pool.pos, row, spread)
-    norm = None if pool.norm is None else _scatter(pool.norm, row, row_lengths(flat(k).astype(pool.k.dtype)))
+    norm = None if pool.norm is None else _scatter(pool.norm, row, row_norms(flat(k).astype(pool.k.dtype)))
     return Pool(k=put_rows(pool.k, row, flat(k)), v=put_rows(pool.v, row, flat(v)), pos=pos, score=scores, norm=norm)
 
 
-def row_lengths(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
+def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
     """Euclidean length of each row, float32; never so near zero that it could not be divided by."""
     wide = rows.astype(jnp.float32)
     return jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1)), 1e-6)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxkv import TOVA, Method
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, lay_out, row_lengths, take_rows
+from jaxkv.cache import Pool, lay_out, row_norms, take_rows
 from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
 from jaxkv.models.decode import over_rows
 from jaxkv.models.evict import Segments, evict
@@ -76,7 +76,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
     forced = parts.keep.mask(lengths, SLOTS)
     anyway = forced.sum(axis=1)
     rows = parts.budgets(lengths, anyway)[None]
-    limit = parts.nominal(lengths, rows[0])
+    limit = parts.may_hold(lengths, rows[0])
     recent = parts.recents(rows, lengths, anyway)[0]
     sums = agreement.all_sums(drawn.q, drawn.k, lengths)
     mass = sums.mean(axis=2)
@@ -92,7 +92,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
             jnp.float32,
         )
     if isinstance(parts.scorer, KeyNorm):
-        mass = parts.scorer.mass(types.SimpleNamespace(k=jnp.asarray(drawn.k)))
+        mass = parts.scorer.observe(types.SimpleNamespace(k=jnp.asarray(drawn.k)))
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     mask = choose(scores, jnp.asarray(forced), length, count, last, heads=parts.heads)
@@ -160,7 +160,7 @@ def follow(policy: Method, drawn: Drawn, lengths, form: Form, *, widest=None):
     pool, segments = prefilled(policy, drawn, lengths, form)
     program = program_of(policy, form, widest)
     if program.compares_keys:
-        pool = dataclasses.replace(pool, norm=row_lengths(pool.k))
+        pool = dataclasses.replace(pool, norm=row_norms(pool.k))
     if program.looks_ahead:
         segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))
     count = jnp.ones((len(lengths),), jnp.int32)

@@ -16,7 +16,7 @@ from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, p
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, row_lengths
+from jaxkv.cache import Pool, row_norms
 from jaxkv.models import evict as evicting
 from jaxkv.models.compress import merged
 from jaxkv.models.evict import Segments, evict
@@ -62,7 +62,7 @@ class ByNorm(Rank):
     """A user's rank: long keys go first, whatever attention they receive."""
 
     def begin(self, k, v):
-        return KeyNorm().mass(types.SimpleNamespace(k=k))
+        return KeyNorm().observe(types.SimpleNamespace(k=k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ def test_the_row_that_goes_is_guessed_right_or_wrong_with_the_same_outcome():
                 guessed = int(pool.pos[row, likely])
                 right, wrong = right + (guessed in gone), wrong + (guessed not in gone)
         inside = np.asarray(after.pos) >= 0
-        np.testing.assert_allclose(np.asarray(after.norm)[inside], np.asarray(row_lengths(after.k))[inside], rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(after.norm)[inside], np.asarray(row_norms(after.k))[inside], rtol=1e-6)
     assert right > wrong > 0
 
 

@@ -53,8 +53,8 @@ class Parted(Scorer):
     part: Part
     numbers: tuple
 
-    def mass(self, seen):
-        return KeyNorm().mass(seen)
+    def observe(self, seen):
+        return KeyNorm().observe(seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,9 +63,9 @@ def window_sees_the_future(patch):
 
 
 def group_maximum(patch):
-    real = WindowAttention.mass
+    real = WindowAttention.observe
     patch.setattr(
-        WindowAttention, "mass", lambda self, seen: real(dataclasses.replace(self, group=GroupReduce.MAX), seen)
+        WindowAttention, "observe", lambda self, seen: real(dataclasses.replace(self, group=GroupReduce.MAX), seen)
     )
 
 

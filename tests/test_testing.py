@@ -37,8 +37,8 @@ def test_compositions_keep_them_too(policy):
 class LooksAtMates(Scorer):
     """Rows of the whole batch count."""
 
-    def mass(self, seen):
-        own = KeyNorm().mass(seen)
+    def observe(self, seen):
+        own = KeyNorm().observe(seen)
         return own * jnp.where(jnp.arange(own.shape[0])[:, None, None] % 2 == 0, own.mean(), 1.0)
 
 
@@ -46,8 +46,8 @@ class LooksAtMates(Scorer):
 class LooksAtPadding(Scorer):
     """Padding counts as much as rows do."""
 
-    def mass(self, seen):
-        norm = KeyNorm().mass(seen)
+    def observe(self, seen):
+        norm = KeyNorm().observe(seen)
         middle = norm.mean(axis=-1, keepdims=True)
         return -jnp.abs(norm - middle)
 

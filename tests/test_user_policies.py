@@ -47,7 +47,7 @@ def test_what_users_may_write():
         ({"scorrer": KeyNorm()}, "unexpected keyword argument 'scorrer'"),
         ({"kept_first": 4}, "unexpected keyword argument 'kept_first'"),
         ({"scorer": KeyNorm}, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
-        ({"scorer": "attention"}, r"scorer='attention': a scorer has queries, sums, rank, mass, scores, too"),
+        ({"scorer": "attention"}, r"scorer='attention': a scorer has queries, sums, rank, observe, scores, too"),
         ({"keep": 4}, "keep=4|replace"),
         ({"heads": UniformHeads}, "heads=.*: give budgets over heads"),
         ({"layers": None}, "layers=None: give budgets over layers"),
@@ -101,8 +101,8 @@ class Given(Scorer):
 
     change: object
 
-    def mass(self, seen):
-        return self.change(KeyNorm().mass(seen))
+    def observe(self, seen):
+        return self.change(KeyNorm().observe(seen))
 
 
 def prefilled(scorer, **wraps):
@@ -113,11 +113,14 @@ def prefilled(scorer, **wraps):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda mass: mass[:, :1], r"Given\.mass=float32\[2, 1, 64\]: give one float32 .*\[B, K, S\] = \[2, 2, 64\]"),
-        (lambda mass: mass[..., 0], r"Given\.mass=float32\[2, 2\]: "),
-        (lambda mass: mass.astype(jnp.bfloat16), r"Given\.mass=bfloat16\[2, 2, 64\]: give one float32"),
-        (lambda mass: mass > 0, r"Given\.mass=bool\[2, 2, 64\]: "),
-        (lambda mass: None, r"Given\.mass=NoneType: give one float32"),
+        (
+            lambda mass: mass[:, :1],
+            r"Given\.observe=float32\[2, 1, 64\]: give one float32 .*\[B, K, S\] = \[2, 2, 64\]",
+        ),
+        (lambda mass: mass[..., 0], r"Given\.observe=float32\[2, 2\]: "),
+        (lambda mass: mass.astype(jnp.bfloat16), r"Given\.observe=bfloat16\[2, 2, 64\]: give one float32"),
+        (lambda mass: mass > 0, r"Given\.observe=bool\[2, 2, 64\]: "),
+        (lambda mass: None, r"Given\.observe=NoneType: give one float32"),
     ],
 )
 def test_scores_of_the_wrong_shape_or_type_are_refused(change, message):
@@ -148,7 +151,7 @@ def test_what_is_not_a_number_comes_last():
 def test_scorers_without_a_hash_are_refused():
     @dataclasses.dataclass
     class Loose(Scorer):
-        mass = KeyNorm.mass
+        observe = KeyNorm.observe
 
     with pytest.raises(TypeError, match=r"scorer=Loose: programs are kept by it .*frozen dataclass"):
         policy_of(Loose())
@@ -156,7 +159,7 @@ def test_scorers_without_a_hash_are_refused():
 
 def test_a_scorer_need_not_be_derived():
     class Plain:
-        queries, sums, rank, mass = 0, False, None, KeyNorm.mass
+        queries, sums, rank, observe = 0, False, None, KeyNorm.observe
 
         def scores(self, mass, length):
             return mass
@@ -164,7 +167,7 @@ def test_a_scorer_need_not_be_derived():
     kept, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy_of(Plain()))
     other, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy_of(KeyNorm()))
     assert tiny.kept(kept) == tiny.kept(other)
-    with pytest.raises(TypeError, match="scorer=Silent: it says nothing of rows: write its method `mass`"):
+    with pytest.raises(TypeError, match="scorer=Silent: it says nothing of rows: write its method `observe`"):
         policy_of(type("Silent", (Scorer,), {})())
 
 
@@ -217,7 +220,7 @@ class FromTheEnd(Scorer):
 
     way: int | float = 1
 
-    def mass(self, seen):
+    def observe(self, seen):
         position = jnp.arange(seen.k.shape[2], dtype=jnp.float32)
         signed = position if isinstance(self.way, float) else -position
         return jnp.broadcast_to(signed, seen.k.shape[:3])

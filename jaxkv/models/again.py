@@ -224,7 +224,7 @@ def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, 
         layer=layer.layer,
         key=layer.key,
     )
-    mass = checked(parts.scorer, "mass", parts.scorer.mass(seen), seen.k)
+    mass = checked(parts.scorer, "observe", parts.scorer.observe(seen), seen.k)
     scores = checked(parts.scorer, "scores", parts.scorer.scores(mass, length), seen.k)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 

@@ -41,7 +41,7 @@ def observe(
 @partial(jax.jit, static_argnames=("scorer", "layers"))
 def _observe(seen: Observed, forced: Array, *, scorer: Typed, layers: Typed):
     matters, spread, weight = scorer.part, layers.part, None
-    mass = checked(matters, "mass", matters.mass(seen), seen.k)
+    mass = checked(matters, "observe", matters.observe(seen), seen.k)
     if spread.from_scores:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
         weight = spread.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
-from jaxkv.cache import Pool, put_cells, put_rows, row_lengths, take_rows
+from jaxkv.cache import Pool, put_cells, put_rows, row_norms, take_rows
 from jaxkv.policies.merger import Row
 from jaxkv.policies.parts import Ongoing
 
@@ -143,7 +143,7 @@ def weakest(
         may = inside & ~ongoing.keep.protected(pos, prompt)
         free = may & (pos < last)
         every = rank.rank(score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
-        if ongoing.together:
+        if ongoing.one_set:
             layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
             every = jnp.broadcast_to(layers.mean(axis=2, keepdims=True), layers.shape).reshape(free.shape)
         ranks = jnp.where(free, every, jnp.inf)
@@ -192,7 +192,7 @@ def nearest(
 
     def body(best, row, inside, rows, pos, *norm):
         wide = rows.astype(jnp.float32)
-        cosine = _cosines(_dots(of, wide), of, norm[0] if norm else row_lengths(wide))
+        cosine = _cosines(_dots(of, wide), of, norm[0] if norm else row_norms(wide))
         found = _most(cosine, pos, row, inside & (row != but[..., None]))
         better = (found[0] > best[0]) | ((found[0] == best[0]) & (found[1] < best[1]))
         return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
@@ -250,7 +250,7 @@ def nearest_of_products(
 
 
 def _cosines(products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]) -> Array:
-    return products / (row_lengths(of)[..., None] * length)
+    return products / (row_norms(of)[..., None] * length)
 
 
 def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -> tuple[Array, Array, Array]:
@@ -346,7 +346,7 @@ def evict(
 
     def measured(norm: Array) -> Array:
         parts = [(place, moved["k"]), *updates["k"]]
-        new = jnp.concatenate([row_lengths(new.astype(pool.k.dtype)) for _, new in parts], axis=1)
+        new = jnp.concatenate([row_norms(new.astype(pool.k.dtype)) for _, new in parts], axis=1)
         return put_cells(norm, jnp.concatenate([row for row, _ in parts], axis=1), new)
 
     emptied = jnp.where(over, last, nowhere)

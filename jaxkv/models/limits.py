@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, row_lengths, take_rows
+from jaxkv.cache import Pool, row_norms, take_rows
 from jaxkv.models.evict import Segments, evict, weakest
 from jaxkv.models.moving import Live, Program
 
@@ -98,7 +98,7 @@ def prepared(live: Live, program: Program) -> Live:
     """What steps one after the other keep for each other beside the cache; `bare` takes it off again."""
     if not program.compares_keys:
         return live
-    pools = tuple(dataclasses.replace(pool, norm=row_lengths(pool.k)) for pool in live.pools)
+    pools = tuple(dataclasses.replace(pool, norm=row_norms(pool.k)) for pool in live.pools)
     live = dataclasses.replace(live, pools=pools)
     if not program.looks_ahead:
         return live

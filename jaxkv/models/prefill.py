@@ -330,14 +330,14 @@ def prefill(
     limit, state = jnp.copy(kept), None
     if ongoing is not None:
         assert rows is not None
-        nominal = parts.nominal(lengths, needed.budget)
-        limit = _limits(parts, rows, nominal, lengths, kept)
-        targets = np.where(nominal > lengths, nominal, rows)
+        may_hold = parts.may_hold(lengths, needed.budget)
+        limit = _limits(parts, rows, may_hold, lengths, kept)
+        targets = np.where(may_hold > lengths, may_hold, rows)
         state = State(
             prompt=length,
-            budget=jnp.asarray(nominal, jnp.int32),
+            budget=jnp.asarray(may_hold, jnp.int32),
             recent=jnp.asarray(
-                np.where(nominal > lengths, parts.recents(targets, lengths, needed.forced), recents), jnp.int32
+                np.where(may_hold > lengths, parts.recents(targets, lengths, needed.forced), recents), jnp.int32
             ),
             tau=jnp.stack(choosing.taus) if choosing.taus else None,
             rings=tuple(rings),
@@ -367,15 +367,15 @@ def _remembering(ongoing: Ongoing | None, reading: Reading | None, layers: int) 
     return [reading.ring if reading is not None and layer in asked else 0 for layer in range(layers)]
 
 
-def _limits(parts, rows, nominal, lengths, kept):
+def _limits(parts, rows, may_hold, lengths, kept):
     """Target sizes: what was kept, or for prompts shorter than the budget the budget; layers that go on growing."""
     most = np.iinfo(np.int32).max // 2
-    per_layer = np.where(nominal > lengths, nominal, rows)
+    per_layer = np.where(may_hold > lengths, may_hold, rows)
     per_layer = np.where(parts.layers.unlimited(len(rows))[:, None], most, per_layer)
     spread = jnp.asarray(np.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
         return spread
-    grown = jnp.asarray((nominal > lengths)[None, :, None] | (per_layer == most)[..., None])
+    grown = jnp.asarray((may_hold > lengths)[None, :, None] | (per_layer == most)[..., None])
     return jnp.where(grown, spread, kept)
 
 

@@ -17,7 +17,7 @@ from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.protocol import Needs, Scorer, check_scorer
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.select import HeadBudgets, UniformHeads, together
+from jaxkv.policies.select import HeadBudgets, UniformHeads, shares_positions
 
 Span = tuple[int, int]
 
@@ -137,7 +137,7 @@ class Ongoing(Value):
     Attributes:
         evicts: after each token, segments above their limit lose the weakest row.
         rank: how scores go on, or None where they are computed anew.
-        together: all kv heads of a layer drop the same row.
+        one_set: all kv heads of a layer hold the same positions, and drop the same row.
         keep: first positions and spans that are never dropped.
         merge: what becomes of dropped rows.
         queries: last queries to remember, for scorers that are asked again.
@@ -145,7 +145,7 @@ class Ongoing(Value):
 
     evicts: bool
     rank: Rank | None
-    together: bool
+    one_set: bool
     keep: Keep
     merge: Merger | None
     queries: int
@@ -278,7 +278,7 @@ class Parts(Value):
         return Ongoing(
             evicts=self.evicts,
             rank=after.rank,
-            together=together(self.heads),
+            one_set=shares_positions(self.heads),
             keep=Keep(sinks=self.keep.sinks, protect=self.keep.protect),
             merge=self.merge,
             queries=scorer.queries if after.rank is None else 0,
@@ -293,7 +293,7 @@ class Parts(Value):
         """
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
-    def nominal(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    def may_hold(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows a cache may grow to: for prompts shorter than a budget in rows, that budget."""
         return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
 

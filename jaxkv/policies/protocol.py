@@ -66,12 +66,12 @@ class Observed:
 class Scorer(Protocol):
     """Says how much each row matters, per kv head.
 
-    Subclass it in a frozen dataclass; `mass` is all that has to be written:
+    Subclass it in a frozen dataclass; `observe` is all that has to be written:
 
     ```python
     @dataclasses.dataclass(frozen=True)
     class KeyNorm(Scorer):
-        def mass(self, seen):
+        def observe(self, seen):
             return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
     ```
     """
@@ -91,17 +91,17 @@ class Scorer(Protocol):
         """How scores go on while tokens are drawn; None where the scorer must be asked again."""
         return None
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """What was observed of every row, float32. Rows past a sequence's length may hold anything."""
         ...
 
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores by which rows are chosen, higher stays; from the mass, smoothed or as it is.
+    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Scores by which rows are chosen, higher stays; from what was observed, smoothed or as it is.
 
         float32. A prompt whose rows get what is not a number is refused; where a cache is compressed again, such rows
         come last.
         """
-        return mass
+        return observed
 
 
 def check_scorer(label: str, scorer: Any) -> None:
@@ -118,17 +118,17 @@ def check_scorer(label: str, scorer: Any) -> None:
         return
     if isinstance(scorer, type):
         raise TypeError(f"{label}={scorer.__name__}: it is a class: give an instance, {scorer.__name__}()")
-    missing = [each for each in ("queries", "sums", "rank", "mass", "scores") if not hasattr(scorer, each)]
+    missing = [each for each in ("queries", "sums", "rank", "observe", "scores") if not hasattr(scorer, each)]
     if missing:
         remedy = f"a scorer has {', '.join(missing)}, too: subclass jaxkv.policies.Scorer"
         raise TypeError(f"{label}={scorer!r}: {remedy}")
-    if type(scorer) is Scorer or getattr(type(scorer), "mass", None) is Scorer.mass:
-        raise TypeError(f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `mass`")
+    if type(scorer) is Scorer or getattr(type(scorer), "observe", None) is Scorer.observe:
+        raise TypeError(f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `observe`")
     for name, fits, wanted in (
         ("queries", is_whole, "a number of last queries, 0 or more"),
         ("sums", lambda value: isinstance(value, bool), "True or False"),
         ("rank", lambda value: value is None or isinstance(value, Rank), "a Rank, or None"),
-        ("mass", callable, "a method"),
+        ("observe", callable, "a method"),
         ("scores", callable, "a method"),
     ):
         value = getattr(scorer, name)

@@ -122,16 +122,16 @@ class CumulativeAttention(Scorer, Value):
         """Each token adds its own attention."""
         return ByAttention(mean=self.mean)
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """The sums, mean over the group."""
         if seen.sums is None:
             raise TypeError("CumulativeAttention needs sums over all queries")
         return seen.sums.mean(axis=2)
 
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """The mass, or the mass per query."""
-        age = length[:, None] - jnp.arange(mass.shape[-1], dtype=jnp.int32)
-        return self.rank.rank(mass, age[:, None])
+    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """What was received, or that per query."""
+        age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
+        return self.rank.rank(observed, age[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class LastAttention(Scorer, Value):
         """Each token's attention replaces that of the one before."""
         return ByAttention(decay=0.0)
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """The last query's probabilities."""
         return attention.window_mass(seen.q, seen.k, seen.q_positions, lambda p, _: p.mean(axis=(0, 1)))
 
@@ -182,7 +182,7 @@ class WindowAttention(Scorer, Value):
         """Those of the window."""
         return self.window
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Mean attention of the window's queries on each row, reduced over the group."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
@@ -202,11 +202,11 @@ class WindowAttention(Scorer, Value):
             return sums / jnp.minimum(seen.length, self.window).astype(jnp.float32)[:, None, None]
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
-    def scores(self, mass: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Spreads the mass to neighbours, the window's columns left out."""
+    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Spreads what was observed to neighbours, the window's columns left out."""
         if self.order is PoolOrder.FIRST:
-            return mass
-        return self.pooling(mass, _before((length - self.window)[:, None, None], mass.shape[-1]))
+            return observed
+        return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
 
 
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
@@ -222,7 +222,7 @@ class Position(Scorer, Value):
         """The oldest row is the weakest."""
         return ByAge()
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """The position itself; exact in float32 up to 2**24."""
         batch, heads, slots = seen.k.shape[:3]
         return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
@@ -232,7 +232,7 @@ class Position(Scorer, Value):
 class KeyNorm(Scorer, Value):
     """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Minus the norm."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
@@ -241,7 +241,7 @@ class KeyNorm(Scorer, Value):
 class Uniform01(Scorer, Value):
     """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
 
-    def mass(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Uniform draws in [0, 1)."""
         batch, heads, slots = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)

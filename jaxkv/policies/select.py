@@ -296,13 +296,13 @@ class TwoStageHeads(Value):
         part, rest = whole // share.denominator, whole % share.denominator
         safe = part * share.numerator + rest * share.numerator // share.denominator - forced[:, None]
         weighted = (scores + jnp.float32(self.epsilon)) * norms
-        if together(self.budgets):
+        if shares_positions(self.budgets):
             scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
         chosen = top(_keys(scores, candidates), jnp.clip(safe, 0, count))
         rest = _keys(weighted, candidates & ~chosen)
         return chosen | top(rest, count - jnp.clip(safe, 0, count))
 
 
-def together(heads: HeadBudgets) -> bool:
+def shares_positions(heads: HeadBudgets) -> bool:
     """Whether all kv heads of a layer keep the same positions."""
-    return isinstance(heads, SharedHeads) or (isinstance(heads, TwoStageHeads) and together(heads.budgets))
+    return isinstance(heads, SharedHeads) or (isinstance(heads, TwoStageHeads) and shares_positions(heads.budgets))
