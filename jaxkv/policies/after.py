@@ -18,7 +18,7 @@ class Rank(Protocol):
     """How a row's score goes on while tokens are drawn, and what rows are compared by: the lowest rank goes.
 
     Subclass it in a frozen dataclass and override what differs. The rows of a prompt begin with what the scorer's
-    `observe` gave them; at each new token `decay * score` plus the attention that the row receives is what becomes of it.
+    `observe` gave them; at each new token a score becomes `decay * score` plus the attention that the row receives.
     """
 
     @property
