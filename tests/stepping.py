@@ -1,7 +1,6 @@
 """One layer on random tensors, driven step by step by the library's own pieces: what the oracle is held against."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
             jnp.float32,
         )
     if isinstance(parts.scorer, KeyNorm):
-        mass = parts.scorer.observe(types.SimpleNamespace(k=jnp.asarray(drawn.k)))
+        mass = -jnp.sqrt((jnp.asarray(drawn.k) ** 2).sum(axis=-1))
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     mask = choose(scores, jnp.asarray(forced), length, count, last, heads=parts.heads)
