@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 from tqdm import tqdm
 
 from jaxkv._errors import require
@@ -168,8 +168,7 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
     program = program_for(flat, cache, chosen.decode)
     with clocks.making:
         draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
-    eos = sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) if request.stop_at_eos else []
-    ends = jnp.asarray(eos or [-2], jnp.int32)
+        ends = _ends(request)
     answers = Answers(params.text, batch, request.stops)
 
     draw_steps: Callable[..., Any] = partial(looping.decode, flat)
@@ -245,6 +244,13 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         filter_layers=() if program.reading is None else program.reading.filters,
     )
     return _generation(request, answers, cache, stats)
+
+
+def _ends(request: Request) -> Int[Array, " n"]:
+    """Tokens that end an answer; where none does, an id that is no token."""
+    params = request.params
+    eos = {*params.config.eos, *(params.text.eos_ids if params.text else ())} if request.stop_at_eos else {-2}
+    return jnp.asarray(sorted(eos) or [-2], jnp.int32)
 
 
 def _generation(request: Request, answers: Answers, cache: KVCache, stats: Stats) -> Generation:

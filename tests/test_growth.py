@@ -1,7 +1,9 @@
 """Long answers and many turns: rooms come in sizes that repeat, and every compilation is told as such."""
 
 import dataclasses
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -84,6 +86,24 @@ def test_all_compilation_is_told(model):
         with Listener() as heard:
             same = jaxkv.generate(model, prompt, policy=policy, **options)
         assert (heard.programs, same.stats.compiled_programs, same.stats.compile_seconds) == (0, 0, 0.0)
+
+
+FRESH = """
+import sys, jax, jaxkv
+heard = []
+model = jaxkv.load(sys.argv[1], progress=False)
+event = "/jax/core/compile/backend_compile_duration"
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: heard.append(name) if name == event else 0)
+out = jaxkv.generate(model, [[5] * 40], max_new_tokens=20, progress=False)
+assert out.stats.compiled_programs == len(heard) > 0, (out.stats.compiled_programs, len(heard))
+"""
+
+
+def test_all_compilation_is_told_in_a_fresh_process():
+    # Here the smallest programs, which every process makes once, are not there yet.
+    folder = Path(__file__).parent / "golden" / "models" / "llama_gqa"
+    done = subprocess.run([sys.executable, "-c", FRESH, folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_clock_counts_nested_compilations_once():
