@@ -12,9 +12,9 @@ from jaxtyping import PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
-from jaxkv.bank import at_home
+from jaxkv.bank import committed
 from jaxkv.cache import KVCache
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.sampling import Greedy, Sampling
 
 _SEEDS = 2**32
@@ -64,7 +64,7 @@ def as_cache(cache: Any) -> KVCache | None:
         return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
     bank = None if cache.bank is None else cache.bank.put_back()
     device = jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None))
-    return device if bank is None else dataclasses.replace(at_home(device), bank=bank)
+    return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
 def as_count(name: str, given: Any, remedy: str) -> int:

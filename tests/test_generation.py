@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 
 import jaxkv
 from jaxkv.cache import Turn
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.policies import EntropyLayers
 from jaxkv.text import Text
 

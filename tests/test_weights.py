@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_text import CHATML, with_template
 
 import jaxkv
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 TIED = FOLDER.parent / "qwen3"

@@ -10,7 +10,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.attention.xla import Form
 from jaxkv.cache import repack
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Decoder, Flat

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
-from jaxkv.cli.finding import add_filter_options, print_filters
+from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
 from jaxkv.cli.streams import Unwritten, ready, say, tell
@@ -151,14 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     notes = _GENERATE_NOTES + _EXAMPLES
-    asking = commands.add_parser(
+    generating = commands.add_parser(
         "generate", help="answer a prompt", description=_ABOUT, epilog=notes, formatter_class=plain
     )
-    asking.set_defaults(run=run_generate)
-    add_generate_options(asking)
-    finding = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
-    finding.set_defaults(run=print_filters)
-    add_filter_options(finding)
+    generating.set_defaults(run=run_generate)
+    add_generate_options(generating)
+    filters = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
+    filters.set_defaults(run=print_filters)
+    add_filter_options(filters)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=lambda options: print_models(as_json=options.json))
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")

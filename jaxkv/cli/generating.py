@@ -19,7 +19,7 @@ from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, say, stdout_is_closed, tell
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generate import generate
-from jaxkv.load import load
+from jaxkv.loading import load
 from jaxkv.policies import Policy
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP

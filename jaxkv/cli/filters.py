@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 
 from jaxkv._errors import require
-from jaxkv.analysis import Found, drawing, filter_layers
+from jaxkv.analysis import FilterLayers, drawing, filter_layers
 from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, positive, whole
 from jaxkv.cli.streams import say
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.load import LanguageModel, load
+from jaxkv.loading import LanguageModel, load
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def _suffix(name: str) -> str:
     return Path(name).suffix[1:].lower() or "png"
 
 
-def _drawn(found: Found, suffix: str) -> bytes:
+def _drawn(found: FilterLayers, suffix: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"map.{suffix}"
         found.similarity.picture(path, found.filters)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import refusal, require
-from .manifest import Manifest, WheelSource, manifest, names
+from .named_models import Manifest, WheelSource, manifest, names
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
