@@ -30,7 +30,7 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that the rows take; none of them is on the device."""
         return sum(each.nbytes for each in self.rows)
 
     def put_back(self) -> "Bank":
