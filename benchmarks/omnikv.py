@@ -21,7 +21,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.bank import Traffic, at_home
+from jaxkv.bank import Traffic, committed
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
@@ -47,12 +47,12 @@ def cache_of(model, flat, batch, tokens):
     )
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
     # makes another compile again.
-    return at_home(cache), at_home(logits), needed
+    return committed(cache), committed(logits), needed
 
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    state = at_home(reading_state(policy.parts(), np.asarray(cache.seen), cache.config.layers))
+    state = committed(reading_state(policy.parts(), np.asarray(cache.seen), cache.config.layers))
     return dataclasses.replace(cache, policy=policy, state=state)
 
 

@@ -1,8 +1,8 @@
 """Model files without a model: fetching them, and reading them as streams of named numpy arrays."""
 
-from .fetch import cache_dir, fetch
+from .fetching import cache_dir, fetch
 from .gguf_tokenizer import GgufTokenizer
-from .manifest import Manifest, WheelSource, manifest, manifests_folder, names, save_filter_layers
+from .named_models import Manifest, WheelSource, manifest, manifests_folder, names, save_filter_layers
 from .source import Checkpoint, open_checkpoint
 
 __all__ = [

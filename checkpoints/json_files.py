@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,25 @@ def read_json(path: Path) -> dict[str, Any]:
         raise refusal("file", path, f"not valid JSON ({error}); {AGAIN}") from error
     require(isinstance(value, dict), "file", path, f"a JSON object is expected; {AGAIN}")
     return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file, whole or not at all; an old one's successor has its mode.
+
+    Args:
+        path: the file.
+        value: what goes into it.
+
+    Raises:
+        OSError: where it cannot be written; the old file is then as it was.
+    """
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2) + "\n")
+        if path.exists():
+            os.chmod(part, path.stat().st_mode & 0o777)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise

@@ -1,4 +1,4 @@
-"""Safetensors files in Hugging Face's folder layout, one tensor at a time through a memory map."""
+"""Safetensors files in Hugging Face's folder layout, read by the format's own library one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,81 +16,71 @@ import safetensors
 from ._errors import refusal, require
 from .json_files import AGAIN, read_json
 
-# numpy has no bfloat16 or float8 of its own, so the library's numpy reader cannot give them all.
-_DTYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-}
+# What the library's numpy reader makes arrays of; bfloat16 it finds once ml_dtypes has been imported.
+_READ = frozenset("BOOL U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64".split())
+# Floats that it checks but has no arrays for.
+_EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def read_header(path: Path) -> dict[str, tuple[Any, tuple[int, ...], int]]:
+def read_header(path: Path) -> dict[str, tuple[str, int]]:
     """Reads the header of a safetensors file, checked by the format's own library: each byte is one tensor's.
 
     Args:
         path: the file.
 
     Returns:
-        For each tensor its dtype, its shape and the offset of its first byte in the file.
+        For each tensor its dtype as the format names it, and the offset of its first byte in the file.
 
     Raises:
         ValueError: where the file is missing, truncated or corrupt, or names a tensor twice.
     """
     require(path.is_file(), "file", path, f"no such file; {AGAIN}")
-    size = path.stat().st_size
     try:
         with safetensors.safe_open(path, "np"):
             pass
     except (safetensors.SafetensorError, OSError) as error:
-        remedy = f"{size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
+        remedy = f"{path.stat().st_size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
         raise refusal("file", path, remedy) from error
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = [name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1]
-            raise refusal("file", path, f"its header names {twice[:3]} more than once; {AGAIN}")
-        return found
+        counts = collections.Counter(name for name, _ in pairs)
+        twice = [name for name, count in counts.items() if count > 1]
+        require(not twice, "file", path, f"its header names {twice[:3]} more than once; {AGAIN}")
+        return dict(pairs)
 
+    # The library takes the last of two tensors of one name, without a word.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length), object_pairs_hook=unique)
     header.pop("__metadata__", None)
-    entries = {}
+    readable = ", ".join(sorted(_READ | _EIGHT_BITS.keys()))
     for name, entry in header.items():
         kind = entry["dtype"]
-        require(kind in _DTYPES, f"{path.name}:{name}.dtype", kind, f"readable dtypes: {', '.join(sorted(_DTYPES))}")
-        entries[name] = (_DTYPES[kind], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-    return entries
+        known = kind in _READ or kind in _EIGHT_BITS
+        require(known, f"{path.name}:{name}.dtype", kind, f"readable dtypes: {readable}")
+    return {name: (entry["dtype"], 8 + length + entry["data_offsets"][0]) for name, entry in header.items()}
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields a file's tensors as read-only views of a memory map, so a tensor costs memory when it is read.
+    """Yields a file's tensors, each read when it is asked for.
 
     Args:
         path: the file.
 
     Yields:
-        Names and arrays, in the order of the header.
+        Names and arrays, as they lie in the file.
     """
-    entries = read_header(path)
-    data = np.memmap(path, dtype=np.uint8, mode="r")
-    for name, (dtype, shape, offset) in entries.items():
-        yield name, np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
+    header = read_header(path)
+    with safetensors.safe_open(path, "np") as file:
+        for name in file.offset_keys():
+            kind, offset = header[name]
+            if kind in _READ:
+                yield name, file.get_tensor(name)
+            else:
+                shape = file.get_slice(name).get_shape()
+                yield name, np.fromfile(path, _EIGHT_BITS[kind], math.prod(shape), offset=offset).reshape(shape)
 
 
 def shards(folder: Path) -> dict[str, str]:

@@ -41,7 +41,7 @@ class Checkpoint:
         """Reads the tensors one at a time.
 
         Returns:
-            An iterator of names and arrays: float32 from a GGUF, a read-only view in the stored dtype from safetensors.
+            An iterator of names and arrays: float32 from a GGUF, in the stored dtype from safetensors.
         """
         return self.stream()
 

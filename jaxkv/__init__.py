@@ -5,7 +5,7 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.generate import generate, prefill
-from jaxkv.load import LanguageModel, load
+from jaxkv.loading import LanguageModel, load
 from jaxkv.plan import Plan, plan
 from jaxkv.policies import (
     D2O,

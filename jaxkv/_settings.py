@@ -1,14 +1,9 @@
 """One set of JAX settings for jaxkv's own arithmetic, whatever a process has chosen for its other work."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
 
 import jax
-
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
 
 
 @contextmanager
@@ -21,19 +16,5 @@ def own_settings() -> Iterator[None]:
         yield
 
 
-def settled(door: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A public function that runs under jaxkv's own settings.
-
-    Args:
-        door: the function.
-
-    Returns:
-        The same, for any process.
-    """
-
-    @functools.wraps(door)
-    def run(*args: Given.args, **options: Given.kwargs) -> Made:
-        with own_settings():
-            return door(*args, **options)
-
-    return run
+# Around a public function: it then runs under jaxkv's own settings in any process, entered anew at every call.
+settled = own_settings()

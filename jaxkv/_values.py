@@ -216,3 +216,16 @@ def brief(value: Any) -> str:
         if field.default is dataclasses.MISSING or typed(mine) != typed(field.default):
             given.append(f"{field.name}={brief(mine)}")
     return f"{type(value).__name__}({', '.join(given)})"
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text for one line of a message, cut where it is long.
+
+    Args:
+        text: any text.
+        most: characters that are shown.
+
+    Returns:
+        The text, or its beginning and three dots.
+    """
+    return text if len(text) <= most else text[: most - 3] + "..."

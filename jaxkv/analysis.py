@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import window_mass
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.models.prefill import read_layers
 from jaxkv.plan import bucket
@@ -65,7 +65,7 @@ class Similarity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class FilterLayers:
     """The best filter layers of a model.
 
     Attributes:
@@ -172,7 +172,7 @@ def _shared(weights: list[np.ndarray], positions: np.ndarray, share: float) -> n
     return out / len(positions)
 
 
-def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None) -> Found:
+def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None) -> FilterLayers:
     """The filter layers whose choices carry most of the attention of the layers that read them.
 
     Args:
@@ -203,7 +203,7 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     remedy = f"{layers} layers, of which at most {most} read everything, leave no such set: give fewer filters"
     require(best is not None and best[0] >= 0, "m", m, remedy)
     assert best is not None
-    return Found(filters=best[1], carried=best[0], similarity=found)
+    return FilterLayers(filters=best[1], carried=best[0], similarity=found)
 
 
 def filter_layers(
@@ -215,7 +215,7 @@ def filter_layers(
     most_whole: int | None = None,
     share: float = 0.067,
     queries: int = 64,
-) -> Found:
+) -> FilterLayers:
     """Finds a model's filter layers: `similarity`, then `best_filters`.
 
     Args:

@@ -17,7 +17,7 @@ from jaxkv.attention import Implementations
 from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, repack
 from jaxkv.compilation import Clock
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models import chunked, staged
 from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping

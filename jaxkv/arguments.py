@@ -12,9 +12,9 @@ from jaxtyping import PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
-from jaxkv.bank import at_home
+from jaxkv.bank import committed
 from jaxkv.cache import KVCache
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.sampling import Greedy, Sampling
 
 _SEEDS = 2**32
@@ -55,16 +55,17 @@ def as_cache(cache: Any) -> KVCache | None:
     if not isinstance(cache, KVCache):
         where = "give its .cache" if hasattr(cache, "cache") else "give what prefill or an earlier generate returned"
         raise TypeError(f"cache={type(cache).__name__}: {where}")
-    wrong = [leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))]
+    leaves = jax.tree.leaves(cache)
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, (jax.Array, np.ndarray))]
     if wrong:
         raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
-    gone = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    gone = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
     require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
-    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
-        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
     bank = None if cache.bank is None else cache.bank.put_back()
+    if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return cache if bank is None else dataclasses.replace(cache, bank=bank)
     device = jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None))
-    return device if bank is None else dataclasses.replace(at_home(device), bank=bank)
+    return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
 def as_count(name: str, given: Any, remedy: str) -> int:

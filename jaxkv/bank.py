@@ -30,7 +30,7 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that the rows take; none of them is on the device."""
         return sum(each.nbytes for each in self.rows)
 
     def put_back(self) -> "Bank":
@@ -60,11 +60,11 @@ def host_of(device: jax.Device) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=_HOST)
 
 
-def at_home(tree: Any) -> Any:
-    """Arrays of one device, as bound to it as rows are that come from host memory.
+def committed(tree: Any) -> Any:
+    """Commits arrays to the device where they lie, as rows are that come back from host memory.
 
-    What is bound and what is not are compiled for apart: a cache that was neither from the beginning would have every
-    program of its first step compiled again for the second.
+    JAX compiles apart for committed and uncommitted arrays: a cache that was not committed from the beginning would
+    have every program of its first step compiled again for the second.
     """
     return jax.device_put(tree, next(iter(jax.tree.leaves(tree)[0].devices())))
 

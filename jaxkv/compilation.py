@@ -66,7 +66,7 @@ class Clock:
         self.seconds = 0.0
         self.compile_seconds = 0.0
         self.programs = 0
-        self._begun = 0.0
+        self._started = 0.0
         self._spans: list[tuple[float, float]] = []
 
     @property
@@ -75,20 +75,20 @@ class Clock:
         return max(0.0, self.seconds - self.compile_seconds)
 
     def __enter__(self) -> "Clock":
-        """Goes on."""
-        self._begun = time.perf_counter()
-        _clocks().append(self)
+        """Starts to run, or goes on where it was left."""
+        self._started = time.perf_counter()
+        _RUNNING.clocks.append(self)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops."""
-        _clocks().remove(self)
-        self.seconds += time.perf_counter() - self._begun
+        """Stops, and adds what was compiled meanwhile to its sums."""
+        _RUNNING.clocks.remove(self)
+        self.seconds += time.perf_counter() - self._started
         self.compile_seconds += sum(end - begin for begin, end in self._spans)
         self._spans = []
 
-    def heard(self, event: str, duration: float) -> None:
-        """Takes an event that ends now.
+    def record(self, event: str, duration: float) -> None:
+        """Takes in an event of JAX's that ends now.
 
         Args:
             event: its name.
@@ -100,7 +100,7 @@ class Clock:
         # What an outer event contains has been told before.
         while self._spans and self._spans[-1][0] >= begin:
             self._spans.pop()
-        inside = self._spans[-1][1] if self._spans else self._begun
+        inside = self._spans[-1][1] if self._spans else self._started
         self._spans.append((max(begin, inside), end))
 
 
@@ -114,14 +114,10 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-def _clocks() -> list[Clock]:
-    return _RUNNING.clocks
-
-
-def _tell(event: str, duration_secs: float, **kwargs: str | int) -> None:
+def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event in _EVENTS:
-        for clock in _clocks():
-            clock.heard(event, duration_secs)
+        for clock in _RUNNING.clocks:
+            clock.record(event, duration_secs)
 
 
-jax.monitoring.register_event_duration_secs_listener(_tell)
+jax.monitoring.register_event_duration_secs_listener(_on_event)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv._errors import require
+from jaxkv._values import FARTHEST
 
 # Keys of a Hugging Face config that change nothing about inference with these decoders.
 _IGNORED = frozenset(
@@ -26,19 +27,13 @@ _IGNORED = frozenset(
 
 _FAMILIES = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 _ACTIVATIONS = ("silu", "swish")
-# Positions, token ids and sizes are int32 in compiled programs.
-_MOST = 2**31 - 1
 
 
 def _whole(name: str, value: Any, *, least: int = 1) -> int:
     """Takes an integer of any library's kind as Python's own; a boolean is none, nor is 4.0."""
     sound = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(
-        sound and least <= int(value) <= _MOST,
-        name,
-        value,
-        f"give {'a positive integer' if least else 'an integer'} from {least} to {_MOST}",
-    )
+    remedy = f"give {'a positive integer' if least else 'an integer'} from {least} to {FARTHEST}"
+    require(sound and least <= int(value) <= FARTHEST, name, value, remedy)
     return int(value)
 
 
@@ -55,6 +50,23 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+# By the type that a field is declared with.
+_READERS: dict[Any, Callable[..., Any]] = {"int": _whole, "float": _real, "float | None": _real, "bool": _flag}
+_REMEDIES = {
+    "theta": "give a positive base, 10000.0 for Llama 1 and 2",
+    "factor": "give a scaling factor of at least 1",
+}
+
+
+def _check_numbers(value: Any) -> None:
+    """Keeps a dataclass' numbers, numpy's say, as Python's own of the same value: configs are compared and hashed."""
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if field.type in _READERS and not (given is None and field.default is None):
+            remedy = {"remedy": _REMEDIES[field.name]} if field.name in _REMEDIES else {}
+            object.__setattr__(value, field.name, _READERS[field.type](field.name, given, **remedy))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding, the unscaled kind.
@@ -66,16 +78,9 @@ class Rope:
     theta: float = 10_000.0
 
     def __post_init__(self) -> None:
-        self._hold("theta", _real("theta", self.theta, "give a positive base, 10000.0 for Llama 1 and 2"))
-
-    def _hold(self, name: str, value: Any) -> None:
-        """Keeps a number of numpy's, say, as Python's own of the same value: configs are compared and hashed."""
-        object.__setattr__(self, name, value)
-
-    def _hold_factor(self, value: Any) -> None:
-        factor = _real("factor", value, "give a scaling factor of at least 1")
-        require(factor >= 1, "factor", value, "give a scaling factor of at least 1")
-        self._hold("factor", factor)
+        _check_numbers(self)
+        factor = getattr(self, "factor", 1.0)
+        require(factor >= 1, "factor", factor, _REMEDIES["factor"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +88,6 @@ class LinearRope(Rope):
     """Position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
 
     factor: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._hold_factor(self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,16 +101,8 @@ class Llama3Rope(Rope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._hold_factor(self.factor)
-        for name in ("low_freq_factor", "high_freq_factor"):
-            self._hold(name, _real(name, getattr(self, name)))
-        self._hold("original_max_position", _whole("original_max_position", self.original_max_position))
-        require(
-            self.high_freq_factor > self.low_freq_factor,
-            "high_freq_factor",
-            self.high_freq_factor,
-            f"give a value above low_freq_factor={self.low_freq_factor}",
-        )
+        remedy = f"give a value above low_freq_factor={self.low_freq_factor}"
+        require(self.high_freq_factor > self.low_freq_factor, "high_freq_factor", self.high_freq_factor, remedy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,14 +118,10 @@ class YarnRope(Rope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._hold_factor(self.factor)
-        self._hold("original_max_position", _whole("original_max_position", self.original_max_position))
-        for name in ("beta_fast", "beta_slow"):
-            self._hold(name, _real(name, getattr(self, name)))
-        if self.attention_factor is not None:
-            self._hold("attention_factor", _real("attention_factor", self.attention_factor))
-        _flag("truncate", self.truncate)
         require(self.beta_fast > self.beta_slow, "beta_fast", self.beta_fast, f"give a value above {self.beta_slow=}")
+
+
+_ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,11 +167,7 @@ class ModelConfig:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "embed", "hidden", "heads", "kv_heads", "head_dim", "max_positions"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
-        object.__setattr__(self, "norm_eps", _real("norm_eps", self.norm_eps))
-        for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
-            _flag(name, getattr(self, name))
+        _check_numbers(self)
         ids = (*self.eos, *(() if self.bos is None else (self.bos,)))
         for each in ids:
             _whole("bos or eos", each, least=0)
@@ -288,48 +273,22 @@ def _read_rope(take: Any, max_positions: int) -> Rope:
     require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
     kind = merged.pop("rope_type", merged.pop("type", "default"))
     merged.pop("type", None)
-
-    def pick(key: str, default: Any = None) -> Any:
-        value = merged.pop(key, None)
-        require(value is not None or default is not None, f"rope_scaling.{key}", value, f"rope type {kind!r} needs it")
-        return default if value is None else value
-
-    def real(key: str, default: float | None = None) -> float:
-        return _real(f"rope_scaling.{key}", pick(key, default))
-
-    def original(default: int | None = None) -> int:
-        key = "original_max_position_embeddings"
-        return _whole(f"rope_scaling.{key}", pick(key, default))
-
-    rope: Rope
-    if kind == "default":
-        rope = Rope(theta=theta)
-    elif kind == "linear":
-        rope = LinearRope(theta=theta, factor=real("factor"))
-    elif kind == "llama3":
-        rope = Llama3Rope(
-            theta=theta,
-            factor=real("factor"),
-            low_freq_factor=real("low_freq_factor"),
-            high_freq_factor=real("high_freq_factor"),
-            original_max_position=original(),
-        )
-    elif kind == "yarn":
+    known = isinstance(kind, str) and kind in _ROPES
+    require(known, "rope_type", kind, "jaxkv builds default, linear, llama3 and yarn")
+    if kind == "yarn":
         for key in ("mscale", "mscale_all_dim"):
             require(not merged.get(key), f"rope_scaling.{key}", merged.get(key), "DeepSeek's YaRN variant is not built")
             merged.pop(key, None)
-        given = merged.pop("attention_factor", None)
-        rope = YarnRope(
-            theta=theta,
-            factor=real("factor"),
-            original_max_position=original(max_positions),
-            beta_fast=real("beta_fast", 32.0),
-            beta_slow=real("beta_slow", 1.0),
-            attention_factor=None if given is None else _real("rope_scaling.attention_factor", given),
-            truncate=_flag("rope_scaling.truncate", pick("truncate", True)),
-        )
-    else:
-        require(False, "rope_type", kind, "jaxkv builds default, linear, llama3 and yarn")
-        raise AssertionError
+    values = {"theta": theta}
+    for field in dataclasses.fields(_ROPES[kind]):
+        if field.name == "theta":
+            continue
+        original = field.name == "original_max_position"
+        key = "original_max_position_embeddings" if original else field.name
+        default = max_positions if original and kind == "yarn" else field.default
+        given = merged.pop(key, None)
+        needed = given is None and default is dataclasses.MISSING
+        require(not needed, f"rope_scaling.{key}", given, f"rope type {kind!r} needs it")
+        values[field.name] = default if given is None else _READERS[field.type](f"rope_scaling.{key}", given)
     require(not merged, "rope_scaling", sorted(merged), f"these keys are not supported for rope type {kind!r}")
-    return rope
+    return _ROPES[kind](**values)

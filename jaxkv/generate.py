@@ -15,7 +15,7 @@ from jaxkv.answering import Clocks, Request, answered, prefilled
 from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.cache import KVCache, Turn
 from jaxkv.config import ModelConfig
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.plan import plan
 from jaxkv.policies.methods import FullKV

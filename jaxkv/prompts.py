@@ -11,12 +11,12 @@ from jaxtyping import Int
 from jaxkv._errors import require
 from jaxkv.cache import Turn
 from jaxkv.config import ModelConfig
-from jaxkv.text import Text
+from jaxkv.text import Message, Text
 
-Message = Mapping[str, Any]
 Prompt = str | Sequence[Any] | np.ndarray | Any
 
 _MARK = "jaxkvlastmessageq"
+_BYTES = (bytes, bytearray, memoryview)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def encode(
     turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
     held = f"the cache holds {len(turns)}: give as many, or 1 cache"
     require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
-    results = [_one(item, text, turn=at, raw=raw, close=close) for item, at in zip(items, turns, strict=True)]
+    results = [_encode_one(item, text, turn=at, raw=raw, close=close) for item, at in zip(items, turns, strict=True)]
     for row, (ids, _) in enumerate(results):
         require(bool(ids), "prompt", items[row], f"prompt {row} has no tokens: give at least one")
         low, high = min(ids), max(ids)
@@ -100,7 +100,7 @@ def encode(
 def _refuse(given: Any) -> NoReturn:
     """Says what to give in place of something that is no prompt."""
     remedy = "give text, chat messages, token ids, or a list of them"
-    if isinstance(given, (bytes, bytearray, memoryview)):
+    if isinstance(given, _BYTES):
         remedy = 'bytes are neither text nor ids: give prompt.decode("utf-8"), or list(prompt)'
     elif isinstance(given, os.PathLike):
         remedy = "give the file's text: prompt.read_text('utf-8')"
@@ -115,46 +115,38 @@ def _refuse(given: Any) -> NoReturn:
     raise TypeError(f"prompt={type(given).__name__}: {remedy}")
 
 
-def _listed(given: Any) -> Any:
-    """Arrays as lists of ids or of text, numpy's strings as Python's; anything else as it is."""
+def _listed(given: Any) -> str | list[Any]:
+    """Text as Python's own; arrays of ids or of text, and what else is in order, as lists."""
+    if hasattr(given, "ndim") and hasattr(given, "dtype") and not isinstance(given, str):
+        array = np.asarray(given)
+        if array.dtype.kind not in "UOiu":
+            raise TypeError(f"prompt={array.dtype}: token ids are integers")
+        require(array.dtype.kind in "UO" or array.ndim in (1, 2), "prompt", array.shape, "give ids as [S] or [B, S]")
+        given = array.tolist()
     if isinstance(given, str):
         return str.__str__(given)
-    if not hasattr(given, "ndim") or not hasattr(given, "dtype"):
-        return given
-    array = np.asarray(given)
-    if array.dtype.kind in "UO":
-        return array.tolist()
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"prompt={array.dtype}: token ids are integers")
-    require(array.ndim in (1, 2), "prompt", array.shape, "give ids as [S] or [B, S]")
-    return array.tolist()
+    if isinstance(given, _BYTES) or not isinstance(given, Sequence):
+        _refuse(given)
+    return list(given)
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
     # An empty array is one prompt without ids; an empty list is no prompt.
     empty = getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
-    prompt = _listed(prompt)
-    if isinstance(prompt, str) or empty:
-        return True, [prompt]
-    if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
-        _refuse(prompt)
-    items = list(prompt)
-    if items and (isinstance(items[0], Mapping) or _is_id(items[0])):
+    items = _listed(prompt)
+    if isinstance(items, str) or empty or (items and (isinstance(items[0], Mapping) or _is_id(items[0]))):
         return True, [items]
     return False, items
 
 
-def _one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    item = _listed(item)
-    if isinstance(item, str):
-        return _text(item, text, turn=turn, raw=raw, close=close)
-    if isinstance(item, (bytes, bytearray, memoryview)) or not isinstance(item, Sequence):
-        _refuse(item)
-    items = list(item)
+def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+    items = _listed(item)
+    if isinstance(items, str):
+        return _encode_text(items, text, turn=turn, raw=raw, close=close)
     if all(_is_id(each) for each in items):
         return [int(each) for each in items], Turn.RAW
     if all(isinstance(each, Mapping) for each in items):
-        return _messages(items, text, turn=turn, raw=raw, close=close)
+        return _encode_messages(items, text, turn=turn, raw=raw, close=close)
     _refuse(items)
 
 
@@ -165,7 +157,7 @@ def _is_id(value: Any) -> bool:
     return scalar and np.asarray(value).dtype.kind in "iu"
 
 
-def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
     require(text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids")
     assert text is not None
     if not item:
@@ -177,12 +169,14 @@ def _text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -
         raise ValueError(f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'") from None
     if raw or not text.has_template or turn is Turn.RAW:
         return text.encode(item, bos=turn is Turn.START), Turn.RAW
-    before = text.open_turn() if turn is Turn.START else text.next_turn() if turn is Turn.ANSWER else ""
-    after = text.close_turn() if close else ""
+    before = text.turns.opening if turn is Turn.START else text.turns.between if turn is Turn.ANSWER else ""
+    after = text.turns.closing if close else ""
     return text.encode(before + item + after, bos=turn is Turn.START), Turn.ANSWER if close else Turn.USER
 
 
-def _messages(items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+def _encode_messages(
+    items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool
+) -> tuple[list[int], Turn]:
     require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
     chats = text is not None and text.has_template
     require(chats, "prompt", items[:1], "the model has no chat template: give text")
@@ -192,10 +186,9 @@ def _messages(items: list[Message], text: Text | None, *, turn: Turn, raw: bool,
     written = isinstance(items[-1].get("content"), str)
     require(written, "prompt", dict(items[-1]), 'give its text: {"role": "user", "content": "..."}')
     if turn is not Turn.START:
-        require(
-            len(items) == 1, "prompt", len(items), "on top of a cache give one user message: the rest is in the cache"
-        )
-        return _text(items[0]["content"], text, turn=turn, raw=raw, close=close)
+        remedy = "on top of a cache give one user message: the rest is in the cache"
+        require(len(items) == 1, "prompt", len(items), remedy)
+        return _encode_text(items[0]["content"], text, turn=turn, raw=raw, close=close)
     if close:
         return text.encode(text.chat(items, generation_prompt=True), bos=True), Turn.ANSWER
     # The user's turn stays open: render with a mark behind the last message and cut there.

@@ -8,11 +8,9 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxkv._settings import own_settings
+from jaxkv._values import shortened
 from jaxkv.cache import KVCache
-from jaxkv.text import Text
-
-# Characters of an answer in a Generation's repr.
-_SHOWN = 60
+from jaxkv.text import StreamDecoder, Text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,12 +106,8 @@ class Generation:
         tokens = sum(map(len, self.tokens)) if several else len(self.tokens)
         shown = f"{len(self.tokens)} answers, {tokens} tokens" if several else f"{tokens} tokens"
         if isinstance(self.text, str):
-            shown = f"text={_shortened(self.text)!r}, {shown}"
+            shown = f"text={shortened(self.text)!r}, {shown}"
         return f"Generation({shown}; {self.cache!r})"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 class Stream(Iterator[Any]):
@@ -150,9 +144,9 @@ class Answers:
     def __init__(self, text: Text | None, batch: int, stops: Sequence[str]):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.stopped: Bool[np.ndarray, " B"] = np.zeros(batch, bool)
-        self._decoders = [None if text is None else text.stream_decoder() for _ in range(batch)]
+        self._decoders = [None if text is None else StreamDecoder(text) for _ in range(batch)]
         self._text = [""] * batch
-        self._given = [0] * batch
+        self._shown = [0] * batch
         self._stops = tuple(stops)
 
     def take(self, drawn: Int[np.ndarray, "B n"]) -> tuple[Int[np.ndarray, " B"], list[str]]:
@@ -203,9 +197,7 @@ class Answers:
         end = len(text)
         if not all_of_it and not self.stopped[row]:
             # What could be the beginning of a stop string is not shown before it turns out not to be.
-            most = len(text) + 1
-            held = [n for stop in self._stops for n in range(1, min(len(stop), most)) if text.endswith(stop[:n])]
-            end -= max(held, default=0)
-        piece = text[self._given[row] : end]
-        self._given[row] = max(end, self._given[row])
+            end -= max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        piece = text[self._shown[row] : end]
+        self._shown[row] = max(end, self._shown[row])
         return piece

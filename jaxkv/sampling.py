@@ -5,6 +5,7 @@ Their numbers are arguments of the compiled loop, not part of it: ten temperatur
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -25,7 +26,7 @@ class Sampling(Protocol):
 
 
 class Sampler:
-    """What jaxkv's own samplers share: dataclasses whose fields that are numbers are leaves, the others static.
+    """What jaxkv's own samplers share: dataclasses of numbers, which are leaves.
 
     Classes that users derive are compiled in as they are: theirs may need Python's own numbers.
     """
@@ -33,23 +34,19 @@ class Sampler:
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         if cls.__module__ == __name__:
-            jax.tree_util.register_pytree_node(cls, _apart, lambda static, numbers: _joined(cls, static, numbers))
+            jax.tree_util.register_pytree_node(cls, _numbers, lambda _, numbers: _of_numbers(cls, numbers))
 
 
-def _apart(sampler: Any) -> tuple[tuple[np.generic, ...], tuple[tuple[str, Any], ...]]:
-    numbers, static = [], []
-    for field in dataclasses.fields(sampler):
-        value = getattr(sampler, field.name)
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number, jax.Array)):
-            static.append((field.name, value))
-            continue
-        static.append((field.name, _Number))
-        numbers.append(_narrow(value))
-    return tuple(numbers), tuple(static)
+def _numbers(sampler: Any) -> tuple[tuple[Any, ...], None]:
+    return tuple(_narrow(getattr(sampler, field.name)) for field in dataclasses.fields(sampler)), None
 
 
-class _Number:
-    """Stands for a number among what is static."""
+def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
+    # Not through __init__: what is traced cannot be checked.
+    sampler = object.__new__(cls)
+    for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
+        object.__setattr__(sampler, field.name, number)
+    return sampler
 
 
 def _narrow(value: Any) -> Any:
@@ -62,15 +59,6 @@ def _narrow(value: Any) -> Any:
     return value
 
 
-def _joined(cls: type, static: tuple[tuple[str, Any], ...], numbers: tuple[Any, ...]) -> Any:
-    # Not through __init__: what is traced cannot be checked.
-    sampler: Any = object.__new__(cls)
-    left = iter(numbers)
-    for name, value in static:
-        object.__setattr__(sampler, name, next(left) if value is _Number else value)
-    return sampler
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Compiled(Value):
@@ -79,7 +67,7 @@ class _Compiled(Value):
     draw: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
-        """As it draws, whatever that is."""
+        """What the wrapped sampler draws; that it lies in the vocabulary is checked where it is used."""
         return self.draw(logits, keys)
 
 
@@ -111,9 +99,8 @@ class Temperature(Sampler):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        real(
-            self, "temperature", "give a positive number; Greedy() is the limit at 0", low=0, high=math.inf, above=True
-        )
+        remedy = "give a positive number; Greedy() is the limit at 0"
+        real(self, "temperature", remedy, low=0, high=math.inf, above=True)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from softmax(logits / temperature)."""

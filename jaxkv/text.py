@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
@@ -21,6 +23,20 @@ _MOST_TOKENIZER_BYTES = 256 << 20
 # More than one unfinished character can give; a longer run is the text's own.
 _LONGEST_HELD = 8
 _SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq")
+
+
+class Turns(NamedTuple):
+    """What a chat template writes around the contents of a conversation.
+
+    Attributes:
+        opening: text before the user's content in a fresh conversation, a default system prompt included.
+        closing: text from the end of the user's content to the start of the assistant's answer.
+        between: text from the end of an assistant's answer to the start of the user's next content.
+    """
+
+    opening: str
+    closing: str
+    between: str
 
 
 class Text:
@@ -61,7 +77,6 @@ class Text:
         self._adds_bos = adds_bos and self.bos_id is not None
         ends = ([] if eos is None else [tokenizer.token_to_id(eos)]) + list(eos_ids)
         self._ends = [each for each in ends if each is not None]
-        self._pieces: tuple[str, str, str] | None = None
         self._eos_ids: tuple[int, ...] | None = None
 
     @property
@@ -148,8 +163,8 @@ class Text:
         Raises:
             ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
         """
-        encode = lambda: self._tokenizer.encode(s, add_special_tokens=False).ids  # noqa: E731
-        ids = _guarded(encode, self._origin, "it cannot encode this text", "give another, or token ids")
+        with _guarded(self._origin, "it cannot encode this text", "give another, or token ids"):
+            ids = self._tokenizer.encode(s, add_special_tokens=False).ids
         # A chat template may have written the bos token itself.
         if bos and self._adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -166,17 +181,6 @@ class Text:
             The text.
         """
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
-
-    def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
-        """Starts decoding a stream of ids.
-
-        Args:
-            skip_special: leave special tokens out.
-
-        Returns:
-            A decoder that takes ids as they come.
-        """
-        return StreamDecoder(self, skip_special=skip_special)
 
     def chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """Renders a conversation with the chat template.
@@ -210,53 +214,20 @@ class Text:
             remedy = f"the chat template of {self._origin} refuses these ({error}); change them, or encode plain text"
             raise ValueError(f"messages={roles}: {remedy}") from error
 
-    def open_turn(self) -> str:
-        """Text before the user's content in a fresh conversation, a default system prompt included.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: where the template cannot be taken apart.
-        """
-        return self._take_apart()[0]
-
-    def close_turn(self) -> str:
-        """Text from the end of the user's content to the start of the assistant's answer.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: where the template cannot be taken apart.
-        """
-        return self._take_apart()[1]
-
-    def next_turn(self) -> str:
-        """Text from the end of an assistant's answer to the start of the user's next content.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: where the template cannot be taken apart.
-        """
-        return self._take_apart()[2]
+    @functools.cached_property
+    def turns(self) -> Turns:
+        """What the chat template writes around contents; a ValueError where it cannot be taken apart."""
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
+        opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
+        return Turns(opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2])
 
     def _turn_end(self) -> int | None:
         """The special token that the template puts after an answer: old files do not name it elsewhere."""
-        after = self.next_turn().lstrip()
+        after = self.turns.between.lstrip()
         first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         return first if added is not None and added.special else None
-
-    def _take_apart(self) -> tuple[str, str, str]:
-        if self._pieces is None:
-            roles = ("user", "assistant", "user")
-            messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
-            opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
-            self._pieces = opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2]
-        return self._pieces
 
     def _split(self, rendered: str, count: int) -> list[str]:
         pieces = []
@@ -271,15 +242,13 @@ class Text:
 class StreamDecoder:
     """Decodes ids as they come, holding back characters whose bytes are not all there."""
 
-    def __init__(self, text: Text, *, skip_special: bool = True):
+    def __init__(self, text: Text):
         """Starts empty.
 
         Args:
-            text: the tokenizer.
-            skip_special: leave special tokens out.
+            text: the tokenizer; special tokens are left out.
         """
         self._text = text
-        self._skip_special = skip_special
         # Decoders may treat the first token of a text differently (a leading space goes), so the ids given out last
         # stay in front of the pending ones: the new text is what the pending ones add to them.
         self._context: list[int] = []
@@ -310,8 +279,8 @@ class StreamDecoder:
         return added
 
     def _added(self) -> str:
-        before = self._text.decode(self._context, skip_special=self._skip_special)
-        return self._text.decode(self._context + self._pending, skip_special=self._skip_special)[len(before) :]
+        before = self._text.decode(self._context)
+        return self._text.decode(self._context + self._pending)[len(before) :]
 
     def _release(self, added: str) -> str:
         if added:
@@ -329,15 +298,16 @@ def _load_tokenizer(folder: Path) -> Any:
         import tokenizers
 
         check_size(file, _MOST_TOKENIZER_BYTES)
-        tokenizer: Any = _made(file, lambda: tokenizers.Tokenizer.from_file(str(file)))
+        with _guarded(file):
+            tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
     else:
         _check_sentencepiece(folder)
         # Older layouts: transformers converts them, at the price of its import.
         import transformers
 
         # Told nothing, it would ask on the terminal whether to run the folder's own code.
-        convert = lambda: transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)  # noqa: E731
-        loaded: Any = _made(folder, convert)
+        with _guarded(folder):
+            loaded: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         tokenizer = getattr(loaded, "backend_tokenizer", None)
         require(tokenizer is not None, "tokenizer", str(folder), "no fast tokenizer; save it with a tokenizer.json")
     # The file may carry settings of a training run.
@@ -346,20 +316,19 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _guarded(call: Callable[[], Any], origin: str, problem: str, remedy: str) -> Any:
-    """Calls a library that raises whatever it likes on a tokenizer from elsewhere."""
+@contextlib.contextmanager
+def _guarded(
+    origin: Path | str, problem: str = "it cannot be read", remedy: str = "copy or download it again"
+) -> Iterator[None]:
+    """Around a library that raises whatever it likes on a tokenizer from elsewhere."""
     try:
-        return call()
+        yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     # Rust raises plain Exception, and where it panics, what is not even that.
     except BaseException as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"tokenizer={origin!r}: {problem} ({first}); {remedy}") from error
-
-
-def _made(path: Path, make: Callable[[], Any]) -> Any:
-    return _guarded(make, str(path), "it cannot be read", "copy or download it again")
+        raise ValueError(f"tokenizer={str(origin)!r}: {problem} ({first}); {remedy}") from error
 
 
 def _check_sentencepiece(folder: Path) -> None:

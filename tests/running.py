@@ -11,7 +11,7 @@ import numpy as np
 import jaxkv
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, repack
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling

@@ -1,6 +1,5 @@
 """Filter layers: the map they are found in, the search, what is saved of it; and the task OmniKV is judged by."""
 
-import importlib
 import itertools
 import json
 import shutil
@@ -15,13 +14,12 @@ import tiny
 import jaxkv
 from jaxkv import checkpoints
 from jaxkv.analysis import Similarity, best_filters, filter_layers, similarity
-from jaxkv.cli import finding, main
+from jaxkv.checkpoints import named_models
+from jaxkv.cli import filters, main
 from jaxkv.evals import COLOURS, two_stage
 from jaxkv.models.prefill import read_layers
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
-# The package's function of this name hides the module.
-manifests = importlib.import_module("jaxkv.checkpoints.manifest")
 CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)
 NAME = "smollm2-135m-instruct"
 
@@ -64,11 +62,11 @@ def test_the_best_filters_are_the_best_of_all_sets(layers, m, most):
     found = best_filters(a_map(layers), m=m, most_whole=most)
     most = -(-layers // 4) if most is None else most
     scores = {}
-    for filters in itertools.combinations(range(layers - 1), m):
-        whole = whole_layers(filters, 1, layers)
+    for layer_set in itertools.combinations(range(layers - 1), m):
+        whole = whole_layers(layer_set, 1, layers)
         if len(whole) <= most and len(whole) < layers:
-            reads = sources(filters, 1, layers)
-            scores[filters] = np.mean([a_map(layers).mass[s, at] for at, s in enumerate(reads) if s != WHOLE])
+            reads = sources(layer_set, 1, layers)
+            scores[layer_set] = np.mean([a_map(layers).mass[s, at] for at, s in enumerate(reads) if s != WHOLE])
     assert found.filters == max(scores, key=scores.get)
     assert found.carried == pytest.approx(scores[found.filters])
 
@@ -114,10 +112,10 @@ def test_a_picture_needs_matplotlib(monkeypatch, tmp_path):
 def own_manifests(monkeypatch, tmp_path):
     """A copy of the package's manifests, which can be written."""
     shutil.copytree(Path(checkpoints.__file__).parent / "manifests", tmp_path / "manifests")
-    monkeypatch.setattr(manifests.resources, "files", lambda package: tmp_path)
-    manifests._manifests.cache_clear()
+    monkeypatch.setattr(named_models.resources, "files", lambda package: tmp_path)
+    named_models._manifests.cache_clear()
     yield tmp_path / "manifests"
-    manifests._manifests.cache_clear()
+    named_models._manifests.cache_clear()
 
 
 def test_the_named_model_ships_its_filter_layers():
@@ -139,7 +137,7 @@ def test_filter_layers_are_saved_whole(own_manifests):
 @pytest.mark.real
 def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, monkeypatch):
     # A setting of the whole process: switched on here, it would serve the tests that count compilations.
-    monkeypatch.setattr(finding, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
     text = tmp_path / "text.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 12)
     assert main(["filters", "--text-file", str(text), "--tokens", "60", "--json", "--save"]) == 0
@@ -152,8 +150,8 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
 
 
 def test_the_command_refuses_a_picture_that_cannot_be_before_its_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(finding, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(finding, "load", None)
+    monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(filters, "load", None)
     text = tmp_path / "text.txt"
     text.write_text("Some text.")
     given = ["filters", "--text-file", str(text), "--picture"]

@@ -13,8 +13,8 @@ import tiny
 from cli_runs import ANSWER, refused
 
 from jaxkv import cli
-from jaxkv.analysis import Found, Similarity
-from jaxkv.cli import files, finding, generating
+from jaxkv.analysis import FilterLayers, Similarity
+from jaxkv.cli import files, filters, generating
 
 ASK = ("generate", "--prompt", "x", "--output")
 
@@ -26,7 +26,7 @@ def no_model(monkeypatch):
 
 @pytest.fixture
 def unloadable(monkeypatch):
-    for module in (generating, finding):
+    for module in (generating, filters):
         monkeypatch.setattr(module, "enable_compilation_cache", lambda: None)
         monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("loaded a model"))
 
@@ -253,7 +253,7 @@ def test_filters_checks_where_it_saves_and_draws(unloadable, capsys, monkeypatch
     text.write_text("Some text.")
     asked = ("filters", "--text-file", str(text))
     assert f"it is the file of --text-file[0]={text}" in refused(capsys, *asked, "--picture", str(text))
-    monkeypatch.setattr(finding.os, "access", lambda *_: False)
+    monkeypatch.setattr(filters.os, "access", lambda *_: False)
     assert "cannot be written to: leave it out" in refused(capsys, *asked, "--save")
 
 
@@ -266,14 +266,14 @@ class Coder:
 
 def test_filters_prints_before_it_draws(capsys, monkeypatch, tmp_path):
     model = tiny.tiny(tiny.shape(layers=6, kv_heads=2, group=3, dim=8))
-    monkeypatch.setattr(finding, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(filters, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(model, "text", Coder(), raising=False)
-    monkeypatch.setattr(finding, "load", lambda name: model)
+    monkeypatch.setattr(filters, "load", lambda name: model)
     shared = Similarity(mass=np.eye(6, dtype=np.float32), share=0.1, queries=4, lengths=(9,))
-    found = Found(filters=(1,), carried=0.5, similarity=shared)
-    monkeypatch.setattr(finding, "filter_layers", lambda *_, **__: found)
-    monkeypatch.setattr(finding, "_picture", lambda options: files.Target(flag="--picture", name=options.picture))
-    monkeypatch.setattr(finding, "_drawn", lambda *_: b"a map")
+    found = FilterLayers(filters=(1,), carried=0.5, similarity=shared)
+    monkeypatch.setattr(filters, "filter_layers", lambda *_, **__: found)
+    monkeypatch.setattr(filters, "_picture", lambda options: files.Target(flag="--picture", name=options.picture))
+    monkeypatch.setattr(filters, "_drawn", lambda *_: b"a map")
     text, picture = tmp_path / "text.txt", tmp_path / "map.png"
     text.write_text("Some text.")
     asked = ["filters", "--model", "x", "--text-file", str(text), "-m", "1", "--most-whole", "3", "--picture"]

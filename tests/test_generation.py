@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models
 
 import jaxkv
 from jaxkv.cache import Turn
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.policies import EntropyLayers
-from jaxkv.text import Text
+from jaxkv.text import StreamDecoder, Text
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 BOS, EOS, NEW = 1, 2, 12
@@ -80,7 +80,7 @@ def assert_same_rows(one, other):
 
 def shown(model, tokens):
     """What a reader sees of these tokens."""
-    stream = model.text.stream_decoder()
+    stream = StreamDecoder(model.text)
     return "".join(stream.push([each]) for each in np.asarray(tokens).tolist()) + stream.flush()
 
 
@@ -166,7 +166,7 @@ def test_the_real_model_batched_streamed_and_asked_twice(smol):
     # The piece "document, then question" is tokenized here as the whole is: a sentence each.
     document, question = "The password of the old gate is swordfish.", " What is the password of the old gate?"
     cache = jaxkv.prefill(smol, document)
-    pieces = [smol.text.open_turn() + document, question + smol.text.close_turn()]
+    pieces = [smol.text.turns.opening + document, question + smol.text.turns.closing]
     first, second = (smol.text.encode(each, bos=False) for each in pieces)
     assert first + second == smol.text.encode("".join(pieces), bos=False)
     whole = jaxkv.generate(smol, document + question, max_new_tokens=16)

@@ -28,7 +28,7 @@ LAYERS = (
     "jaxkv.sampling",
     "jaxkv.models",
     "jaxkv.text",
-    "jaxkv.load",
+    "jaxkv.loading",
     "jaxkv.prompts",
     "jaxkv.results",
     "jaxkv.arguments",

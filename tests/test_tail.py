@@ -10,7 +10,7 @@ import tiny
 from flax import nnx
 
 import jaxkv
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.moving import Live, program_for

@@ -79,7 +79,7 @@ def test_no_template_runs_at_load(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert text.eos_ids == ()
     with pytest.raises(ValueError, match="MemoryError"):
-        text.open_turn()
+        _ = text.turns
 
 
 def test_one_process_serves_all_and_is_replaced_when_it_goes():

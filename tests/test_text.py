@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from jaxkv.checkpoints import GgufTokenizer, fetch, open_checkpoint
 from jaxkv.checkpoints.source import Checkpoint
-from jaxkv.text import Text
+from jaxkv.text import StreamDecoder, Text
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokens.json").read_text("utf-8"))
 CHAT = next(entry for entry in GOLDEN if entry.get("note") == "chat template of one user message")
@@ -45,18 +45,18 @@ def test_chat_template(text):
 
 
 def test_turns_join_to_the_full_rendering(text):
-    joined = text.open_turn() + U1 + text.close_turn()
+    joined = text.turns.opening + U1 + text.turns.closing
     assert joined == text.chat(conversation(U1), generation_prompt=True)
-    joined += A1 + text.next_turn() + U2 + text.close_turn()
+    joined += A1 + text.turns.between + U2 + text.turns.closing
     assert joined == text.chat(conversation(U1, A1, U2), generation_prompt=True)
-    assert text.next_turn() == "<|im_end|>\n<|im_start|>user\n"
+    assert text.turns.between == "<|im_end|>\n<|im_start|>user\n"
 
 
 @pytest.mark.parametrize("string", ["naïve café 漢字 🙂 done", " 🙂🙂", "plain", "漢字漢字"])
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_stream_gives_whole_characters(text, string, step):
     ids = text.encode(string, bos=False)
-    stream = text.stream_decoder()
+    stream = StreamDecoder(text)
     parts = [stream.push(ids[start : start + step]) for start in range(0, len(ids), step)]
     assert not any("\ufffd" in part for part in parts)
     assert "".join(parts) + stream.flush() == string
@@ -64,7 +64,7 @@ def test_stream_gives_whole_characters(text, string, step):
 
 def test_stream_ends_inside_a_character(text):
     ids = text.encode("ok 漢", bos=False)
-    stream = text.stream_decoder()
+    stream = StreamDecoder(text)
     shown = "".join(stream.push([each]) for each in ids[:-1])
     assert "\ufffd" not in shown and shown.startswith("ok")
     assert shown + stream.flush() == "ok \ufffd" and stream.flush() == ""
@@ -72,12 +72,12 @@ def test_stream_ends_inside_a_character(text):
 
 def test_stream_does_not_hold_bad_bytes_for_ever(text):
     bad = text.encode("🙂", bos=False)[:1] * 40
-    stream = text.stream_decoder()
+    stream = StreamDecoder(text)
     assert any(stream.push([each]) for each in bad)
 
 
 def test_stream_skips_special_tokens(text):
-    stream = text.stream_decoder()
+    stream = StreamDecoder(text)
     assert [stream.push([each]) for each in (19556, 2, 1, 905)] == ["Hello", "", "", " world"]
 
 
@@ -114,7 +114,7 @@ def test_bos_is_never_doubled():
     assert text.encode(rendered, bos=True).count(text.bos_id) == 1
     assert text.encode("Hi", bos=True)[0] == text.bos_id
     assert text.encode("Hi", bos=False)[0] != text.bos_id
-    assert text.next_turn() == "</s>[INST] "
+    assert text.turns.between == "</s>[INST] "
 
 
 def test_template_that_refuses():
@@ -128,14 +128,14 @@ def test_template_that_loses_or_repeats_messages():
     for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"):
         text = with_template(template, origin="odd-model")
         with pytest.raises(ValueError, match="chat_template='odd-model'.*render with chat"):
-            text.next_turn()
+            _ = text.turns
 
 
 def test_no_template():
     text = with_template(None)
     assert not text.has_template
     with pytest.raises(ValueError, match="chat_template=None"):
-        text.open_turn()
+        _ = text.turns
 
 
 def test_end_of_turn_comes_from_the_template():
@@ -292,7 +292,7 @@ def test_sentencepiece():
     emoji = [f"<0x{byte:02X}>" for byte in "🙂".encode()]
     assert [spec.tokens[each] for each in ids] == ["<s>", "▁the", "▁cat", "▁", *emoji]
     assert text.decode(ids) == "the cat 🙂"
-    stream = text.stream_decoder()
+    stream = StreamDecoder(text)
     assert [part for part in (stream.push([each]) for each in ids) if part] == ["the", " cat", " ", "🙂"]
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_text import CHATML, with_template
 
 import jaxkv
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 TIED = FOLDER.parent / "qwen3"
@@ -95,11 +95,11 @@ def test_a_model_is_a_value(copied):
     model.text = with_template(CHATML)
     asked = dict(max_new_tokens=4, stop_at_eos=False)
     first = jaxkv.generate(model, [5, 6, 7], **asked)
-    assert model.text.next_turn() and model.text.eos_ids  # its template's process runs
+    assert model.text.turns.between and model.text.eos_ids  # its template's process runs
     other = copied(model)
     assert other.fingerprint == model.fingerprint and other.config == model.config
     np.testing.assert_array_equal(jaxkv.generate(other, [5, 6, 7], **asked).tokens, first.tokens)
-    assert other.text.next_turn() == model.text.next_turn()
+    assert other.text.turns.between == model.text.turns.between
 
 
 def test_weights_that_differ_anywhere_are_told_apart():

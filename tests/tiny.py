@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cache import repack
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat

@@ -106,7 +106,7 @@ def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    """What `as_bits` was given."""
+    """The floats that `as_bits` made integers of, in the dtype they had; float32, which it leaves alone, as it is."""
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 

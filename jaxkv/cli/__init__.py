@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
-from jaxkv.cli.finding import add_filter_options, print_filters
+from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
-from jaxkv.cli.streams import Unwritten, ready, say, tell
+from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
 _EXAMPLES = """\
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after an error, which has been told on stderr.
     """
-    ready()
+    prepare_streams()
     parser = _parser()
     try:
         try:
@@ -98,14 +98,14 @@ def _remedy(error: RuntimeError) -> str | None:
 
 
 def _message(error: BaseException) -> str:
-    """One line, whoever raised it."""
+    """The error's text in one line, or its kind where it has none, whichever library raised it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = "; ".join(lines) or type(error).__name__
     return f"nested too deeply ({message})" if isinstance(error, RecursionError) else message
 
 
 def _complain(message: str) -> None:
-    tell(f"jaxkv: error: {message}")
+    to_stderr(f"jaxkv: error: {message}")
 
 
 def version() -> str:
@@ -130,39 +130,36 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _complain(message)
-        tell(f"try: {self.prog} --help")
+        to_stderr(f"try: {self.prog} --help")
         raise SystemExit(2)
 
     def print_help(self, file: Any = None) -> None:
-        say(self.format_help(), end="")
+        to_stdout(self.format_help(), end="")
 
 
 class _Version(argparse.Action):
     """Looks the version up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        say(f"jaxkv {version()}")
+        to_stdout(f"jaxkv {version()}")
         parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=_EXAMPLES, formatter_class=plain)
+    told: dict[str, Any] = {"description": _ABOUT, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = _Parser(prog="jaxkv", epilog=_EXAMPLES, **told)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    notes = _GENERATE_NOTES + _EXAMPLES
-    asking = commands.add_parser(
-        "generate", help="answer a prompt", description=_ABOUT, epilog=notes, formatter_class=plain
-    )
-    asking.set_defaults(run=run_generate)
-    add_generate_options(asking)
-    finding = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
-    finding.set_defaults(run=print_filters)
-    add_filter_options(finding)
+    generating = commands.add_parser("generate", help="answer a prompt", epilog=_GENERATE_NOTES + _EXAMPLES, **told)
+    generating.set_defaults(run=run_generate)
+    add_generate_options(generating)
+    filters = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
+    filters.set_defaults(run=print_filters)
+    add_filter_options(filters)
     models = commands.add_parser("models", help="list the named models")
-    models.set_defaults(run=lambda options: print_models(as_json=options.json))
+    models.set_defaults(run=print_models)
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")
-    policies.set_defaults(run=lambda options: print_policies(as_json=options.json))
+    policies.set_defaults(run=print_policies)
     for command in (models, policies):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser

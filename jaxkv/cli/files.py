@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.cli.streams import stdout_is_closed, tell
+from jaxkv.cli.streams import stdout_is_closed, to_stderr
 
 # More than any model's positions; /dev/zero ends here.
 MOST_BYTES = 64 * 2**20
@@ -34,7 +34,11 @@ def read_text(name: str, flag: str) -> str:
         OSError: if it cannot be read.
     """
     try:
-        data = _stdin() if name == "-" else _bytes(os.path.expanduser(name))
+        if name == "-":
+            data = _stdin()
+        else:
+            with open(os.path.expanduser(name), "rb") as file:
+                data = file.read(MOST_BYTES + 1)
     except OSError as error:
         what = "stdin: " if name == "-" else ""
         raise OSError(f"{flag}={name}: {what}{error.strerror or error}; give a readable text file") from None
@@ -47,14 +51,9 @@ def read_text(name: str, flag: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _bytes(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(MOST_BYTES + 1)
-
-
 def _stdin() -> bytes:
     if sys.stdin.isatty():
-        tell("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
+        to_stderr("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
     source: Any = getattr(sys.stdin, "buffer", None)
     if source is None:  # a program's own stand-in
         return sys.stdin.read(MOST_BYTES + 1).encode("utf-8", "surrogatepass")

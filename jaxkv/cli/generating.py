@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -14,15 +15,17 @@ from jaxtyping import PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.numbers import argument, positive, real, seed
+from jaxkv.cli.numbers import argument, real, seed, whole
 from jaxkv.cli.policy_options import add_policy_options, policy_from
-from jaxkv.cli.streams import Unwritten, say, stdout_is_closed, tell
+from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generate import generate
-from jaxkv.load import load
+from jaxkv.loading import load
 from jaxkv.policies import Method
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
+
+_OUTPUT = "also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not replaced"
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
@@ -37,61 +40,44 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model and prompt")
-    known = "smollm2-135m-instruct"
-    group.add_argument(
-        "--model",
-        default=known,
-        metavar="NAME",
-        help="a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)",
-    )
-    group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
-    group.add_argument(
-        "--implementation",
-        default=Implementation.AUTO.value,
-        help="what computes attention: auto, xla, pallas or cudnn (default: %(default)s)",
-    )
-    group.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    group.add_argument(
-        "--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin"
-    )
-    group.add_argument("--question", metavar="TEXT", help="what to ask about it; follows after a blank line")
-    group.add_argument("--raw", action="store_true", help="plain text: no chat template")
-
-
-_OUTPUT = "also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not replaced"
+    add = parser.add_argument_group("model and prompt").add_argument
+    known = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)"
+    add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
+    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    computing = "what computes attention: auto, xla, pallas or cudnn (default: %(default)s)"
+    add("--implementation", default=Implementation.AUTO.value, help=computing)
+    add("--prompt", metavar="TEXT", help="the prompt itself")
+    add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
+    add("--question", metavar="TEXT", help="what to ask about it; follows after a blank line")
+    add("--raw", action="store_true", help="plain text: no chat template")
 
 
 def _add_drawing_options(parser: argparse.ArgumentParser) -> None:
-    share, count = argument(real), argument(positive)
+    share, count = argument(real), argument(whole, least=1)
     group = parser.add_argument_group("drawing tokens")
-    group.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--stop", action="extend", nargs="+", metavar="S", help="strings that end it")
-    group.add_argument("--temperature", type=share, metavar="T", help="draw at random (default: the likeliest token)")
+    add = group.add_argument
+    add("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
+    add("--stop", action="extend", nargs="+", metavar="S", help="strings that end it")
+    add("--temperature", type=share, metavar="T", help="draw at random (default: the likeliest token)")
     cut = group.add_mutually_exclusive_group()
     cut.add_argument("--top-k", type=count, metavar="K", help="among the K likeliest")
     cut.add_argument("--top-p", type=share, metavar="P", help="among the likeliest that hold probability P")
     cut.add_argument("--min-p", type=share, metavar="P", help="among those at least P times as likely as the likeliest")
-    group.add_argument(
-        "--seed", type=argument(seed), default=0, metavar="N", help="of random draws (default: %(default)s)"
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the text")
-    group.add_argument("--output", metavar="FILE", help=_OUTPUT)
-    group.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
+    add("--seed", type=argument(seed), default=0, metavar="N", help="of random draws (default: %(default)s)")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON object on stdout instead of the text")
+    add("--output", metavar="FILE", help=_OUTPUT)
+    add("--no-stream", action="store_true", help="print the text when it is complete")
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
     heat = options.temperature
     require(heat is None or heat > 0, "--temperature", heat, "give a positive number; leave it out for the likeliest")
-    warmth = {} if heat is None else {"temperature": heat}
-    if options.top_k is not None:
-        return TopK(k=options.top_k, **warmth)
-    if options.top_p is not None:
-        return TopP(p=options.top_p, **warmth)
-    if options.min_p is not None:
-        return MinP(p=options.min_p, **warmth)
-    return Greedy() if heat is None else Temperature(**warmth)
+    given: dict[str, Any] = {} if heat is None else {"temperature": heat}
+    for cut, name, value in ((TopK, "k", options.top_k), (TopP, "p", options.top_p), (MinP, "p", options.min_p)):
+        if value is not None:
+            return cut(**given, **{name: value})
+    return Temperature(**given) if given else Greedy()
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -99,14 +85,11 @@ def _prompt(options: argparse.Namespace) -> str:
         given = getattr(options, flag) or ()
         for text in [given] if isinstance(given, str) else given:
             # Bytes that are not UTF-8 come from the shell as lone surrogates.
-            remedy = "not UTF-8 text"
-            require(not any("\ud800" <= letter <= "\udfff" for letter in text), f"--{flag}", text, remedy)
-    parts = [options.prompt, options.question]
-    if options.prompt_file is not None:
-        parts.insert(0, read_text(options.prompt_file, "--prompt-file").strip())
-    said = [part for part in parts if part]
-    require(bool(said), "prompt", None, "give --prompt TEXT, --prompt-file FILE or --question TEXT")
-    return "\n\n".join(said)
+            require(not re.search("[\ud800-\udfff]", text), f"--{flag}", text, "not UTF-8 text")
+    file = None if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file").strip()
+    prompt = "\n\n".join(filter(None, (file, options.prompt, options.question)))
+    require(bool(prompt), "prompt", None, "give --prompt TEXT, --prompt-file FILE or --question TEXT")
+    return prompt
 
 
 def require_model(name: str) -> None:
@@ -186,9 +169,9 @@ def run_generate(options: argparse.Namespace) -> int:
     answer = _answer(record, result, as_json=options.json)
     if not streams and not stdout_is_closed():
         # Before the file: where that is a FIFO, it waits for its reader with the answer on the screen.
-        lost = _said(answer)
+        lost = _printed(answer)
     if target is not None:
-        _write(target, _as_json(record, "utf-8", indent=2) + "\n", answer, heard=lost is None)
+        _write(target, _as_json(record, "utf-8", indent=2) + "\n", answer, on_stdout=lost is None)
     if not options.json:
         _print_stats(result)
     if lost is not None:
@@ -206,28 +189,28 @@ def _stream(pieces: Any, *, go_on: bool) -> tuple[Generation, Unwritten | None]:
     """Prints text as it comes; where stdout fails, goes on for the file's sake, or raises."""
     lost = None
     for piece in pieces:
-        lost = lost or _said(piece, end="")
+        lost = lost or _printed(piece, end="")
         if lost is not None and not go_on:
             raise lost
-    return pieces.result, lost or _said("")
+    return pieces.result, lost or _printed("")
 
 
-def _said(text: str, *, end: str = "\n") -> Unwritten | None:
+def _printed(text: str, *, end: str = "\n") -> Unwritten | None:
     try:
-        say(text, end=end)
+        to_stdout(text, end=end)
     except Unwritten as lost:
         return lost
     return None
 
 
-def _write(target: Target, text: str, answer: str, *, heard: bool) -> None:
+def _write(target: Target, text: str, answer: str, *, on_stdout: bool) -> None:
     try:
         target.write(text.encode())
     except (OSError, ValueError) as error:
-        heard = heard and not stdout_is_closed()
-        if not heard:
-            tell(answer)
-        raise OSError(f"{error}; the answer is on {'stdout' if heard else 'stderr'}") from error
+        on_stdout = on_stdout and not stdout_is_closed()
+        if not on_stdout:
+            to_stderr(answer)
+        raise OSError(f"{error}; the answer is on {'stdout' if on_stdout else 'stderr'}") from error
 
 
 def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -> str:
@@ -267,4 +250,4 @@ def _print_stats(result: Generation) -> None:
     if stats.host_bytes:
         sent = f"{stats.transfers_per_step:.0f} transfers and {stats.transferred_bytes_per_step / 1e6:.3f} MB a token"
         lines.append(f"host     {stats.host_bytes / 1e6:.2f} MB there; {sent}")
-    tell("\n".join(lines))
+    to_stderr("\n".join(lines))

@@ -1,93 +1,87 @@
 """What `jaxkv models` and `jaxkv policies` print."""
 
+import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from jaxkv.checkpoints import cache_dir, manifest, names
 from jaxkv.cli.policy_options import flags_of
-from jaxkv.cli.streams import say
+from jaxkv.cli.streams import to_stdout
 from jaxkv.policies.registry import POLICIES, defaults
 
-
-def models() -> list[dict[str, Any]]:
-    """The named models.
-
-    Returns:
-        One record each: name, source, license, bytes, cached, hub_id, notes.
-    """
-    rows = []
-    for name in names():
-        model = manifest(name)
-        source = model.source
-        rows.append(
-            {
-                "name": name,
-                "source": f"{source.package}=={source.version}: {source.member}",
-                "license": model.license,
-                "bytes": source.bytes,
-                "cached": (cache_dir() / name / source.filename).is_file(),
-                "hub_id": model.hub_id,
-                "notes": model.notes,
-            }
-        )
-    return rows
+Record = dict[str, Any]
+_OTHERS = "Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (owner/name)."
 
 
-def policies() -> list[dict[str, Any]]:
-    """The policies, as their classes describe themselves.
-
-    Returns:
-        One record each: name, about, paper, parts, defaults, options of `jaxkv generate`.
-    """
-    rows = []
-    for name, cls in POLICIES.items():
-        about = (cls.__doc__ or "").strip().splitlines()[0]
-        parts = cls().parts().described()
-        row = {"name": name, "about": about, "paper": cls.paper, "parts": parts, "defaults": defaults(cls)}
-        rows.append({**row, "options": flags_of(cls)})
-    return rows
-
-
-def print_models(*, as_json: bool = False) -> int:
-    """Prints the named models.
+def print_models(options: argparse.Namespace) -> int:
+    """Prints the named models: name, source, license, bytes, cached, hub_id, notes of each.
 
     Args:
-        as_json: as a JSON list.
+        options: of which `json` asks for a JSON list.
 
     Returns:
         The exit code, 0.
     """
-    rows = models()
-    if as_json:
-        say(json.dumps(rows, indent=2))
-        return 0
-    for row in rows:
-        cached = f"yes, in {cache_dir() / row['name']}" if row["cached"] else "no, fetched at first use"
-        facts = {"source": row["source"], "license": row["license"], "size": f"{row['bytes'] / 1e6:.1f} MB"}
-        facts = {**facts, "cached": cached, "on the hub": row["hub_id"], "notes": row["notes"]}
-        say(_described(row["name"], facts))
-    say("Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (owner/name).")
-    return 0
+    return _print([_model(name) for name in names()], _described_model, options, _OTHERS)
 
 
-def print_policies(*, as_json: bool = False) -> int:
-    """Prints the policies.
+def print_policies(options: argparse.Namespace) -> int:
+    """Prints the policies: name, about, paper, parts, defaults, options of `jaxkv generate` of each.
 
     Args:
-        as_json: as a JSON list.
+        options: of which `json` asks for a JSON list.
 
     Returns:
         The exit code, 0.
     """
-    rows = policies()
-    if as_json:
-        say(json.dumps(rows, indent=2))
-        return 0
-    for row in rows:
-        made = ", ".join(f"{name}={value}" for name, value in row["defaults"].items())
-        facts = {"paper": row["paper"], **row["parts"], "defaults": made, "options": " ".join(row["options"])}
-        say(_described(f"{row['name']}: {row['about']}", facts))
+    return _print([_policy(name) for name in POLICIES], _described_policy, options)
+
+
+def _print(records: list[Record], described: Callable[[Record], str], options: argparse.Namespace, *after: str) -> int:
+    for text in [json.dumps(records, indent=2)] if options.json else [*map(described, records), *after]:
+        to_stdout(text)
     return 0
+
+
+def _model(name: str) -> Record:
+    model = manifest(name)
+    source = model.source
+    return {
+        "name": name,
+        "source": f"{source.package}=={source.version}: {source.member}",
+        "license": model.license,
+        "bytes": source.bytes,
+        "cached": (cache_dir() / name / source.filename).is_file(),
+        "hub_id": model.hub_id,
+        "notes": model.notes,
+    }
+
+
+def _described_model(model: Record) -> str:
+    cached = f"yes, in {cache_dir() / model['name']}" if model["cached"] else "no, fetched at first use"
+    facts = {"source": model["source"], "license": model["license"], "size": f"{model['bytes'] / 1e6:.1f} MB"}
+    return _described(model["name"], facts | {"cached": cached, "on the hub": model["hub_id"], "notes": model["notes"]})
+
+
+def _policy(name: str) -> Record:
+    """A policy as its class describes itself."""
+    cls = POLICIES[name]
+    about = (cls.__doc__ or "").strip().splitlines()[0]
+    record = {
+        "name": name,
+        "about": about,
+        "paper": cls.paper,
+        "parts": cls().parts().described(),
+        "defaults": defaults(cls),
+    }
+    return {**record, "options": flags_of(cls)}
+
+
+def _described_policy(policy: Record) -> str:
+    made = ", ".join(f"{name}={value}" for name, value in policy["defaults"].items())
+    facts = {"paper": policy["paper"], **policy["parts"], "defaults": made, "options": " ".join(policy["options"])}
+    return _described(f"{policy['name']}: {policy['about']}", facts)
 
 
 def _described(title: str, facts: dict[str, Any]) -> str:

@@ -4,50 +4,44 @@ import argparse
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-# Positions and rows are int32 in every program.
-LARGEST = 2**31 - 1
+from jaxkv._values import FARTHEST, shortened
+
 _DIGITS = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
-_LONGEST_SHOWN = 60
 
 
-def shown(text: str) -> str:
-    """A value in an error message, cut where it is long.
-
-    Args:
-        text: as the user wrote it.
-
-    Returns:
-        The text, 60 characters of it at most.
-    """
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
-
-
-def whole(text: str) -> int:
-    """A whole number of 32 bits.
-
-    Args:
-        text: as the user wrote it.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: for anything else.
-    """
+def _within(text: str, low: int, high: int, remedy: str) -> int:
     if _DIGITS.fullmatch(text) is None:
         raise ValueError("give a whole number")
     # Python reads no more than 4300 digits; what is longer than ours is too large as well.
-    value = int(text) if len(text) < 100 else math.inf
-    if abs(value) > LARGEST:
-        raise ValueError(f"give at most {LARGEST}: no prompt is as long")
-    return int(value)
+    value = int(text) if len(text) < 100 else high + 1
+    if not low <= value <= high:
+        raise ValueError(remedy)
+    return value
 
 
-def positive(text: str) -> int:
-    """A whole number, at least 1.
+def whole(text: str, *, least: int | None = None) -> int:
+    """A whole number of 32 bits: positions and rows are int32 in every program.
+
+    Args:
+        text: as the user wrote it.
+        least: the smallest one that will do.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    value = _within(text, -FARTHEST, FARTHEST, f"give at most {FARTHEST}: no prompt is as long")
+    if least is not None and value < least:
+        raise ValueError(f"give at least {least}")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number of 64 bits, with a sign or without.
 
     Args:
         text: as the user wrote it.
@@ -58,17 +52,15 @@ def positive(text: str) -> int:
     Raises:
         ValueError: for anything else.
     """
-    value = whole(text)
-    if value < 1:
-        raise ValueError("give at least 1")
-    return value
+    return _within(text, -(2**63), 2**64 - 1, "give a number of 64 bits, such as 0 to 18446744073709551615")
 
 
-def real(text: str) -> float:
+def real(text: str, *, example: str = "") -> float:
     """A finite number.
 
     Args:
         text: as the user wrote it.
+        example: what follows "give a number" where it is none.
 
     Returns:
         The number.
@@ -79,7 +71,7 @@ def real(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError("give a number") from None
+        raise ValueError(f"give a number{example}") from None
     if not math.isfinite(value):
         raise ValueError("give a finite number")
     return value
@@ -97,13 +89,7 @@ def whole_or_real(text: str) -> int | float:
     Raises:
         ValueError: for anything else.
     """
-    if _DIGITS.fullmatch(text):
-        return whole(text)
-    try:
-        float(text)
-    except ValueError:
-        raise ValueError("give a number, such as 256 or 0.2") from None
-    return real(text)
+    return whole(text) if _DIGITS.fullmatch(text) else real(text, example=", such as 256 or 0.2")
 
 
 def span(text: str) -> tuple[int, int]:
@@ -124,40 +110,21 @@ def span(text: str) -> tuple[int, int]:
     return whole(match[1]), whole(match[2])
 
 
-def seed(text: str) -> int:
-    """A whole number of 64 bits, with a sign or without.
-
-    Args:
-        text: as the user wrote it.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if _DIGITS.fullmatch(text) is None:
-        raise ValueError("give a whole number")
-    value = int(text) if len(text) < 100 else 2**64
-    if not -(2**63) <= value < 2**64:
-        raise ValueError("give a number of 64 bits, such as 0 to 18446744073709551615")
-    return value
-
-
-def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def argument(read: Callable[..., Any], **bounds: Any) -> Callable[[str], Any]:
     """A reader as argparse wants it.
 
     Args:
         read: one of those above.
+        **bounds: its options, such as the least number.
 
     Returns:
         The same, with the value before the remedy.
     """
-    return partial(_argued, read)
 
+    def argued(text: str) -> Any:
+        try:
+            return read(text, **bounds)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r}: {error}") from None
 
-def _argued(read: Callable[[str], Any], text: str) -> Any:
-    try:
-        return read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)!r}: {error}") from None
+    return argued

@@ -4,18 +4,20 @@ A new policy needs no line here. What its fields are called, take and mean is re
 """
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Union
 
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.cli.numbers import real, shown, span, whole, whole_or_real
+from jaxkv._values import shortened
+from jaxkv.cli.numbers import real, span, whole, whole_or_real
 from jaxkv.policies import MaxPool, Merge, Method, NoPool
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
@@ -27,24 +29,23 @@ _BASE = "snapkv"
 # Spellings that differ from the field's.
 _ALIASES = {"--filter-layers": "--filters"}
 _PREFIX = "policy "
-
-
-class Arity(enum.Enum):
-    """How many words follow an option: none (it has a twin with "no-"), one, several, or one each time it is given."""
-
-    NONE = enum.auto()
-    ONE = enum.auto()
-    SEVERAL = enum.auto()
-    AGAIN = enum.auto()
-
-    def keywords(self) -> dict[str, Any]:
-        """What argparse is told."""
-        if self is Arity.ONE:
-            return {}
-        return {"nargs": "+"} if self is Arity.SEVERAL else {"action": _ACTIONS[self]}
-
-
-_ACTIONS: dict[Arity, Any] = {Arity.NONE: argparse.BooleanOptionalAction, Arity.AGAIN: "append"}
+_SHARED = frozenset(field.name for field in dataclasses.fields(Method))
+# What argparse is told of the words behind an option: none (it has a twin with "no-"), several, one at each mention.
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_SEVERAL: dict[str, Any] = {"nargs": "+"}
+_REPEATED: dict[str, Any] = {"action": "append"}
+# How a field of these types is read, and what stands for it in the help.
+_WORDS: dict[frozenset[Any], tuple[Callable[[str], Any], str]] = {
+    frozenset({int}): (whole, "N"),
+    frozenset({float}): (real, "X"),
+    frozenset({int, float}): (whole_or_real, "N"),
+    frozenset({str}): (str, "WORD"),
+}
+_TUPLES: dict[Any, tuple[Callable[[str], Any], str, dict[str, Any]]] = {
+    tuple[int, ...]: (whole, "N", _SEVERAL),
+    tuple[float, ...]: (real, "N", _SEVERAL),
+    tuple[tuple[int, int], ...]: (span, "A:B", _REPEATED),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Option:
         flag: the option.
         read: from the word, the words, or True or False, to the field's value; its ValueError says what to write.
         about: the help.
-        arity: words behind it.
+        words: what argparse is told of the words behind it; one word if nothing.
         metavar: what stands for them in the help.
     """
 
@@ -64,7 +65,7 @@ class Option:
     flag: str
     read: Callable[[Any], Any]
     about: str
-    arity: Arity = Arity.ONE
+    words: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metavar: str | None = None
 
 
@@ -87,44 +88,6 @@ def options_of(cls: type[Method]) -> dict[str, Option]:
     return options
 
 
-def drops_rows(cls: type[Method]) -> bool:
-    """Whether a policy keeps less than everything.
-
-    Args:
-        cls: the class.
-
-    Returns:
-        False for FullKV, and for OmniKV, which reads less.
-    """
-    return cls().parts().scorer is not None
-
-
-def takes_base(cls: type[Method]) -> bool:
-    """Whether a policy is built on another one, whose budget is its own.
-
-    OmniKV may have a base, and then two budgets: that is said in Python.
-
-    Args:
-        cls: the class.
-
-    Returns:
-        True for AdaKV, say.
-    """
-    return any(field.name == "base" for field in dataclasses.fields(cls)) and drops_rows(cls)
-
-
-def own_options_of(cls: type[Method]) -> dict[str, Option]:
-    """The options that go to a policy itself which is built on another; all others are the base's.
-
-    Args:
-        cls: a class that takes a base.
-
-    Returns:
-        By flag, in the fields' order.
-    """
-    return {flag: option for flag, option in options_of(cls).items() if option.field not in _shared()}
-
-
 def flags_of(cls: type[Method]) -> list[str]:
     """Every option that `--policy` of this name takes.
 
@@ -134,97 +97,77 @@ def flags_of(cls: type[Method]) -> list[str]:
     Returns:
         The flags; where it takes a base, its own and those of the base that it has by default.
     """
-    if not takes_base(cls):
+    if not _takes_base(cls):
         return list(options_of(cls))
-    return list(dict.fromkeys(["--base", *own_options_of(cls), *options_of(policy_class(_BASE))]))
+    return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_BASE))]))
 
 
-def _shared() -> set[str]:
-    return {field.name for field in dataclasses.fields(Method)}
+def _drops_rows(cls: type[Method]) -> bool:
+    """Whether a policy keeps less than everything: not FullKV, nor OmniKV, which reads less."""
+    return cls().parts().scorer is not None
+
+
+def _takes_base(cls: type[Method]) -> bool:
+    """Whether a policy is built on another one, whose budget is its own, as AdaKV is.
+
+    OmniKV may have a base, and then two budgets: that is said in Python.
+    """
+    return any(field.name == "base" for field in dataclasses.fields(cls)) and _drops_rows(cls)
+
+
+def _own_options_of(cls: type[Method]) -> dict[str, Option]:
+    """The options that go to a policy itself which is built on another; all others are the base's."""
+    return {flag: option for flag, option in options_of(cls).items() if option.field not in _SHARED}
 
 
 def _meaningful(cls: type[Method]) -> set[str]:
     """Fields that change something: where every row is kept, those about what goes do not."""
     names = {field.name for field in dataclasses.fields(cls)}
-    if drops_rows(cls):
+    if _drops_rows(cls):
         return names
     try:
         cls(budget=1)
     except ValueError:
-        return names - _shared()
-    return names - (_shared() - {"budget"})
+        return names - _SHARED
+    return names - (_SHARED - {"budget"})
 
 
 def _option(name: str, hint: Any, default: Any, about: str) -> Option | None:
     """The option for a field; None for one that only Python can write."""
+    union = typing.get_origin(hint) in (Union, types.UnionType)
     # A policy's number may be numpy's as well; on a command line that is the same.
-    kinds = tuple(each for each in _members(hint) if each is not type(None) and not _is_numpy(each))
+    kinds = tuple(kind for kind in (typing.get_args(hint) if union else (hint,)) if not _is_none_or_numpy(kind))
     one = kinds[0] if len(kinds) == 1 else None
     dashed = "--" + name.replace("_", "-")
-
     made = partial(Option, field=name, flag=dashed, about=about)
     if one is bool:
-        return made(read=bool, arity=Arity.NONE)
-    if set(kinds) == {int}:
-        return made(read=whole, metavar="N")
-    if set(kinds) == {float}:
-        return made(read=real, metavar="X")
-    if set(kinds) == {int, float}:
-        return made(read=whole_or_real, metavar="N")
-    if one is str:
-        return made(read=str, metavar="WORD")
-    choices = _choices(kinds)
-    if choices:
+        return made(read=bool, words=_SWITCH)
+    if frozenset(kinds) in _WORDS:
+        read, metavar = _WORDS[frozenset(kinds)]
+        return made(read=read, metavar=metavar)
+    if choices := _choices(kinds):
         return made(read=partial(_chosen, choices), metavar="{" + ",".join(choices) + "}")
-    inside = _elements(one)
-    if inside in (int, float):
-        read = whole if inside is int else real
-        return made(read=lambda words: tuple(map(read, words)), metavar="N", arity=Arity.SEVERAL)
-    if inside == tuple[int, int]:
-        return made(read=lambda words: tuple(map(span, words)), metavar="A:B", arity=Arity.AGAIN)
-    return _short(name, kinds, default)
-
-
-def _short(name: str, kinds: tuple[Any, ...], default: Any) -> Option | None:
-    """Parts of a policy of which a number, or yes and no, says enough for a command line."""
-    dashed = "--" + name.replace("_", "-")
+    if one in _TUPLES:
+        each, metavar, words = _TUPLES[one]
+        return made(read=lambda given: tuple(map(each, given)), metavar=metavar, words=words)
+    # Parts of a policy of which a number, or yes and no, says enough for a command line.
     if kinds and set(kinds) <= set(typing.get_args(Pooling)):
-        return Option(
-            field=name,
-            flag="--pool-kernel" if name == "pooling" else f"{dashed}-kernel",
-            metavar="K",
-            read=_pooling,
-            about="width of the pooling over neighbours, odd; 1 for none",
-        )
-    if kinds == (LayerBudgets,) and hasattr(default, "beta"):
-        return Option(
-            field=name,
-            flag="--beta" if name == "allocation" else f"{dashed}-beta",
-            metavar="X",
-            read=lambda word: dataclasses.replace(default, beta=real(word)),
-            about="steepness of the budgets over layers, 1 is flat",
-        )
-    if kinds == (Merger,):
+        flag = "--pool-kernel" if name == "pooling" else f"{dashed}-kernel"
+        about = "width of the pooling over neighbours, odd; 1 for none"
+        return made(flag=flag, metavar="K", read=_pooling, about=about)
+    if one is LayerBudgets and hasattr(default, "beta"):
+        flag = "--beta" if name == "allocation" else f"{dashed}-beta"
+        steeper = lambda word: dataclasses.replace(default, beta=real(word))  # noqa: E731
+        return made(flag=flag, metavar="X", read=steeper, about="steepness of the budgets over layers, 1 is flat")
+    if one is Merger:
         on = Merge() if default is None else default
         about = "fold dropped rows into their nearest kept rows, or drop them"
-        return Option(field=name, flag=dashed, arity=Arity.NONE, read=lambda yes: on if yes else None, about=about)
+        return made(words=_SWITCH, read=lambda yes: on if yes else None, about=about)
     return None
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(hint) in (Union, types.UnionType)
-    return typing.get_args(hint) if union else (hint,)
-
-
-def _is_numpy(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, np.generic)
-
-
-def _elements(kind: Any) -> Any:
-    """What a tuple of any length holds."""
-    inside = typing.get_args(kind)
-    several = typing.get_origin(kind) is tuple and len(inside) == 2 and inside[1] is ...
-    return inside[0] if several else None
+def _is_none_or_numpy(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, (type(None), np.generic))
 
 
 def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
@@ -259,40 +202,28 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group("policy", "An option that the policy does not have is refused.")
     group.add_argument("--policy", default="full", metavar="NAME", help=f"{', '.join(POLICIES)} (default: full)")
-    bases = [name for name, cls in POLICIES.items() if takes_base(cls)]
-    group.add_argument(
-        "--base", metavar="NAME", help=f"{', '.join(bases)}: the policy it is built on (default: {_BASE})"
-    )
-    dropping = {name for name, cls in POLICIES.items() if drops_rows(cls)}
-    spelled = {}
-    for flag, having in _by_flag().items():
-        first = next(iter(having.values()))
-        if any(option.arity is not first.arity for option in having.values()):
-            raise TypeError(f"{flag}: {', '.join(having)} differ in the words behind it; rename the field in one")
-        keywords: dict[str, Any] = {
-            "dest": _PREFIX + flag,
-            "default": None,
-            "help": _help(having, dropping),
-            **first.arity.keywords(),
-        }
-        if first.metavar is not None:
-            keywords["metavar"] = "|".join(dict.fromkeys(str(option.metavar) for option in having.values()))
-        for spelling in (flag, "--policy-" + flag[2:]):
-            try:
-                group.add_argument(spelling, *filter(None, [_ALIASES.get(flag)]), **keywords)
-            except argparse.ArgumentError:
-                continue  # another option of the command has that name
-            spelled[flag] = spelling
-            break
-    parser.set_defaults(policy_spellings=spelled)
-
-
-def _by_flag() -> dict[str, dict[str, Option]]:
-    found: dict[str, dict[str, Option]] = {}
+    bases = ", ".join(name for name, cls in POLICIES.items() if _takes_base(cls))
+    group.add_argument("--base", metavar="NAME", help=f"{bases}: the policy it is built on (default: {_BASE})")
+    dropping = {name for name, cls in POLICIES.items() if _drops_rows(cls)}
+    having: dict[str, dict[str, Option]] = {}
     for name, cls in POLICIES.items():
         for flag, option in options_of(cls).items():
-            found.setdefault(flag, {})[name] = option
-    return found
+            having.setdefault(flag, {})[name] = option
+    spelled = {}
+    for flag, options in having.items():
+        words = next(iter(options.values())).words
+        if any(option.words != words for option in options.values()):
+            raise TypeError(f"{flag}: {', '.join(options)} differ in the words behind it; rename the field in one")
+        metavar = "|".join(dict.fromkeys(option.metavar for option in options.values() if option.metavar))
+        keywords = {"dest": _PREFIX + flag, "help": _help(options, dropping), **words}
+        keywords |= {"metavar": metavar} if metavar else {}
+        for spelling in (flag, "--policy-" + flag[2:]):
+            # Another option of the command may have that name.
+            with contextlib.suppress(argparse.ArgumentError):
+                group.add_argument(spelling, *filter(None, [_ALIASES.get(flag)]), **keywords)
+                spelled[flag] = spelling
+                break
+    parser.set_defaults(policy_spellings=spelled)
 
 
 def _help(having: dict[str, Option], dropping: set[str]) -> str:
@@ -320,14 +251,14 @@ def policy_from(options: argparse.Namespace) -> Method:
         ValueError: naming the option at fault.
     """
     cls = policy_class(options.policy)
-    nested = takes_base(cls)
+    nested = _takes_base(cls)
     require(options.base is None or nested, "--base", options.base, f"{options.policy} is not built on a policy")
     name = (options.base or _BASE) if nested else options.policy
     inner = policy_class(name) if nested else cls
-    own, theirs = own_options_of(cls) if nested else {}, options_of(inner)
+    own, theirs = _own_options_of(cls) if nested else {}, options_of(inner)
     mine: dict[str, Any] = {}
     given: dict[str, Any] = {}
-    for flag, said, words in _said(options):
+    for flag, said, words in _given(options):
         option = own.get(flag) or theirs.get(flag)
         if option is None:
             raise ValueError(f"{said}: {name} has no such option; leave it out")
@@ -342,7 +273,7 @@ def policy_from(options: argparse.Namespace) -> Method:
     return policy
 
 
-def _said(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
+def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     """Each option that was given: its flag, how the user wrote it, and the words."""
     for flag, spelling in options.policy_spellings.items():
         words = getattr(options, _PREFIX + flag)
@@ -350,4 +281,4 @@ def _said(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
             yield flag, spelling if words else f"--no-{spelling[2:]}", words
         elif words is not None:
             text = words if isinstance(words, str) else " ".join(words)
-            yield flag, f"{spelling}={shown(text)}", words
+            yield flag, f"{spelling}={shortened(text)}", words

@@ -25,30 +25,30 @@ class _Closed(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """Nothing to read bytes from."""
+        """Raises: there is nothing to read bytes from, and a caller that looks for them must not read text instead."""
         self._refuse()
 
     def read(self, size: int | None = -1, /) -> str:
-        """Refuses."""
+        """Raises as a closed file's would: an empty text would pass for a prompt."""
         self._refuse()
 
     def write(self, text: str, /) -> int:
-        """Refuses."""
+        """Raises as a closed file's would, so that nothing passes for written."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise OSError(errno.EBADF, "it is closed")
 
 
-class _Unheard(io.TextIOBase):
+class _Discarding(io.TextIOBase):
     """stderr, where it was closed: figures and errors have nowhere to go, the exit code tells."""
 
     def write(self, text: str, /) -> int:
-        """Takes it and drops it."""
+        """Drops the text and counts it as written: a lost figure must not end the work."""
         return len(text)
 
 
-def ready() -> None:
+def prepare_streams() -> None:
     """Makes the standard streams fit to use; call it before any file is opened.
 
     Closed ones get a stand-in, and their numbers a place holder: the next file that is opened would get them, and what
@@ -68,7 +68,7 @@ def ready() -> None:
     streams: dict[str, Any] = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
     for name, stream in streams.items():
         if stream is None:
-            setattr(sys, name, _Unheard() if name == "stderr" else _Closed())
+            setattr(sys, name, _Discarding() if name == "stderr" else _Closed())
     out: Any = sys.stdout
     if getattr(out, "errors", None) in ("strict", "surrogateescape") and hasattr(out, "reconfigure"):
         out.reconfigure(errors="backslashreplace")
@@ -79,7 +79,7 @@ def stdout_is_closed() -> bool:
     return isinstance(sys.stdout, _Closed)
 
 
-def say(text: str, *, end: str = "\n") -> None:
+def to_stdout(text: str, *, end: str = "\n") -> None:
     """Writes to stdout, at once.
 
     Args:
@@ -96,7 +96,7 @@ def say(text: str, *, end: str = "\n") -> None:
         raise Unwritten(error.strerror or str(error), gone=isinstance(error, BrokenPipeError)) from None
 
 
-def tell(text: str) -> None:
+def to_stderr(text: str) -> None:
     """Writes to stderr; where that fails there is nobody left to tell.
 
     Args:

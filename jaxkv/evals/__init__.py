@@ -1,5 +1,5 @@
 """Tasks that compressed caches are judged by."""
 
-from jaxkv.evals.two_stage import COLOURS, Question, two_stage
+from jaxkv.evals.retrieval import COLOURS, Question, two_stage
 
 __all__ = ["COLOURS", "Question", "two_stage"]

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.bank import Bank, at_home, put_away
+from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import empty_pool
@@ -181,4 +181,4 @@ def banked(
         length=jnp.asarray(length),
         limit=jnp.asarray(limit),
     )
-    return at_home(moved), Bank(rows=tuple(rows), layers=reading.offloaded)
+    return committed(moved), Bank(rows=tuple(rows), layers=reading.offloaded)

@@ -17,7 +17,7 @@ from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.bank import Bank, at_home, put_away
+from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache, State, lay_out
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
@@ -348,7 +348,7 @@ def prefill(
     cache = live.begun(policy, config, needed, model)
     if reading is not None and reading.offloaded:
         bank = Bank(rows=tuple(banked), layers=reading.offloaded)
-        cache = dataclasses.replace(at_home(cache), bank=bank)
+        cache = dataclasses.replace(committed(cache), bank=bank)
     return cache, _logits(flat.ends, x, graphs=graphs)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import refusal, require
-from .manifest import Manifest, WheelSource, manifest, names
+from .json_files import write_json
+from .named_models import Manifest, WheelSource, manifest, names
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -118,10 +119,7 @@ def _stamp_path(target: Path) -> Path:
 
 def _stamp(target: Path, sha256: str) -> None:
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".stamp-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns}, file)
-        os.replace(temporary, _stamp_path(target))
+        write_json(_stamp_path(target), {"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns})
     except OSError:
         pass  # a read-only cache still serves; the hash is then taken on every load
 

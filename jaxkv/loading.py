@@ -24,32 +24,32 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ENDS = {
+# Name -> (our parameter, which slice of it); a bias lies beside its weight.
+_ENDS: dict[str, tuple[str, int | None]] = {
     _EMBEDDING: ("embedding", None),
     "model.norm.weight": ("norm.scale", None),
     _HEAD: ("head", None),
 }
-# Name within a block -> (our parameter, which slice of it).
-_BLOCK = {
-    "input_layernorm.weight": ("attention_norm.scale", None),
-    "post_attention_layernorm.weight": ("mlp_norm.scale", None),
-    "self_attn.q_proj.weight": ("attention.q", None),
-    "self_attn.k_proj.weight": ("attention.kv", 0),
-    "self_attn.v_proj.weight": ("attention.kv", 1),
-    "self_attn.o_proj.weight": ("attention.out", None),
-    "self_attn.q_proj.bias": ("attention.q_bias", None),
-    "self_attn.k_proj.bias": ("attention.kv_bias", 0),
-    "self_attn.v_proj.bias": ("attention.kv_bias", 1),
-    "self_attn.o_proj.bias": ("attention.out_bias", None),
-    "self_attn.q_norm.weight": ("attention.q_norm.scale", None),
-    "self_attn.k_norm.weight": ("attention.k_norm.scale", None),
-    "mlp.gate_proj.weight": ("mlp.gate_up", 0),
-    "mlp.up_proj.weight": ("mlp.gate_up", 1),
-    "mlp.down_proj.weight": ("mlp.down", None),
-    "mlp.gate_proj.bias": ("mlp.gate_up_bias", 0),
-    "mlp.up_proj.bias": ("mlp.gate_up_bias", 1),
-    "mlp.down_proj.bias": ("mlp.down_bias", None),
+_NORMS = {
+    "input_layernorm": "attention_norm.scale",
+    "post_attention_layernorm": "mlp_norm.scale",
+    "self_attn.q_norm": "attention.q_norm.scale",
+    "self_attn.k_norm": "attention.k_norm.scale",
 }
+_PROJECTIONS: dict[str, tuple[str, int | None]] = {
+    "self_attn.q_proj": ("attention.q", None),
+    "self_attn.k_proj": ("attention.kv", 0),
+    "self_attn.v_proj": ("attention.kv", 1),
+    "self_attn.o_proj": ("attention.out", None),
+    "mlp.gate_proj": ("mlp.gate_up", 0),
+    "mlp.up_proj": ("mlp.gate_up", 1),
+    "mlp.down_proj": ("mlp.down", None),
+}
+_BLOCK = (
+    {f"{name}.weight": (path, None) for name, path in _NORMS.items()}
+    | {f"{name}.weight": place for name, place in _PROJECTIONS.items()}
+    | {f"{name}.bias": (f"{path}_bias", part) for name, (path, part) in _PROJECTIONS.items()}
+)
 
 
 class LanguageModel(nnx.Module):
@@ -78,7 +78,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """What the decoder is made of: sizes, switches and special ids, as its checkpoint gave them."""
         return self.decoder.config
 
     @property
@@ -141,13 +141,12 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: naming the tensor that is missing, left over, misshapen or not finite.
     """
-    slots = _slots(decoder)
-    wanted = _wanted(decoder, slots)
+    places = _places(decoder)
     names = {name for name in checkpoint.names if not _DERIVED.search(name)}
     # Some exporters write the tied matrix twice.
     twice = (_EMBEDDING, _HEAD) if decoder.head is None and _HEAD in names else ()
     names -= set(twice[1:])
-    missing, extra = sorted(wanted - names), sorted(names - wanted)
+    missing, extra = sorted(places.keys() - names), sorted(names - places.keys())
     require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
     require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
     started: dict[str, tuple[np.ndarray, set[int]]] = {}
@@ -156,22 +155,17 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
     for name, array in checkpoint.tensors():
         if name in twice:
             first = array if first is None else _same(first, array)
-        if name not in wanted:
+        if name not in places:
             continue
-        require(
-            jnp.issubdtype(array.dtype, jnp.floating),
-            f"{name}.dtype",
-            array.dtype.name,
-            "weights are floating point; load the unquantised ones, or a GGUF",
-        )
-        path, part = slots[name]
+        remedy = "weights are floating point; load the unquantised ones, or a GGUF"
+        require(jnp.issubdtype(array.dtype, jnp.floating), f"{name}.dtype", array.dtype.name, remedy)
+        path, part = places[name]
         parameter = _at(decoder, path)
         shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
         target = shape if part is None else shape[1:]
         asked = _stored_shape(name, target)
-        require(
-            array.shape == asked, name, array.shape, f"the config asks for {asked}; the weights belong to another model"
-        )
+        remedy = f"the config asks for {asked}; the weights belong to another model"
+        require(array.shape == asked, name, array.shape, remedy)
         if part is None:
             value = jnp.array(array.reshape(target), dtype=dtype)
         else:
@@ -184,9 +178,8 @@ def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
         finite.append((name, jnp.isfinite(value).all()))
         parameter.set_value(value)
     bad = [name for name, ok in finite if not bool(ok)]
-    require(
-        not bad, "weights", bad[:4], "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
-    )
+    remedy = "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
+    require(not bad, "weights", bad[:4], remedy)
 
 
 def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -214,16 +207,13 @@ def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(outputs), *target[len(outputs) :])
 
 
-def _slots(decoder: Decoder) -> dict[str, tuple[str, int | None]]:
-    slots: dict[str, tuple[str, int | None]] = dict(_ENDS)
+def _places(decoder: Decoder) -> dict[str, tuple[str, int | None]]:
+    """Where each tensor goes that the model has a parameter for."""
+    places = dict(_ENDS)
     for index in range(decoder.config.layers):
         for name, (path, part) in _BLOCK.items():
-            slots[f"model.layers.{index}.{name}"] = (f"blocks.{index}.{path}", part)
-    return slots
-
-
-def _wanted(decoder: Decoder, slots: dict[str, tuple[str, int | None]]) -> set[str]:
-    return {name for name, (path, _) in slots.items() if _at(decoder, path) is not None}
+            places[f"model.layers.{index}.{name}"] = (f"blocks.{index}.{path}", part)
+    return {name: place for name, place in places.items() if _at(decoder, place[0]) is not None}
 
 
 def _at(module: Any, path: str) -> Any:

@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 
 from jaxkv._errors import require
-from jaxkv.analysis import Found, drawing, filter_layers
+from jaxkv.analysis import FilterLayers, drawing, filter_layers
 from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import require_model
-from jaxkv.cli.numbers import argument, positive, whole
-from jaxkv.cli.streams import say
+from jaxkv.cli.numbers import argument, whole
+from jaxkv.cli.streams import to_stdout
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.load import LanguageModel, load
+from jaxkv.loading import LanguageModel, load
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
@@ -22,23 +22,17 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: the subcommand's.
     """
-    parser.add_argument("--model", default="smollm2-135m-instruct", metavar="NAME", help="(default: %(default)s)")
-    parser.add_argument(
-        "--text-file", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin"
-    )
-    parser.add_argument(
-        "--tokens", type=argument(positive), default=4096, metavar="N", help="of each text (default: %(default)s)"
-    )
-    parser.add_argument("-m", type=argument(positive), default=3, help="filter layers (default: %(default)s)")
-    parser.add_argument(
-        "--most-whole",
-        type=argument(whole),
-        metavar="N",
-        help="layers that may read everything (default: a quarter of all)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the layers and the map as JSON")
-    parser.add_argument("--picture", metavar="FILE", help="draw the map (needs jaxkv[plots])")
-    parser.add_argument("--save", action="store_true", help="write the layers into the named model's manifest")
+    add = parser.add_argument
+    add("--model", default="smollm2-135m-instruct", metavar="NAME", help="(default: %(default)s)")
+    add("--text-file", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
+    count = argument(whole, least=1)
+    add("--tokens", type=count, default=4096, metavar="N", help="of each text (default: %(default)s)")
+    add("-m", type=count, default=3, help="filter layers (default: %(default)s)")
+    most = "layers that may read everything (default: a quarter of all)"
+    add("--most-whole", type=argument(whole), metavar="N", help=most)
+    add("--json", action="store_true", help="print the layers and the map as JSON")
+    add("--picture", metavar="FILE", help="draw the map (needs jaxkv[plots])")
+    add("--save", action="store_true", help="write the layers into the named model's manifest")
 
 
 def print_filters(options: argparse.Namespace) -> int:
@@ -67,12 +61,11 @@ def print_filters(options: argparse.Namespace) -> int:
     ids = _ids(params, options, texts)
     found = filter_layers(params, ids, m=options.m, most_whole=most)
     if options.json:
-        say(found.to_json())
+        to_stdout(found.to_json())
     else:
-        listed = ", ".join(str(layer) for layer in found.filters)
-        say(f"filter layers of {options.model}: {listed}")
+        to_stdout(f"filter layers of {options.model}: {', '.join(map(str, found.filters))}")
         share = f"{found.similarity.share:.1%} of the tokens"
-        say(f"what they choose ({share}) carries {found.carried:.1%} of the attention above them")
+        to_stdout(f"what they choose ({share}) carries {found.carried:.1%} of the attention above them")
     # What can fail comes after what the work was for.
     if options.save:
         save_filter_layers(options.model, found.filters)
@@ -108,7 +101,7 @@ def _suffix(name: str) -> str:
     return Path(name).suffix[1:].lower() or "png"
 
 
-def _drawn(found: Found, suffix: str) -> bytes:
+def _drawn(found: FilterLayers, suffix: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"map.{suffix}"
         found.similarity.picture(path, found.filters)

