@@ -30,7 +30,9 @@ from jaxkv.policies import (
     VarianceLayers,
 )
 from jaxkv.results import Generation, Stats, Stream
+from jaxkv.rows import Rows, append, attend
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.transform import compress, compress_layers
 
 __all__ = [
     "D2O",
@@ -58,6 +60,7 @@ __all__ = [
     "PyramidKV",
     "Random",
     "RoCo",
+    "Rows",
     "SnapKV",
     "Stats",
     "Stream",
@@ -66,6 +69,10 @@ __all__ = [
     "TopK",
     "TopP",
     "VarianceLayers",
+    "append",
+    "attend",
+    "compress",
+    "compress_layers",
     "generate",
     "load",
     "plan",

@@ -201,7 +201,7 @@ def _capacity(policy: Policy, buckets: tuple[int, ...], layers: int, heads: int)
         low = _below(top) + 1
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        forced = _forced_counts(policy, lengths)
+        forced = forced_counts(policy, lengths)
         budget = policy.budgets(lengths, forced, strict=False)
         if policy.layers.from_scores:
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
@@ -237,7 +237,7 @@ def widest(policy: Policy, slots: int, layers: int) -> int | None:
     most = slots
     if policy.heads.uniform:
         lengths = np.arange(1, slots + 1)
-        budget = policy.budgets(lengths, _forced_counts(policy, lengths), strict=False)
+        budget = policy.budgets(lengths, forced_counts(policy, lengths), strict=False)
         most = int(policy.layers.widest(budget, lengths).max())
     if isinstance(settings.budget, int):
         most = max(most, settings.budget)
@@ -262,7 +262,16 @@ def _state_bytes(policy: Policy, config: ModelConfig, batch: int, reading: Readi
     return 4 * batch * (2 + config.layers * (1 + config.kv_heads * thresholds + ring))
 
 
-def _forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+def forced_counts(policy: Policy, lengths: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """How many rows stay whatever their score, `Policy.forced` counted without its masks.
+
+    Args:
+        policy: the compression.
+        lengths: tokens of each prompt.
+
+    Returns:
+        Sinks, window and protected spans of each, what they share counted once.
+    """
     counts = []
     for n in lengths.tolist():
         spans = [(0, policy.kept_first), (max(0, n - policy.kept_last), n)]

@@ -27,6 +27,8 @@ LAYERS = (
     "jaxkv.plan",
     "jaxkv.sampling",
     "jaxkv.models",
+    "jaxkv.rows",
+    "jaxkv.transform",
     "jaxkv.text",
     "jaxkv.load",
     "jaxkv.prompts",
