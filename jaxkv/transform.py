@@ -76,7 +76,7 @@ def compress(
     Raises:
         ValueError: for what the policy or the arrays lack, naming it.
     """
-    policy = as_policy(policy)
+    policy = _as_taken(policy)
     name = type(policy).__name__
     require(
         not (policy.layers.from_scores or policy.carries_over),
@@ -133,7 +133,7 @@ def compress_layers(
         count = layers if given is None else len(given)
         require(layers > 0 and count == layers, field, f"{count} layers", f"give as many as there are of k: {layers}")
     arrays = [(k[i], v[i], None if queries is None else queries[i]) for i in range(layers)]
-    return _compressed(arrays, as_policy(policy), length, room, key, first=0, layers=layers)
+    return _compressed(arrays, _as_taken(policy), length, room, key, first=0, layers=layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,6 @@ class _Scored:
 
 def _compressed(arrays, policy: Policy, length, room, key, *, first: int, layers: int) -> Rows:
     """Rows of some layers, from `first` on: observed one after the other, and chosen then or when all are."""
-    _require_taken(policy)
     require(is_whole(plain(room)), "room", room, "give how many tokens will be appended, 0 or more")
     k, v = as_keys_values(*arrays[0][:2])
     batch, heads, slots, dim = k.shape
@@ -325,8 +324,9 @@ def _forced(policy: Policy, length: Int[Array, " B"], slots: int) -> Bool[Array,
     return mask & (position < length)
 
 
-def _require_taken(policy: Policy) -> None:
-    """Refuses what needs more than one layer's keys, values and queries of the prompt."""
+def _as_taken(given: Policy | type[Policy] | str) -> Policy:
+    """The policy, if it needs no more than keys, values and queries of the prompt."""
+    policy = as_policy(given)
     name = type(policy).__name__
     reads = type(policy).reading is not Policy.reading or policy.by_chunks
     for refused, remedy in (
@@ -337,6 +337,7 @@ def _require_taken(policy: Policy) -> None:
         (policy.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
     ):
         require(not refused, "policy", policy, remedy)
+    return policy
 
 
 def _queries(given: Any, k: Array, window: int, policy: Policy) -> Float[Array, "B K G w D"]:
