@@ -25,6 +25,7 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
+from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.cache import lay_out
@@ -48,7 +49,7 @@ def compress(
     room: int = 0,
     layer: int = 0,
     layers: int | None = None,
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | int | None = None,
 ) -> Rows:
     """Compresses one layer's keys and values.
 
@@ -68,7 +69,7 @@ def compress(
         room: tokens that will be appended at most.
         layer: index of this layer, for policies whose budget or draws differ by layer.
         layers: L of the model, for policies whose budget does.
-        key: for policies that draw; `jax.random.key(0)` by default.
+        key: random key or seed, for policies that draw; 0 by default.
 
     Returns:
         One layer's rows.
@@ -106,7 +107,7 @@ def compress_layers(
     queries: Sequence[ArrayLike] | None = None,
     length: ArrayLike | None = None,
     room: int = 0,
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | int | None = None,
 ) -> Rows:
     """Compresses all layers' keys and values, for policies whose budgets or choices depend on several layers.
 
@@ -196,7 +197,7 @@ def _compressed(arrays, policy: Policy, length, room, key, *, first: int, layers
     k, v = as_keys_values(*arrays[0][:2])
     batch, heads, slots, dim = k.shape
     length = as_counts("length", length, batch, slots)
-    sizes, key = _sizes(policy, layers, slots), jax.random.key(0) if key is None else key
+    sizes, key = _sizes(policy, layers, slots), as_key(0 if key is None else key)
     forced = _forced(policy, length, slots)
     if known(length) and policy.scorer is not None:
         counts = np.asarray(length, np.int64)

@@ -80,13 +80,13 @@ def test_a_quarter_keeps_the_rows_of_the_oracle(book, name):
 
 
 def queries_keys_values(book, prompt):
-    """One prompt's queries `[K, G, S, D]` of every layer, and KerasHub's own keys and values `[K, S, D]`."""
+    """One prompt's queries `[H, S, D]` of every layer, and KerasHub's own keys and values `[K, S, D]`."""
     model = book["model"]
     _, cache = model._build_cache(jnp.asarray(prompt)[None])
     qs, x = [], model.backbone.token_embedding(jnp.asarray(prompt)[None])
     for block in model.backbone.transformer_layers:
         q, _, _ = book["queries_keys_values"](block, x, jnp.arange(len(prompt))[None])
-        qs.append(np.asarray(q[0]).reshape(2, 3, len(prompt), -1))
+        qs.append(np.asarray(q[0]))
         x = block(x)
     keys, values = (np.moveaxis(np.asarray(cache)[0, :, index], 2, 1) for index in (0, 1))
     return qs, list(keys), list(values)
