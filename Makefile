@@ -11,6 +11,7 @@ BIN := .venv/bin
 PEER := .venv-peer/bin
 AOT := .venv-aot/bin
 LATEST := .venv-latest/bin
+FOREIGN := .venv-foreign/bin
 PYTEST_FLAGS := -q -n auto --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 # The stamp's name holds a checksum, not a time: a fresh checkout gives files new times but the same content.
@@ -21,9 +22,13 @@ PEER_STAMP := .venv-peer/.made-torch-2.13.0-kvpress-0.5.5
 AOT_PACKAGES := jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 nvidia-cuda-nvcc==13.0.*
 AOT_STAMP := .venv-aot/.made-0.10.2
 LATEST_STAMP := .venv-latest/.made-0.12
+# KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
+FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
+  namex==0.1.0 h5py==3.16.0 optree==0.20.0
+FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
 LATEST_TESTS := tests/test_kernels.py tests/test_implementations.py tests/test_layout.py
 
-.PHONY: help demo test test-latest lint format bench bench-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
   loss decode-step throughput omnikv two-stage tune aot aot-quick needle clean
 
 help:
@@ -45,6 +50,7 @@ help:
 	@echo "make tune         search for the fastest tiles on this machine's GPU"
 	@echo "make aot          compile every kernel for H100, H200 and A100, and read what ptxas says; aot-quick: H100, one each"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
+	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make needle       find a needle in long prompts, policy by policy"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
 
@@ -116,8 +122,11 @@ needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot .venv-latest build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot .venv-latest .venv-foreign build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+test-foreign: $(FOREIGN_STAMP)
+	@$(FOREIGN)/python -m pytest -q tests/foreign/test_foreign.py
 
 # $(PYTHON) if given, else the first Python on the path that is new enough.
 define find_python
@@ -163,6 +172,21 @@ $(AOT_STAMP): requirements.lock
 	$(AOT)/python -m pip install $(PIP_FLAGS) -r requirements.lock; \
 	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps $(AOT_PACKAGES); \
 	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	touch $@
+
+# A few packages on top of .venv, which it sees: seconds and 70 MB instead of a second JAX.
+define site_packages
+$$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+endef
+
+$(FOREIGN_STAMP): | $(STAMP)
+	@set -e; \
+	echo "== .venv-foreign: creating, on top of .venv" >&2; \
+	rm -rf .venv-foreign; \
+	$(BIN)/python -m venv .venv-foreign; \
+	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(FOREIGN))/venv.pth"; \
+	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps $(FOREIGN_PACKAGES); \
+	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 
 # JAX 0.12 needs Python 3.12.

@@ -33,7 +33,9 @@ from jaxkv.policies import (
     register,
 )
 from jaxkv.results import Generation, Stats, Stream
+from jaxkv.rows import Rows, append, attend
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.transform import compress, compress_layers
 
 __all__ = [
     "D2O",
@@ -63,6 +65,7 @@ __all__ = [
     "PyramidKV",
     "Random",
     "RoCo",
+    "Rows",
     "SnapKV",
     "Stats",
     "Stream",
@@ -71,6 +74,10 @@ __all__ = [
     "TopK",
     "TopP",
     "VarianceLayers",
+    "append",
+    "attend",
+    "compress",
+    "compress_layers",
     "generate",
     "load",
     "plan",

@@ -245,7 +245,8 @@ def lay_out(
     heads = length.shape[-1]
     index = jnp.arange(heads, dtype=jnp.int32)
     if form is Form.EQUAL:
-        return jnp.broadcast_to(index * (rows // heads), length.shape)
+        # Made of the lengths, so that both lie alike where a caller spreads heads over devices.
+        return jnp.zeros_like(length) + index * (rows // heads)
     taken = length if room is None else length + room
     before = jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - taken
     spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // heads
@@ -312,15 +313,24 @@ def _scatter(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
 
 def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]) -> Array:
     """Writes rows, in place where the buffer is donated; rows from P on are left out."""
-    if leaf.dtype.itemsize != 2:
-        return _scatter(leaf, row, new)
+    return _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else _scatter(leaf, row, new)
 
+
+@jax.custom_jvp
+def _scatter_narrow(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
     def as_integers(leaf: Array, row: Array, new: Array) -> Array:
         # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.
         bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint16)
         return lax.bitcast_convert_type(_scatter(bits(leaf), row, bits(new)), leaf.dtype)
 
     return lax.platform_dependent(leaf, row, new, cpu=as_integers, default=_scatter)
+
+
+@_scatter_narrow.defjvp
+def _scatter_narrow_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    # Integers have no derivative: without this rule gradients of 16-bit rows would be zero on a CPU.
+    leaf, row, new = primals
+    return _scatter_narrow(leaf, row, new), _scatter(tangents[0], row, tangents[2])
 
 
 @partial(jax.jit, static_argnames=("rows",))

@@ -19,7 +19,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.generate import generate, prefill
-from jaxkv.load import LanguageModel
+from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import Plan, plan
 from jaxkv.policies.methods import FullKV

@@ -9,6 +9,9 @@ import jax
 import jaxtyping
 import pytest
 
+# It needs packages that are not in this environment: `make test-foreign`.
+collect_ignore = ["foreign"]
+
 # Tests of anything sharded need several devices.
 _DEVICES = "--xla_force_host_platform_device_count=8"
 # Thousands of small programs, run once or twice, wait mostly for their compiler: XLA's older emitters take half as long

@@ -32,6 +32,8 @@ LAYERS = (
     "jaxkv.prompts",
     "jaxkv.results",
     "jaxkv.arguments",
+    "jaxkv.rows",
+    "jaxkv.transform",
     "jaxkv.compilation",
     "jaxkv.answering",
     "jaxkv.generate",

@@ -5,6 +5,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -80,21 +81,22 @@ class Keep(Value):
         spans = tuple((cut(start), cut(stop)) for start, stop in as_spans(self.protect))
         object.__setattr__(self, "protect", spans)
 
-    def mask(self, lengths: Int[np.ndarray, " B"], slots: int) -> Bool[np.ndarray, "B S"]:
+    def mask(self, lengths: Any, slots: int) -> Any:
         """Which rows of prompts stay, the most recent ones left out.
 
         Args:
-            lengths: tokens of each prompt.
+            lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
             slots: S.
 
         Returns:
-            A mask over the prompts' slots.
+            A mask over the prompts' slots, `bool[B, S]`, where the lengths are.
         """
-        length = np.asarray(lengths)[:, None]
-        position = np.arange(slots)
+        traced = isinstance(lengths, jax.Array)
+        length = lengths[:, None] if traced else np.asarray(lengths)[:, None]
+        position = jnp.arange(slots, dtype=jnp.int32) if traced else np.arange(slots)
         mask = (position < self.sinks) | (position >= length - self.window)
         for start, stop in self.protect:
-            first, last = (np.where(np.asarray(edge) < 0, length + edge, edge) for edge in (start, stop))
+            first, last = (length + edge if edge < 0 else edge for edge in (start, stop))
             mask = mask | ((position >= first) & (position < last))
         return mask & (position < length)
 

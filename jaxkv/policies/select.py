@@ -45,7 +45,7 @@ def kth_largest(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> UI
         enough = (keys >= candidate).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, candidate, threshold)
 
-    return lax.fori_loop(0, 32, narrow, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+    return lax.fori_loop(0, 32, narrow, jnp.zeros_like(keys[..., :1]))
 
 
 def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:

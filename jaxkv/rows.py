@@ -1,0 +1,246 @@
+"""Rows that a policy kept, for anybody's model: what `jaxkv.compress` gives, and what each token does with it."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv._errors import require
+from jaxkv._settings import settled
+from jaxkv._values import is_whole, plain
+from jaxkv.attention.xla import Form
+from jaxkv.cache import Pool
+from jaxkv.cache import append as append_rows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k", "v", "pos", "start", "length", "seen"],
+    meta_fields=["form"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows that a policy kept of one layer or of several, and those appended since. A pytree of arrays.
+
+    Attributes:
+        k: `[B, P, D]` keys of each layer's pool; a single pool where layers share one (`form` is SHARED).
+        v: `[B, P, D]` values likewise.
+        pos: `i32[B, P]` original positions; -1 where no row is.
+        start: `i32[L, B, K]` first row of each segment.
+        length: `i32[L, B, K]` rows in each segment.
+        seen: `i32[L, B]` tokens each sequence has had, and so the next position; layers differ while a step is under
+            way.
+        form: how segments lie in their pool.
+    """
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    pos: tuple[Array, ...]
+    start: Array
+    length: Array
+    seen: Array
+    form: Form
+
+    def pool(self, layer: int) -> Pool:
+        """The pool in which a layer's segments lie."""
+        index = self._index(layer)
+        return Pool(k=self.k[index], v=self.v[index], pos=self.pos[index])
+
+    def free(self, layer: int = 0) -> Int[Array, " B"]:
+        """Tokens that every kv head of a layer can still take.
+
+        Args:
+            layer: index among the layers held.
+
+        Returns:
+            Rows, the smallest over the heads.
+        """
+        layers, batch, heads = self.start.shape
+        start = self.start[layer]
+        stop = jnp.full((batch, 1), self.k[self._index(layer)].shape[1], jnp.int32)
+        if self.form is Form.SHARED and layer + 1 < layers:
+            stop = self.start[layer + 1, :, :1]
+        return (jnp.concatenate([start[:, 1:], stop], axis=1) - start - self.length[layer]).min(axis=1)
+
+    def _index(self, layer: int) -> int:
+        return 0 if self.form is Form.SHARED else layer
+
+
+@settled
+def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Rows:
+    """Puts new tokens behind what is kept.
+
+    Args:
+        rows: from `compress`, unchanged unless the caller's `jit` is told to donate it.
+        k: `[B, K, N, D]` keys after RoPE at their own positions, which `rows.seen` counts.
+        v: `[B, K, N, D]` values.
+        count: `i32[B]` how many of the N each sequence really has, the others being padding; all by default.
+        layer: index among the layers held.
+
+    Returns:
+        The rows with these behind them. Where numbers are traced, tokens for which there is no room are left out, and
+        no other row suffers; their positions count as seen.
+
+    Raises:
+        ValueError: if arrays do not fit, or, where numbers are known, if there is no room.
+    """
+    _require_layer(rows, layer)
+    k, v = as_keys_values(k, v)
+    pool = rows.pool(layer)
+    batch, heads, tokens, dim = k.shape
+    fits = (batch, heads, dim) == (*rows.start.shape[1:], pool.k.shape[2])
+    wanted = [*rows.start.shape[1:], "N", pool.k.shape[2]]
+    require(fits, "k", list(k.shape), f"these rows take [B, K, N, D] = {wanted}")
+    require(k.dtype == pool.k.dtype, "k", str(k.dtype), f"these rows are {pool.k.dtype}: give keys and values of it")
+    written, free = as_counts("count", count, batch, tokens), rows.free(layer)
+    if known(written, free):
+        short = int(np.max(np.asarray(written) - np.asarray(free)))
+        remedy = f"there is room for {int(np.min(np.asarray(free)))} more tokens: give jaxkv.compress a larger room"
+        require(short <= 0, "rows", f"{short} rows short", remedy)
+    taken = jnp.clip(free, 0, written)
+    start, length, seen = rows.start[layer], rows.length[layer], rows.seen[layer]
+    positions = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    after = append_rows(pool, k, v, positions, start + length, taken)
+    index = 0 if rows.form is Form.SHARED else layer
+    put = lambda leaves, leaf: (*leaves[:index], leaf, *leaves[index + 1 :])  # noqa: E731
+    return dataclasses.replace(
+        rows,
+        k=put(rows.k, after.k),
+        v=put(rows.v, after.v),
+        pos=put(rows.pos, after.pos),
+        length=rows.length.at[layer].add(taken[:, None]),
+        seen=rows.seen.at[layer].add(written),
+    )
+
+
+@settled
+def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
+    """Attention of the tokens appended last over all rows that come no later.
+
+    Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D).
+
+    Args:
+        q: `[B, H, N, D]` queries after RoPE of the last N tokens, which `append` has put there.
+        rows: the rows.
+        count: `i32[B]` how many of the N each sequence really has, as given to `append`; all by default.
+        layer: index among the layers held.
+
+    Returns:
+        `[B, H, N, D]` in q's dtype; anything finite for padding.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    _require_layer(rows, layer)
+    pool, start, length = rows.pool(layer), rows.start[layer], rows.length[layer]
+    batch, heads = start.shape
+    grouped = as_grouped("q", q, batch, heads, pool.k)
+    tokens = grouped.shape[3]
+    written = as_counts("count", count, batch, tokens)
+    # Rows are only ever appended: what came after a token is the end of each segment.
+    after = jnp.maximum(written - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
+
+    def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
+        held = jnp.maximum(length - after[:, None], 0)
+        return attention.over_pool(q, pool.k, pool.v, start, held, form=rows.form)[0]
+
+    if tokens == 1:
+        out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]
+    else:
+        out = jax.vmap(one, in_axes=(3, 0), out_axes=3)(grouped, after)
+    return out.reshape(batch, -1, tokens, out.shape[-1])
+
+
+def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
+    """A layer's keys and values as arrays.
+
+    Args:
+        k: what was given for keys, `[B, K, S, D]`.
+        v: what was given for values.
+
+    Returns:
+        Both.
+
+    Raises:
+        ValueError: naming the one that cannot be that, and why.
+    """
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    for field, rows in (("k", k), ("v", v)):
+        require(rows.ndim == 4, field, list(rows.shape), "give [B, K, S, D]: batch, kv heads, tokens, head dim")
+        require(jnp.issubdtype(rows.dtype, jnp.floating), field, str(rows.dtype), "give floating-point rows")
+    require(v.shape == k.shape and v.dtype == k.dtype, "v", shown(v), f"give values as the keys are: {shown(k)}")
+    require(k.dtype.itemsize <= 4, "k", str(k.dtype), "give float32, bfloat16 or float16")
+    return k, v
+
+
+def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
+    """Queries by the kv head that they read.
+
+    Args:
+        field: the argument's name, for error messages.
+        q: what was given, `[B, H, N, D]`.
+        batch: B.
+        heads: K.
+        rows: keys that they are to meet.
+
+    Returns:
+        The queries, query head h in the group of kv head h // G.
+
+    Raises:
+        ValueError: if they cannot meet those keys, and why.
+    """
+    q = jnp.asarray(q)
+    dim, shape = rows.shape[-1], list(q.shape)
+    require(q.ndim == 4, field, shape, "give [B, H, N, D]; q of [B, K, G, N, D] as q.reshape(B, K * G, N, D)")
+    fits = (q.shape[0], q.shape[3]) == (batch, dim) and q.shape[1] % heads == 0 and q.size > 0
+    require(fits, field, shape, f"give [B, H, N, D] with B = {batch}, D = {dim}, and H a multiple of K = {heads}")
+    require(q.dtype == rows.dtype, field, str(q.dtype), f"keys are {rows.dtype}: give queries of it")
+    return q.reshape(batch, heads, -1, *q.shape[2:])
+
+
+def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]:
+    """Tokens of each sequence.
+
+    Args:
+        field: the argument's name, for error messages.
+        given: what was given, `i32[B]` or None.
+        batch: B.
+        most: how many there can be; what None stands for.
+
+    Returns:
+        The numbers, int32.
+
+    Raises:
+        ValueError: if they are no such numbers, as far as they are known.
+    """
+    if given is None:
+        return jnp.full((batch,), most, jnp.int32)
+    counts = jnp.asarray(given)
+    fits = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
+    require(fits, field, shown(counts), f"give one whole number for each of {batch} sequences, i32[B]")
+    if known(counts):
+        numbers = np.asarray(counts)
+        inside = bool(((numbers >= 0) & (numbers <= most)).all())
+        require(inside, field, numbers.tolist(), f"there are {most} tokens: give 0 to {most} for each sequence")
+    return counts.astype(jnp.int32)
+
+
+def _require_layer(rows: Rows, layer: int) -> None:
+    layers = rows.start.shape[0]
+    require(is_whole(plain(layer)) and layer < layers, "layer", layer, f"these rows hold layers 0 to {layers - 1}")
+
+
+def shown(array: Array) -> str:
+    """An array's dtype and shape, for error messages."""
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def known(*arrays: Array) -> bool:
+    """Whether all of these are numbers, not parts of a trace."""
+    return not any(isinstance(array, jax.core.Tracer) for array in arrays)

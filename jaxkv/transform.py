@@ -1,0 +1,343 @@
+"""The transform: keys and values of anybody's model, compressed, appended to and attended to. Pure, under any `jit`.
+
+```
+rows = jaxkv.compress(k, v, queries=q, length=length, policy=AdaKV(budget=256), room=64)     # once, behind the prompt
+rows = jaxkv.append(rows, k_new, v_new)                                                      # each token
+out = jaxkv.attend(q_new, rows)
+```
+Shapes follow from S, the policy and the room: data moves where segments begin and end, so one compilation serves all
+lengths. What the policy does to one layer is the engine's own work; here stand the arguments, and sizes in the trace.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxkv import attention
+from jaxkv._errors import require
+from jaxkv._settings import settled
+from jaxkv._values import is_whole, plain
+from jaxkv.arguments import as_key
+from jaxkv.attention import Implementation
+from jaxkv.attention.xla import Form
+from jaxkv.cache import lay_out
+from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
+from jaxkv.policies.budgets import UniformLayers
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.protocol import Observed
+from jaxkv.policies.registry import as_policy
+from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
+
+
+@settled
+def compress(
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    policy: Method | type[Method] | str,
+    queries: ArrayLike | None = None,
+    length: ArrayLike | None = None,
+    room: int = 0,
+    layer: int = 0,
+    layers: int | None = None,
+    key: PRNGKeyArray | int | None = None,
+) -> Rows:
+    """Compresses one layer's keys and values.
+
+    Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
+    stop at the choice. Under `shard_map` the axis of kv heads may be split where heads do not look at one another:
+    not with AdaKV, nor with policies that keep the same positions in all heads.
+
+    Args:
+        k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them.
+        v: `[B, K, S, D]` values.
+        policy: the compression, or its name or class. It may look at keys, values and queries of the prompt; what needs
+            more is refused. A budget below what must stay is raised to it where lengths are traced.
+        queries: `[B, H, w, D]` queries after RoPE, H a multiple of K and head h reading kv head h // (H / K). Either
+            those of each sequence's last w tokens, for policies that observe a window of them, or those of all S
+            tokens. Policies that do not look at attention leave them unread.
+        length: `i32[B]` tokens of each sequence, S by default.
+        room: tokens that will be appended at most.
+        layer: index of this layer, for policies whose budget or draws differ by layer.
+        layers: L of the model, for policies whose budget does.
+        key: random key or seed, for policies that draw; 0 by default.
+
+    Returns:
+        One layer's rows.
+
+    Raises:
+        ValueError: for what the policy or the arrays lack, naming it.
+    """
+    policy = _as_taken(policy)
+    parts = policy.parts()
+    name = type(policy).__name__
+    require(
+        not (parts.layers.from_scores or parts.nested),
+        "policy",
+        policy,
+        f"{name} looks at all layers: give them to jaxkv.compress_layers",
+    )
+    require(
+        layers is not None or isinstance(parts.layers, UniformLayers),
+        "layers",
+        layers,
+        f"{name}'s budget differs by layer: give layer= and layers=, or all layers to jaxkv.compress_layers",
+    )
+    require(layers is None or is_whole(plain(layers), 1), "layers", layers, "give how many layers the model has")
+    below = "" if layers is None else f", below layers={layers}"
+    exists = is_whole(plain(layer)) and (layers is None or layer < layers)
+    require(exists, "layer", layer, f"give the layer's index{below}")
+    return _compressed([(k, v, queries)], parts, length, room, key, first=layer, layers=layers or layer + 1)
+
+
+@settled
+def compress_layers(
+    k: Sequence[ArrayLike],
+    v: Sequence[ArrayLike],
+    *,
+    policy: Method | type[Method] | str,
+    queries: Sequence[ArrayLike] | None = None,
+    length: ArrayLike | None = None,
+    room: int = 0,
+    key: PRNGKeyArray | int | None = None,
+) -> Rows:
+    """Compresses all layers' keys and values, for policies whose budgets or choices depend on several layers.
+
+    Where budgets follow from what every layer saw, all layers share one pool; in a trace such budgets are computed on
+    the host, by a pure callback.
+
+    Args:
+        k: each layer's keys, as for `compress`.
+        v: each layer's values.
+        policy: as for `compress`.
+        queries: each layer's queries.
+        length: as for `compress`.
+        room: as for `compress`.
+        key: as for `compress`.
+
+    Returns:
+        All layers' rows; `append` and `attend` take the layer's index.
+
+    Raises:
+        ValueError: for what the policy or the arrays lack, naming it.
+    """
+    layers = len(k)
+    for field, given in (("v", v), ("queries", queries)):
+        count = layers if given is None else len(given)
+        require(layers > 0 and count == layers, field, f"{count} layers", f"give as many as there are of k: {layers}")
+    arrays = [(k[i], v[i], None if queries is None else queries[i]) for i in range(layers)]
+    return _compressed(arrays, _as_taken(policy).parts(), length, room, key, first=0, layers=layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What a policy keeps of prompts of every length from 0 to S: how a traced length gets exact numbers.
+
+    Attributes:
+        capacity: rows per kv head that each layer's segments can have at most; for a shared pool those of all layers.
+        budget: `[S + 1]` rows per kv head and layer on average.
+        forced: `[S + 1]` rows that stay whatever their score.
+        rows: `[L, S + 1]` rows per kv head of each layer; None where they follow from scores.
+        recent: `[L, S + 1]` the last rows that stay; None likewise.
+    """
+
+    capacity: tuple[int, ...]
+    budget: Int[np.ndarray, " N"]
+    forced: Int[np.ndarray, " N"]
+    rows: Int[np.ndarray, "L N"] | None = None
+    recent: Int[np.ndarray, "L N"] | None = None
+
+
+@lru_cache(maxsize=64)
+def _budgets(parts: Parts, slots: int) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
+    """Rows per kv head, and those that stay anyway, of prompts of 1 to S tokens."""
+    lengths = np.arange(1, slots + 1)
+    forced = parts.keep.counts(lengths)
+    return parts.budgets(lengths, forced, strict=False), forced
+
+
+@lru_cache(maxsize=256)
+def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
+    lengths = np.arange(1, slots + 1)
+    budget, forced = _budgets(parts, slots)
+    # A sequence of no tokens keeps none.
+    whole = lambda counts: np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)  # noqa: E731
+    if parts.layers.from_scores:
+        most = int(parts.layers.bound(budget, lengths, layers=layers).max())
+        return _Sizes(capacity=(min(most, layers * slots),), budget=whole(budget), forced=whole(forced))
+    rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
+    rows = np.minimum(rows, lengths)
+    recent = parts.recents(rows, lengths, forced)
+    capacity = tuple(rows.max(axis=1).tolist())
+    return _Sizes(capacity=capacity, budget=whole(budget), forced=whole(forced), rows=whole(rows), recent=whole(recent))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """One layer whose rows are known, and not yet chosen."""
+
+    k: Array
+    v: Array
+    scores: Array | None = None
+    mass: Array | None = None
+    claim: Array | None = None
+
+
+def _compressed(arrays, parts: Parts, length, room, key, *, first: int, layers: int) -> Rows:
+    """Rows of some layers, from `first` on: observed one after the other, and chosen then or when all are."""
+    require(is_whole(plain(room)), "room", room, "give how many tokens will be appended, 0 or more")
+    k, v = as_keys_values(*arrays[0][:2])
+    batch, heads, slots, dim = k.shape
+    length = as_counts("length", length, batch, slots)
+    sizes, key = _sizes(parts, layers, slots), as_key(0 if key is None else key)
+    forced = parts.keep.mask(length, slots)
+    if known(length) and parts.scorer is not None:
+        counts = np.asarray(length, np.int64)
+        parts.budgets(counts[counts > 0], sizes.forced[counts[counts > 0]])
+    scored = lambda index, given: _scored(parts, index, given, length, forced, key, k)  # noqa: E731
+    every = [(first + at, given) for at, given in enumerate(arrays)]
+    if parts.layers.from_scores:
+        held = [scored(index, given) for index, given in every]
+        rows, recent = _by_claims(parts, sizes, length, [layer.claim for layer in held])
+        masks = [_mask(parts, layer, length, forced, *each) for layer, *each in zip(held, rows, recent, strict=True)]
+        kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
+        total = heads * (sizes.capacity[0] + layers * room)
+        start = lay_out(jnp.moveaxis(kept, 0, 1).reshape(batch, -1), total, form=Form.SHARED)
+        start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
+        pool = empty_pool(batch, total, dim, k.dtype, scored=False)
+        for index, (layer, mask) in enumerate(zip(held, masks, strict=True)):
+            pool = pack_shared(pool, *_folded(parts, layer, mask, length, index, key), mask, start[index])
+        pools = [pool]
+    else:
+        assert sizes.rows is not None and sizes.recent is not None
+        pools, starts, counts, below = [], [], [], None
+        for index, given in every:
+            layer = scored(index, given)
+            rows, recent = (jnp.asarray(table[index])[length] for table in (sizes.rows, sizes.recent))
+            mask = _mask(parts, layer, length, forced, rows, recent, below)
+            below = mask[:, 0] if parts.nested else None
+            keys, values = _folded(parts, layer, mask, length, index, key)
+            total = heads * (sizes.capacity[index] + room)
+            pool, begin, count = pack(keys, values, mask, rows=total, form=parts.form)
+            pools.append(pool)
+            starts.append(begin)
+            counts.append(count)
+        start, kept = jnp.stack(starts), jnp.stack(counts)
+    return Rows(
+        k=tuple(pool.k for pool in pools),
+        v=tuple(pool.v for pool in pools),
+        pos=tuple(pool.pos for pool in pools),
+        start=start,
+        length=kept,
+        seen=jnp.broadcast_to(length, (len(arrays), batch)),
+        form=parts.form,
+    )
+
+
+def _scored(parts: Parts, index: int, given, length, forced, key, like) -> _Scored:
+    """One layer's rows with what the policy's scorer says of them; nothing of that is differentiated."""
+    k, v = as_keys_values(*given[:2])
+    require(k.shape == like.shape and k.dtype == like.dtype, "k", shown(k), f"the first layer's is {shown(like)}")
+    scorer = parts.scorer
+    if scorer is None:
+        return _Scored(k=k, v=v)
+    queries, sums, (batch, heads, slots, dim) = scorer.queries, None, k.shape
+    positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
+    if queries or parts.needs.sums:
+        q = _queries(given[2], k, parts)
+        if parts.needs.sums:
+            given = lax.stop_gradient(tuple(_finite(each, length) for each in (q, k, v)))
+            sums = attention.prompts(*given, length, sums=True, implementation=Implementation.XLA)[1]
+        if q.shape[3] == slots:
+            at = jnp.maximum(positions, 0)[:, None, None, :, None]
+            q = jnp.take_along_axis(q, at, axis=3)
+        q = q[..., q.shape[3] - queries :, :]
+        q = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
+    seen = Observed(q=q, q_positions=positions, k=k, v=v, length=length, layer=jnp.int32(index), key=key, sums=sums)
+    scores, mass, claim = observe(lax.stop_gradient(seen), forced, scorer=scorer, layers=parts.layers)
+    if known(scores, length):
+        remedy = f"{scorer} gave rows of layer {index} what is not a number: mend it, or the arrays"
+        require(not unordered(scores, length), "scores", "NaN", remedy)
+    return _Scored(k=k, v=v, scores=scores, mass=mass, claim=claim)
+
+
+def _mask(parts: Parts, layer: _Scored, length, forced, rows, recent, below=None) -> Bool[Array, "B K S"]:
+    """Which rows of a layer stay."""
+    if layer.scores is None:
+        inside = jnp.arange(layer.k.shape[2], dtype=jnp.int32) < length[:, None, None]
+        return jnp.broadcast_to(inside, layer.k.shape[:3])
+    return choose(layer.scores, forced, length, rows, recent, None, below, heads=parts.heads)
+
+
+def _folded(parts: Parts, layer: _Scored, mask, length, index: int, key) -> tuple[Array, Array]:
+    """A layer's keys and values, dropped rows merged in."""
+    merge = parts.merge
+    if merge is None:
+        return layer.k, layer.v
+    assert layer.mass is not None
+    k, v = (_finite(each, length) for each in (layer.k, layer.v))
+    k, v, _ = merged(k, v, mask, length, layer.mass, jax.random.fold_in(key, index), merge=merge)
+    return k, v
+
+
+def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Array, "... S D"]:
+    """Rows with zeros for padding, which may hold anything: what is not a number would spread in sums over rows."""
+    inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < length[:, None]
+    return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
+
+
+def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
+    """Rows and most recent rows of each layer where they follow from scores: the host's exact arithmetic."""
+    layers = len(claims)
+
+    def host(claims, budget, length, forced):
+        claims, budget, length, forced = (np.asarray(each) for each in (claims, budget, length, forced))
+        numbers = (each.astype(np.int64) for each in (budget, length, forced))
+        budget, length, forced = numbers
+        rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=claims)
+        return np.stack([rows, parts.recents(rows, length, forced, claims)]).astype(np.int32)
+
+    given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
+    if known(*given):
+        both = jnp.asarray(host(*given))
+    else:
+        shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
+        both = jax.pure_callback(host, shape, *given, vmap_method="sequential")
+    return both[0], both[1]
+
+
+def _as_taken(given: Method | type[Method] | str) -> Method:
+    """The policy, if it needs no more than keys, values and queries of the prompt."""
+    policy = as_policy(given)
+    name, parts = type(policy).__name__, policy.parts()
+    for refused, remedy in (
+        (parts.read, f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate"),
+        (parts.rolling, "it stores keys before RoPE, and here they come after it: leave rolling positions out"),
+        (parts.evicts, f"{name} drops a row for every new one, and here none go: give mode='prefill' or slide=False"),
+        (parts.every, "it compresses while tokens are drawn, and here a prompt only: leave every= out"),
+        (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
+    ):
+        require(not refused, "policy", policy, remedy)
+    return policy
+
+
+def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
+    """A layer's queries, if there are as many as the policy needs."""
+    slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
+    asks = "all S queries" if parts.needs.sums else f"the last {window} queries of each sequence, or all S"
+    require(given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]")
+    grouped = as_grouped("queries", given, *k.shape[:2], k)
+    count = grouped.shape[3]
+    enough = count == slots or (not parts.needs.sums and window <= count < slots)
+    require(enough, "queries", f"{count} of {slots} tokens", f"{name} looks at attention: give {asks}")
+    return grouped
