@@ -279,7 +279,7 @@ def _read_rope(take: Any, max_positions: int) -> Rope:
         for key in ("mscale", "mscale_all_dim"):
             require(not merged.get(key), f"rope_scaling.{key}", merged.get(key), "DeepSeek's YaRN variant is not built")
             merged.pop(key, None)
-    values = {"theta": theta}
+    values: dict[str, Any] = {"theta": theta}
     for field in dataclasses.fields(_ROPES[kind]):
         if field.name == "theta":
             continue
