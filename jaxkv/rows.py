@@ -123,7 +123,9 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
 def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
     """Attention of the tokens appended last over all rows that come no later.
 
-    Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D).
+    Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D). Reverse-mode
+    gradients go through it but where layers share a pool, or 48 query heads and more a kv head: there segments are
+    walked, in as many steps as the longest takes.
 
     Args:
         q: `[B, H, N, D]` queries after RoPE of the last N tokens, which `append` has put there.

@@ -138,8 +138,9 @@ class _Case:
         return prefill(self.model, list(prompts), policy=policy or self.policy, key=0, progress=False)
 
     def drawn(self, policy: Method, **options: Any) -> Any:
-        given = {"policy": policy, "max_new_tokens": _NEW, "stop_at_eos": False, "key": 0, "progress": False}
-        return generate(self.model, [list(prompt) for prompt in self.prompts], **(given | options))
+        given: dict[str, Any] = {"policy": policy, "max_new_tokens": _NEW, "stop_at_eos": False, "key": 0}
+        prompts = [list(prompt) for prompt in self.prompts]
+        return generate(self.model, prompts, progress=False, **(given | options))
 
 
 def check_policy(policy: Method, *, model: LanguageModel | None = None, seed: int = 0) -> None:

@@ -54,8 +54,9 @@ def compress(
     """Compresses one layer's keys and values.
 
     Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
-    stop at the choice. Under `shard_map` the axis of kv heads may be split where heads do not look at one another:
-    not with AdaKV, nor with policies that keep the same positions in all heads.
+    stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of kv heads may be split
+    where heads do not look at one another: not with AdaKV, nor with policies that keep the same positions in all heads;
+    policies that count all queries' attention, or merge, want `check_vma=False`.
 
     Args:
         k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them.
@@ -196,41 +197,27 @@ def _compressed(arrays, parts: Parts, length, room, key, *, first: int, layers: 
     """Rows of some layers, from `first` on: observed one after the other, and chosen then or when all are."""
     require(is_whole(plain(room)), "room", room, "give how many tokens will be appended, 0 or more")
     k, v = as_keys_values(*arrays[0][:2])
-    batch, heads, slots, dim = k.shape
+    batch, heads, slots, _ = k.shape
     length = as_counts("length", length, batch, slots)
     sizes, key = _sizes(parts, layers, slots), as_key(0 if key is None else key)
     forced = parts.keep.mask(length, slots)
     if known(length) and parts.scorer is not None:
-        counts = np.asarray(length, np.int64)
-        parts.budgets(counts[counts > 0], sizes.forced[counts[counts > 0]])
-    scored = lambda index, given: _scored(parts, index, given, length, forced, key, k)  # noqa: E731
-    every = [(first + at, given) for at, given in enumerate(arrays)]
+        # What a trace cannot refuse.
+        parts.budgets(np.asarray(length, np.int64), sizes.forced[np.asarray(length)])
+    every = ((first + at, given) for at, given in enumerate(arrays))
+    scored = ((index, _scored(parts, index, given, length, forced, key, k)) for index, given in every)
     if parts.layers.from_scores:
-        held = [scored(index, given) for index, given in every]
-        rows, recent = _by_claims(parts, sizes, length, [layer.claim for layer in held])
-        masks = [_mask(parts, layer, length, forced, *each) for layer, *each in zip(held, rows, recent, strict=True)]
-        kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
-        total = heads * (sizes.capacity[0] + layers * room)
-        start = lay_out(jnp.moveaxis(kept, 0, 1).reshape(batch, -1), total, form=Form.SHARED)
-        start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
-        pool = empty_pool(batch, total, dim, k.dtype, scored=False)
-        for index, (layer, mask) in enumerate(zip(held, masks, strict=True)):
-            pool = pack_shared(pool, *_folded(parts, layer, mask, length, index, key), mask, start[index])
-        pools = [pool]
+        pools, start, kept = _into_one_pool(parts, sizes, [layer for _, layer in scored], length, forced, room, key)
     else:
         assert sizes.rows is not None and sizes.recent is not None
-        pools, starts, counts, below = [], [], [], None
-        for index, given in every:
-            layer = scored(index, given)
+        packed, below = [], None
+        for index, layer in scored:
             rows, recent = (jnp.asarray(table[index])[length] for table in (sizes.rows, sizes.recent))
             mask = _mask(parts, layer, length, forced, rows, recent, below)
             below = mask[:, 0] if parts.nested else None
-            keys, values = _folded(parts, layer, mask, length, index, key)
             total = heads * (sizes.capacity[index] + room)
-            pool, begin, count = pack(keys, values, mask, rows=total, form=parts.form)
-            pools.append(pool)
-            starts.append(begin)
-            counts.append(count)
+            packed.append(pack(*_folded(parts, layer, mask, length, index, key), mask, rows=total, form=parts.form))
+        pools, starts, counts = zip(*packed, strict=True)
         start, kept = jnp.stack(starts), jnp.stack(counts)
     return Rows(
         k=tuple(pool.k for pool in pools),
@@ -241,6 +228,21 @@ def _compressed(arrays, parts: Parts, length, room, key, *, first: int, layers: 
         seen=jnp.broadcast_to(length, (len(arrays), batch)),
         form=parts.form,
     )
+
+
+def _into_one_pool(parts: Parts, sizes: _Sizes, held: list[_Scored], length, forced, room: int, key):
+    """All layers' rows in the pool that they share, once every layer has said what it claims."""
+    layers, (batch, heads, _, dim) = len(held), held[0].k.shape
+    rows, recent = _by_claims(parts, sizes, length, [layer.claim for layer in held])
+    masks = [_mask(parts, layer, length, forced, *each) for layer, *each in zip(held, rows, recent, strict=True)]
+    kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
+    total = heads * (sizes.capacity[0] + layers * room)
+    start = lay_out(jnp.moveaxis(kept, 0, 1).reshape(batch, -1), total, form=Form.SHARED)
+    start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
+    pool = empty_pool(batch, total, dim, held[0].k.dtype, scored=False)
+    for index, (layer, mask) in enumerate(zip(held, masks, strict=True)):
+        pool = pack_shared(pool, *_folded(parts, layer, mask, length, index, key), mask, start[index])
+    return (pool,), start, kept
 
 
 def _scored(parts: Parts, index: int, given, length, forced, key, like) -> _Scored:
@@ -256,8 +258,9 @@ def _scored(parts: Parts, index: int, given, length, forced, key, like) -> _Scor
     if queries or parts.needs.sums:
         q = _queries(given[2], k, parts)
         if parts.needs.sums:
-            given = lax.stop_gradient(tuple(_finite(each, length) for each in (q, k, v)))
-            sums = attention.prompts(*given, length, sums=True, implementation=Implementation.XLA)[1]
+            all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
+            whole = attention.prompts(all_q, all_k, all_v, length, sums=True, implementation=Implementation.XLA)
+            sums = whole[1]
         if q.shape[3] == slots:
             at = jnp.maximum(positions, 0)[:, None, None, :, None]
             q = jnp.take_along_axis(q, at, axis=3)
@@ -336,7 +339,7 @@ def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     asks = "all S queries" if parts.needs.sums else f"the last {window} queries of each sequence, or all S"
     require(given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]")
-    grouped = as_grouped("queries", given, *k.shape[:2], k)
+    grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
     enough = count == slots or (not parts.needs.sums and window <= count < slots)
     require(enough, "queries", f"{count} of {slots} tokens", f"{name} looks at attention: give {asks}")

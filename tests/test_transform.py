@@ -1,6 +1,7 @@
 """The transform: what it keeps against `prefill` and the oracles, what it refuses, and what JAX may do with it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from policy_table import SPANS, TABLE, WINDOW, Row
 
 import jaxkv
-from jaxkv import AdaKV, FullKV, KNorm, PyramidKV, Random, SnapKV
+from jaxkv import AdaKV, FullKV, KNorm, Merge, PyramidKV, Random, SnapKV
 from jaxkv.attention.xla import Form
 from jaxkv.models import prefill as prefilling
 from jaxkv.policies import EntropyLayers, KVPressLayers, LinearLayers
@@ -300,23 +301,31 @@ def step(k, v, q, length, *, policy):
 
 
 @pytest.mark.parametrize(
-    "policy", [SNAP, ADA, SnapKV(budget=0.3, window=4), jaxkv.H2O(budget=0.3, mode="prefill")], ids=repr
+    "policy",
+    [SNAP, ADA, SnapKV(budget=0.3, window=4), jaxkv.H2O(budget=0.3, mode="prefill")],
+    ids=["snapkv", "adakv", "ratio", "h2o"],
 )
 def test_jit_gives_the_same_and_one_compilation_serves_all_lengths(policy):
     arrays = draw()
-    jitted = jax.jit(step, static_argnames=("policy",))
+    run = functools.partial(step, policy=policy)
+    jitted = jax.jit(run)
     for lengths in ((50, 37), (64, 20)):
-        length = jnp.asarray(lengths)
-        ours, theirs = (each(*arrays, length, policy=policy) for each in (jitted, step))
+        ours, theirs = (each(*arrays, jnp.asarray(lengths)) for each in (jitted, run))
         assert kept(ours[0]) == kept(theirs[0])
         for mine, its in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(mine, its, atol=1e-6)
     assert jitted._cache_size() == 1
 
 
-@pytest.mark.parametrize("policy", [ENTROPY, AdaKV(base=SnapKV(window=4, allocation=jaxkv.VarianceLayers()))], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dataclasses.replace(ENTROPY, budget=0.3),
+        AdaKV(base=SnapKV(budget=16, window=4, allocation=jaxkv.VarianceLayers(), merge=Merge())),
+    ],
+    ids=["entropy", "adakv-variance"],
+)
 def test_budgets_from_scores_are_the_same_in_a_trace(policy):
-    policy = dataclasses.replace(policy, budget=0.3) if policy is ENTROPY else policy
     k, v, q = (list(each) for each in zip(*[draw(layer) for layer in range(3)], strict=True))
     run = lambda length: jaxkv.compress_layers(k, v, queries=q, length=length, policy=policy)  # noqa: E731
     jitted = jax.jit(run)
@@ -375,17 +384,23 @@ def test_gradients_reach_the_kept_rows_and_stop_at_the_choice(policy, dtype):
     assert not np.asarray(mine[2]).any() and all(np.asarray(mine[at], np.float32).any() for at in (0, 1, 3, 4, 5))
 
 
-def test_kv_heads_can_lie_on_several_devices():
+@pytest.mark.parametrize(
+    ("policy", "checked"),
+    [(SNAP, True), (KNorm(budget=0.3), True), (jaxkv.H2O(budget=16, mode="prefill"), False)]
+    + [(dataclasses.replace(SNAP, merge=Merge()), False)],
+    ids=["snapkv", "knorm", "h2o", "merge"],
+)
+def test_kv_heads_can_lie_on_several_devices(policy, checked):
     k, v, q = draw(heads=4)
     mesh = jax.make_mesh((4,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
     heads = P(None, "kv")
 
     def one(k, v, q, length):
-        rows, out = step(k, v, q, length, policy=SNAP)
+        rows, out = step(k, v, q, length, policy=policy)
         return rows.pos[0], rows.k[0], out
 
     length = jnp.asarray(LENGTHS)
-    specs = {"in_specs": (heads, heads, heads, P()), "out_specs": (heads, heads, heads)}
+    specs = {"in_specs": (heads, heads, heads, P()), "out_specs": (heads, heads, heads), "check_vma": checked}
     split = jax.jit(jax.shard_map(one, mesh=mesh, **specs))(k, v, q, length)
     for ours, theirs in zip(split, one(k, v, q, length), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
