@@ -291,7 +291,7 @@ def decode_steps(config, flat, rng, quick):
 
                 def run(pools, start, length, seen, ends, blocks, token, program=program):
                     live = Live(pools=pools, start=start, length=length, seen=seen, limit=length, state=None)
-                    logits, live = step(ends, blocks, live, token, jnp.ones_like(seen), program=program)
+                    logits, live, _ = step(ends, blocks, live, token, jnp.ones_like(seen), program=program)
                     return live.pools, jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None]
 
                 jitted = jax.jit(run, donate_argnums=0)

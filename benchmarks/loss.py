@@ -82,7 +82,8 @@ def teacher_forced(ends, blocks, pools, rest, logits, tokens, *, program):
 
     def body(carry, token):
         logits, live = carry
-        return step(ends, blocks, live, token[:, None], one, program=program), judged(logits, token)
+        after, live, _ = step(ends, blocks, live, token[:, None], one, program=program)
+        return (after, live), judged(logits, token)
 
     live = dataclasses.replace(rest, pools=pools)
     (logits, live), losses = lax.scan(body, (logits, live), tokens[:, :-1].T)

@@ -14,11 +14,11 @@ from jaxkv import TOVA, Policy
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, row_lengths, take_rows
 from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
-from jaxkv.models.decode import over_rows
 from jaxkv.models.evict import Segments, evict
+from jaxkv.models.layer_step import LayerRows, NewTokens, attend
 from jaxkv.models.limits import forgetful, with_heard
 from jaxkv.models.moving import Program
-from jaxkv.models.tokens import Token
+from jaxkv.models.tokens import StepAngles, Token
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
 LENGTHS = (37, 22)
@@ -132,8 +132,11 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
     """A layer's step: attention, scores, eviction."""
     (pool,) = forgetful((pool,), count, program)
     other = None if segments.likely is None else take_rows(pool.k, jnp.maximum(segments.likely, 0))
-    positions = segments.seen[:, None]
-    out, pool, heard = over_rows(program, token, pool, segments, count, positions, other)
+    new = NewTokens(positions=segments.seen[:, None], count=count)
+    # The angles are of no use: positions do not roll here.
+    rows, by = LayerRows(pool=pool, segments=segments, likely=other), StepAngles(None, None)
+    out, rows, heard = attend(program, token, rows, new, by)
+    pool = rows.pool
     if heard is not None:
         pool = with_heard(pool, heard, segments.start, count > 0)
     now = dataclasses.replace(segments, length=segments.length + count[:, None], seen=segments.seen + count)

@@ -9,32 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv import attention
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, append
-from jaxkv.models.choosing import Chosen
-from jaxkv.models.decode import remembered, step
+from jaxkv.cache import append
+from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
+from jaxkv.models.layer_step import Tail
 from jaxkv.models.limits import bare, prepared
 from jaxkv.models.moving import Live, Program
-from jaxkv.models.sparse import chosen_at, over_chosen, over_rest
-from jaxkv.models.tokens import Token, pool_attention, project, rolled, step_angles
-from jaxkv.rope import Angles, angles, rotate
 from jaxkv.sampling import Sampling, argument
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tail:
-    """One layer's rows drawn since the pool was last written, for programs that only read it while drawing.
-
-    Attributes:
-        k: `f32[B, K, T, D]` keys as the pool stores them.
-        v: `f32[B, K, T, D]` values.
-    """
-
-    k: Float[Array, "B K T D"]
-    v: Float[Array, "B K T D"]
 
 
 @jax.tree_util.register_dataclass
@@ -241,8 +223,8 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
     batch = fed.shape[0]
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
     if program.tail:
-        live = dataclasses.replace(rest, pools=read)
-        store: Any = (written, rest.state.rings if rest.state is not None else ())
+        standing = dataclasses.replace(rest, pools=read)
+        store: Any = (written, rest.state)
     else:
         store = prepared(dataclasses.replace(rest, pools=written), program)
 
@@ -253,13 +235,17 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
 
     def body(carry):
         index, store, draw, fed, out = carry
-        token, done = drawn(draw, live.seen + fed if program.tail else store.seen, eos, sampling)
+        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, eos, sampling)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         count = (~done).astype(jnp.int32)
+        one = partial(step, ends, blocks, tokens=token[:, None], count=count, program=program)
         if program.tail:
-            logits, store = _tail_step(ends, blocks, live, *store, first + index, token, count, program=program)
+            tails, state = store
+            cache = dataclasses.replace(standing, state=state)
+            logits, cache, tails = one(cache, tails=tails, index=first + index)
+            store = tails, cache.state
         else:
-            logits, store = step(ends, blocks, store, token[:, None], count, program=program)
+            logits, store, _ = one(store)
         return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
@@ -267,66 +253,5 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
     if not program.tail:
         store = bare(store)
         return store.pools, dataclasses.replace(store, pools=()), (first, jnp.zeros_like(fed), draw), out, index
-    tails, rings = store
-    state = None if rest.state is None else dataclasses.replace(rest.state, rings=rings)
+    tails, state = store
     return tails, dataclasses.replace(rest, state=state), (first + index, fed, draw), out, index
-
-
-def _tail_step(ends, blocks, live, tails, rings, index, token, count, *, program):
-    """`step` for one token, which writes to the tails and only reads the pools."""
-    outer = program.graphs.ends(ends)
-    x = outer.embed(token[:, None])
-    after, kept, chosen = [], [], None
-    positions = live.seen[:, None] + index
-    turned = step_angles(live, positions, program)
-    for layer, leaves in enumerate(blocks):
-        pool = live.pools[0 if program.form is Form.SHARED else layer]
-        block = program.graphs.block(leaves)
-        new = project(block, program, x, turned[layer].new)
-        ring = program.ring_of(layer) if rings else None
-        if ring is not None:
-            kept.append(remembered(rings[ring], new.q, positions, count))
-        if program.chooses(layer, 1):
-            queries = None if ring is None else kept[-1]
-            chosen = chosen_at(live, layer, pool, new.q, queries, positions, count, program)
-        out, tail = _over_tail(program, new, pool, tails[layer], live, layer, chosen, index, turned[layer].rows)
-        x = block.finish(x, out)
-        after.append(tail)
-    return outer.logits(x[:, 0]), (tuple(after), tuple(kept))
-
-
-def _over_tail(
-    program: Program,
-    new: Token,
-    pool: Pool,
-    tail: Tail,
-    live: Live,
-    layer: int,
-    chosen: Chosen | None,
-    index: Int[Array, ""],
-    by_place: Angles | None,
-) -> tuple[Float[Array, "B K G 1 D"], Tail]:
-    """One layer's attention of a new token: its row joins the tail, and it attends to the pool and to the tail."""
-    start, length = live.start[layer], live.length[layer]
-    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
-    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
-    tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
-    keys, tail_keys = pool.k, tail.k
-    batch, heads, size, dim = tail.k.shape
-    if by_place is not None:
-        config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
-        keys, tail_keys = rolled(pool.k, by_place), rotate(tail.k, angles(places, config.rope, config.head_dim))
-    if program.sparse(layer, 1):
-        assert chosen is not None
-        rest = over_rest(new.q, pool, live, layer, length, program)
-        out, lse = attention.merge_with_lse(*rest, *over_chosen(new.q, pool, live, layer, chosen, None, program))
-    else:
-        out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
-    flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
-    first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
-    rows = jnp.broadcast_to(index + 1, (batch, heads))
-    wide = new.q.astype(tail.k.dtype)
-    own, own_lse = pool_attention(
-        wide, flat(tail_keys), flat(tail.v), first, rows, dataclasses.replace(program, form=Form.EQUAL)
-    )
-    return attention.merge(out, lse, own, own_lse), tail

@@ -16,13 +16,13 @@ from jaxtyping import Array, Float, Int
 from jaxkv.bank import Bank, Traffic, fetch_rows, fetch_whole
 from jaxkv.cache import Pool
 from jaxkv.models.choosing import Chosen
-from jaxkv.models.decode import over_rows, remembered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.layer_step import LayerRows, NewTokens, layer_step, remembered
 from jaxkv.models.limits import segments_of
 from jaxkv.models.loop import Draw, Running, drawn
 from jaxkv.models.moving import Live, Program
-from jaxkv.models.sparse import Loaded, chosen_and_own, chosen_at
-from jaxkv.models.tokens import project
+from jaxkv.models.sparse import candidates_of, chosen_at
+from jaxkv.models.tokens import StepAngles
 from jaxkv.policies.reading import Reading
 from jaxkv.rope import angles
 from jaxkv.sampling import Sampling, argument
@@ -150,27 +150,36 @@ def run_stretch(
     Returns:
         Hidden states, pools, rings, and the filter's choice or None.
     """
-    positions = rest.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+    tokens = x.shape[1]
+    new = NewTokens(
+        positions=rest.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32),
+        count=count,
+        candidates=candidates_of(program, rest, tokens),
+    )
     after, remembering, mine = [], [], _tables(rest, layers)
-    by = angles(positions, program.config.rope, program.config.head_dim)
+    by = StepAngles(angles(new.positions, program.config.rope, program.config.head_dim), None)
     for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
-        block = program.graphs.block(leaves)
-        new = project(block, program, x, by)
-        if loaded is not None:
-            assert chosen is not None
-            rows: Loaded = loaded[:, index]
-            out, pool = chosen_and_own(new, pool, mine, index, chosen, rows, positions, count, program)
-        else:
-            out, pool, _ = over_rows(program, new, pool, segments_of(mine, index), count, positions)
-        x = block.finish(x, out)
-        after.append(pool)
-        remembering.append(None if ring is None else remembered(ring, new.q, positions, count))
+        stepped = layer_step(
+            program.graphs.block(leaves),
+            program,
+            x,
+            LayerRows(pool=pool, segments=segments_of(mine, index), ring=ring),
+            new,
+            by,
+            sparse=loaded is not None,
+            chosen=chosen,
+            loaded=None if loaded is None else loaded[:, index],
+        )
+        x = stepped.x
+        after.append(stepped.rows.pool)
+        remembering.append(stepped.rows.ring)
     choice = None
     if ahead is not None:
         filtering = program.graphs.block(ahead.leaves)
-        q = filtering.queries(filtering.normed(x), by)
-        queries = None if ahead.ring is None else remembered(ahead.ring, q, positions, count)
-        choice = chosen_at(_tables(rest, ahead.layer), 0, ahead.pool, q, queries, positions, count, program)
+        q = filtering.queries(filtering.normed(x), by.new)
+        queries = None if ahead.ring is None else remembered(ahead.ring, q, new.positions, count)
+        segments = segments_of(_tables(rest, ahead.layer), 0)
+        choice = chosen_at(program, ahead.pool, segments, q, queries, new.positions, count, new.candidates)
     return x, tuple(after), tuple(remembering), choice
 
 
