@@ -26,7 +26,7 @@ from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.plan import bucket
 from jaxkv.policies import UniformLayers
 
@@ -67,27 +67,27 @@ class Cell:
         )
         self.rows = float(cache.kept.mean())
         self.program = program_for(self.flat, cache)
-        self.live = Live.of(cache)
+        self.cache = cache
         self.draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=jax.random.key(0))
 
     def run(self, steps):
         """Draws some tokens; returns seconds."""
         program, none = self.program, jnp.asarray(NONE, jnp.int32)
-        running = looping.begin(self.live, program=program, size=self.size)
-        jax.block_until_ready((running.live.pools, running.tails, self.draw.logits))
+        running = looping.begin(self.cache, program=program, size=self.size)
+        jax.block_until_ready((running.cache.pools, running.tails, self.draw.logits))
         begin = time.perf_counter()
         running, draw, drawn, _ = looping.decode(
             self.flat, running, self.draw, none, steps, program=program, sampling=jaxkv.Greedy(), size=self.size
         )
-        jax.block_until_ready(running.live.length)
+        jax.block_until_ready(running.cache.length)
         np.asarray(drawn)
         seconds = time.perf_counter() - begin
-        live = looping.settle(running, program=program)
+        cache = looping.settle(running, program=program)
         if program.evicts:
-            self.live, self.draw = live, draw
+            self.cache, self.draw = cache, draw
         else:
             # The next turn draws the same tokens anew.
-            self.live = dataclasses.replace(live, length=live.length - steps, seen=live.seen - steps)
+            self.cache = dataclasses.replace(cache, length=cache.length - steps, seen=cache.seen - steps)
         return seconds
 
 

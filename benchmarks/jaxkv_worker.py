@@ -19,7 +19,7 @@ from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.plan import bucket
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -86,7 +86,7 @@ class Cell:
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
         program = program_for(flat, cache)
         draw = looping.Draw(logits=logits, done=jnp.zeros(len(self.ids), bool), key=jax.random.key(0))
-        running = looping.begin(Live.of(cache), program=program, size=self.room)
+        running = looping.begin(cache, program=program, size=self.room)
         del cache
         # The loop draws first and runs the token after. Its first step compiles, and makes the pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.

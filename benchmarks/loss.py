@@ -29,7 +29,7 @@ from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.models.room import first_room
 from jaxkv.plan import check_memory
 from jaxkv.policies import UniformLayers
@@ -81,14 +81,14 @@ def teacher_forced(ends, blocks, pools, rest, logits, tokens, *, program):
     one = jnp.ones((tokens.shape[0],), jnp.int32)
 
     def body(carry, token):
-        logits, live = carry
-        after, live, _ = step(ends, blocks, live, token[:, None], one, program=program)
-        return (after, live), judged(logits, token)
+        logits, cache = carry
+        after, cache, _ = step(ends, blocks, cache, token[:, None], one, program=program)
+        return (after, cache), judged(logits, token)
 
-    live = dataclasses.replace(rest, pools=pools)
-    (logits, live), losses = lax.scan(body, (logits, live), tokens[:, :-1].T)
+    cache = dataclasses.replace(rest, pools=pools)
+    (logits, cache), losses = lax.scan(body, (logits, cache), tokens[:, :-1].T)
     last = judged(logits, tokens[:, -1])
-    return jnp.concatenate([losses.T, last[:, None]], axis=1), live.length, live.pools
+    return jnp.concatenate([losses.T, last[:, None]], axis=1), cache.length, cache.pools
 
 
 def run(model, flat, policy, ids, prefix):
@@ -101,13 +101,14 @@ def run(model, flat, policy, ids, prefix):
     padded = np.zeros((batch, needed.slots), np.int32)
     padded[:, :prefix] = ids[:, :prefix]
     cache, logits = prefilling.prefill(flat, model.config, padded, lengths, policy, needed, key=jax.random.key(0))
-    kept, program, live = cache.kept.mean(), program_for(flat, cache), Live.of(cache)
+    kept, program, pools = cache.kept.mean(), program_for(flat, cache), cache.pools
+    rest = dataclasses.replace(cache.unnamed(), pools=())
     del cache
     losses, length, _ = teacher_forced(
         flat.ends,
         flat.blocks,
-        live.pools,
-        dataclasses.replace(live, pools=()),
+        pools,
+        rest,
         logits,
         jnp.asarray(ids[:, prefix:]),
         program=program,

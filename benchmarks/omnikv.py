@@ -28,7 +28,7 @@ from jaxkv.models import prefill as prefilling
 from jaxkv.models import staged
 from jaxkv.models.chunked import banked
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for, reading_state
+from jaxkv.models.moving import program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
 NONE = (-2,)  # An id no token has: a run ends by its steps alone.
@@ -61,17 +61,16 @@ class Way:
 
     def __init__(self, name, flat, cache, logits, needed, steps):
         """Takes the cache's tables; its pools are passed around."""
-        self.name, self.flat, self.size, self.bank = name, flat, 16 * -(-steps // 16), None
+        self.name, self.flat, self.size = name, flat, 16 * -(-steps // 16)
         self.draw = looping.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
-        self.live, self.away = Live.of(cache), ()
+        self.cache, self.away = cache, ()
         reading = cache.policy.reading(cache.config.layers, needed.slots)
         if reading is not None and reading.offloaded:
-            self.live, self.bank = banked(self.live, reading, cache.config, needed)
-            cache, self.away = dataclasses.replace(cache, bank=self.bank), reading.offloaded
+            self.cache, self.away = banked(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
-        self.own = {layer: self.live.pools[layer] for layer in self.away}
-        self.live = dataclasses.replace(self.live, pools=())
-        self.program = program_for(flat, cache)
+        self.own = {layer: self.cache.pools[layer] for layer in self.away}
+        self.program = program_for(flat, self.cache)
+        self.cache = dataclasses.replace(self.cache, pools=())
         self.traffic = Traffic()
 
     def run(self, pools, steps):
@@ -79,28 +78,28 @@ class Way:
         none = jnp.asarray(NONE, jnp.int32)
         options = {"program": self.program, "sampling": jaxkv.Greedy(), "size": self.size}
         mine = tuple(self.own.get(layer, pool) for layer, pool in enumerate(pools))
-        running = looping.begin(dataclasses.replace(self.live, pools=mine), program=self.program, size=self.size)
-        jax.block_until_ready((running.live.pools, running.tails))
+        running = looping.begin(dataclasses.replace(self.cache, pools=mine), program=self.program, size=self.size)
+        jax.block_until_ready((running.cache.pools, running.tails))
         begin = time.perf_counter()
-        if self.bank is not None:
-            more = {"bank": self.bank, "traffic": self.traffic}
-            running, _, drawn, _ = staged.decode(self.flat, running, self.draw, none, steps, **more, **options)
+        if self.cache.bank is not None:
+            options["traffic"] = self.traffic
+            running, _, drawn, _ = staged.decode(self.flat, running, self.draw, none, steps, **options)
         else:
             running, _, drawn, _ = looping.decode(self.flat, running, self.draw, none, steps, **options)
-        jax.block_until_ready(running.live.length)
+        jax.block_until_ready(running.cache.length)
         np.asarray(drawn)
         seconds = time.perf_counter() - begin
-        after = running.live if running.tails else looping.settle(running, program=self.program)
+        after = running.cache if running.tails else looping.settle(running, program=self.program)
         self.own = {layer: after.pools[layer] for layer in self.away}
         back = (pool if layer in self.own else after.pools[layer] for layer, pool in enumerate(pools))
         return tuple(back), seconds
 
     def bytes_accessed(self, pools):
         """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
-        if self.bank is not None:
+        if self.cache.bank is not None:
             return None
-        live = dataclasses.replace(self.live, pools=pools)
-        running = looping.begin(live, program=self.program, size=self.size)
+        cache = dataclasses.replace(self.cache, pools=pools)
+        running = looping.begin(cache, program=self.program, size=self.size)
         return looping.bytes_accessed(
             self.flat, running, self.draw, program=self.program, sampling=jaxkv.Greedy(), size=self.size
         )

@@ -30,7 +30,7 @@ from jaxkv.evals import two_stage
 from jaxkv.models.choosing import asking, choose
 from jaxkv.models.decode import extend
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.models.prefill import read_layers
 from jaxkv.plan import bucket
 from jaxkv.policies.reading import WHOLE
@@ -124,9 +124,9 @@ def kept_shares(model, flat, policy, ids, prompt, layers):
     """By step: the figure of a policy that drops rows, as its cache stands when the token is drawn."""
     cache = jaxkv.prefill(model, ids[:prompt], policy=policy)
     copy = repack(cache, room=len(ids) - prompt)
-    program, live, figures = program_for(flat, cache), Live.of(copy), []
+    program, figures = program_for(flat, cache), []
     for step, token in enumerate(ids[prompt:]):
-        pos, start, length = [np.asarray(pool.pos)[0] for pool in live.pools], np.asarray(live.start), live.length
+        pos, start, length = [np.asarray(pool.pos)[0] for pool in copy.pools], np.asarray(copy.start), copy.length
         carried = []
         for layer, (_, _, shares) in enumerate(layers):
             rows = pos[0 if cache.form is Form.SHARED else layer]
@@ -138,7 +138,7 @@ def kept_shares(model, flat, policy, ids, prompt, layers):
                 carried.append(shares[step, head][:, visible].sum(axis=-1).mean())
         figures.append(float(np.mean(carried)))
         one = jnp.ones((1,), jnp.int32)
-        _, live = extend(flat, live, jnp.asarray([[token]], jnp.int32), one, program=program)
+        _, copy = extend(flat, copy, jnp.asarray([[token]], jnp.int32), one, program=program)
     return figures
 
 

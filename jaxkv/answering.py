@@ -24,7 +24,7 @@ from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.again import again, beyond, due
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.models.room import MOST_AHEAD, first_room, make_room, steps_that_fit
 from jaxkv.plan import LOOK, Plan, available_bytes, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.base import Policy
@@ -173,14 +173,14 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
 
     draw_steps: Callable[..., Any] = partial(looping.decode, flat)
     if cache.bank is not None:
-        draw_steps = partial(staged.decode, flat, bank=cache.bank, traffic=traffic)
+        draw_steps = partial(staged.decode, flat, traffic=traffic)
     draw_steps = partial(draw_steps, program=program, sampling=request.sampling, size=block)
     with clocks.making:
-        running = looping.begin(Live.of(cache), program=program, size=block)
+        running = looping.begin(cache, program=program, size=block)
         # A run of no steps compiles and changes nothing.
         running, draw, _, _ = draw_steps(running, draw, ends, 0)
-        cache = looping.settle(running, program=program).into(cache)
-        running = looping.begin(Live.of(cache), program=program, size=block)
+        cache = looping.settle(running, program=program)
+        running = looping.begin(cache, program=program, size=block)
     held, steps_left = 0, steps_that_fit(cache)  # Rows drawn since the last settling; steps before the next.
     with _bar(request.progress, request.max_new_tokens, "decode") as bar:
         look = request.look or not bar.disable
@@ -191,10 +191,10 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
             with clocks.decode:
                 steps = min(left, pace, block)
                 if steps_left < 1 or held + steps > block:
-                    cache = looping.settle(running, program=program).into(cache)
+                    cache = looping.settle(running, program=program)
                     if steps_left < 1:
                         cache = make_room(flat, cache, left, key=request.key)
-                    running = looping.begin(Live.of(cache), program=program, size=block)
+                    running = looping.begin(cache, program=program, size=block)
                     held, steps_left = 0, steps_that_fit(cache)
                 steps = min(steps, steps_left)
                 if steps < 1:
@@ -215,7 +215,7 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
             if request.look:
                 yield pieces
     with clocks.decode:
-        cache = looping.settle(running, program=program).into(cache)
+        cache = looping.settle(running, program=program)
         if due(cache).any():
             cache = again(flat, cache, key=request.key)
         jax.block_until_ready(cache.pools)
@@ -300,23 +300,22 @@ def _extended(flat: Flat, request: Request, clocks: Clocks, traffic: Traffic) ->
     program = program_for(flat, cache, request.chosen.decode)
     run: Callable[..., Any] = partial(decoding.extend, flat, program=program)
     if cache.bank is not None:
-        run = partial(staged.step, flat, bank=cache.bank, program=program)
+        run = partial(staged.step, flat, program=program)
     # A run over no tokens compiles and changes nothing.
     with clocks.making:
         nothing = jnp.zeros((batch,), jnp.int32)
     warm: dict[str, Any] = {} if cache.bank is None else {"traffic": Traffic()}
     counted: dict[str, Any] = {} if cache.bank is None else {"traffic": traffic}
     with clocks.making:
-        logits, live = run(live=Live.of(cache), tokens=jnp.zeros((batch, size), jnp.int32), count=nothing, **warm)
+        logits, cache = run(cache=cache, tokens=jnp.zeros((batch, size), jnp.int32), count=nothing, **warm)
         jax.block_until_ready(logits)
     with clocks.prefill:
         for first in range(0, tokens.shape[1], size):
             count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
             part = jnp.asarray(tokens[:, first : first + size])
-            new, live = run(live=live, tokens=part, count=jnp.asarray(count), **counted)
+            new, cache = run(cache=cache, tokens=part, count=jnp.asarray(count), **counted)
             logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
         jax.block_until_ready(logits)
-        cache = live.into(cache)
         if given.policy.upkeep is not None:
             # A long question leaves nothing behind but what the policy keeps of it.
             cache = make_room(flat, cache, request.max_new_tokens, key=request.key)

@@ -16,7 +16,7 @@ from jaxkv.models import decode as decoding
 from jaxkv.models import loop as looping
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.moving import Program
 from jaxkv.plan import bucket, plan
 from jaxkv.sampling import Greedy
 
@@ -91,15 +91,15 @@ def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -
     steps = -(-int(lengths.max()) // chunk)
     tokens = padded(ids, steps * chunk)
     copy = repack(cache, room=steps * chunk, batch=len(ids))
-    live, seen = Live.of(copy), [[] for _ in ids]
+    static, seen = program(model, copy), [[] for _ in ids]
     for step in range(steps):
         count = np.clip(lengths - step * chunk, 0, chunk).astype(np.int32)
         part = jnp.asarray(tokens[:, step * chunk : (step + 1) * chunk])
-        logits, live = decoding.extend(flat(model), live, part, jnp.asarray(count), program=program(model, copy))
+        logits, copy = decoding.extend(flat(model), copy, part, jnp.asarray(count), program=static)
         host = np.asarray(logits)
         for row in np.flatnonzero(count):
             seen[row].append(host[row])
-    return [np.stack(each) for each in seen], live.into(copy)
+    return [np.stack(each) for each in seen], copy
 
 
 def by_prefixes(model: LanguageModel, ids: list) -> list[np.ndarray]:
@@ -135,7 +135,7 @@ def _drawn(model, cache, logits, runs, size):
     copy = repack(cache, room=size)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
     static, never = program(model, copy), jnp.asarray([-2], jnp.int32)
-    state, after, tokens = looping.begin(Live.of(copy), program=static, size=size), [], []
+    state, after, tokens = looping.begin(copy, program=static, size=size), [], []
     for steps in runs:
         state, draw, out, _ = looping.decode(
             flat(model), state, draw, never, steps, program=static, sampling=Greedy(), size=size

@@ -15,10 +15,11 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, row_lengths, take_rows
 from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
 from jaxkv.models.evict import Segments, evict
-from jaxkv.models.layer_step import LayerRows, NewTokens, attend
+from jaxkv.models.layer_step import LayerRows, attend
 from jaxkv.models.limits import forgetful, with_heard
 from jaxkv.models.moving import Program
-from jaxkv.models.tokens import StepAngles, Token
+from jaxkv.models.tokens import NewTokens, StepAngles, Token
+from jaxkv.rope import angles
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
 LENGTHS = (37, 22)
@@ -133,9 +134,10 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
     (pool,) = forgetful((pool,), count, program)
     other = None if segments.likely is None else take_rows(pool.k, jnp.maximum(segments.likely, 0))
     new = NewTokens(positions=segments.seen[:, None], count=count)
-    # The angles are of no use: positions do not roll here.
-    rows, by = LayerRows(pool=pool, segments=segments, likely=other), StepAngles(None, None)
-    out, rows, heard = attend(program, token, rows, new, by)
+    # The token's angles are of no use: it is projected already.
+    by = StepAngles(angles(new.positions, program.config.rope, DIM), None)
+    rows = LayerRows(pool=pool, segments=segments, by=by, likely=other)
+    out, rows, heard = attend(program, token, rows, new)
     pool = rows.pool
     if heard is not None:
         pool = with_heard(pool, heard, segments.start, count > 0)

@@ -27,7 +27,7 @@ from jaxkv import (
 from jaxkv.cache import repack
 from jaxkv.models import decode as decoding
 from jaxkv.models.again import again, beyond, due
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.policies import EntropyLayers, UniformLayers
 
 GQA = tiny.MODELS["gqa3"]
@@ -101,12 +101,12 @@ def same_rows(ours, theirs, rows, sequence):
 def feed(model, cache, tokens, *, chunk):
     """Tokens `[B, N]` on top of a copy with room for them, in chunks; evicting policies take one at a time."""
     copy = repack(cache, room=tokens.shape[1] + 1)
-    live, program = Live.of(copy), program_for(tiny.flat(model), copy)
+    program = program_for(tiny.flat(model), copy)
     for first in range(0, tokens.shape[1], chunk):
         part = jnp.asarray(tokens[:, first : first + chunk])
         count = jnp.full((len(tokens),), part.shape[1], jnp.int32)
-        _, live = decoding.extend(tiny.flat(model), live, part, count, program=program)
-    return live.into(copy)
+        _, copy = decoding.extend(tiny.flat(model), copy, part, count, program=program)
+    return copy
 
 
 def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):

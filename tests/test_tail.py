@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv.load import LanguageModel
 from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.policies import GiniLayers
 
 LENGTHS = [37, 21]
@@ -32,7 +32,7 @@ def loop(model, cache, logits, calls, *, tail, eos=-2):
     """Decodes in compiled loops of so many steps each; gives tokens, final logits and the cache."""
     program = dataclasses.replace(program_for(tiny.flat(model), cache), tail=tail)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(cache.batch, bool), key=jax.random.key(0))
-    running = looping.begin(jax.tree.map(jnp.copy, Live.of(cache)), program=program, size=16)
+    running = looping.begin(jax.tree.map(jnp.copy, cache), program=program, size=16)
     drawn = []
     for steps in calls:
         running, draw, out, _ = looping.decode(
@@ -46,8 +46,8 @@ def loop(model, cache, logits, calls, *, tail, eos=-2):
             size=16,
         )
         drawn.append(np.asarray(out)[:, :steps])
-    live = looping.settle(running, program=program)
-    return np.concatenate(drawn, axis=1), np.asarray(draw.logits), live.into(cache)
+    after = looping.settle(running, program=program)
+    return np.concatenate(drawn, axis=1), np.asarray(draw.logits), after
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -88,7 +88,7 @@ def test_sixteen_bits_decode_close_to_thirty_two():
         program = program_for(tiny.flat(each), cache)
         assert program.tail == (each is half)
         draw = looping.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
-        running = looping.begin(Live.of(cache), program=program, size=8)
+        running = looping.begin(cache, program=program, size=8)
         at = jnp.asarray([-2], jnp.int32)
         for step in range(6):
             running, draw, _, _ = looping.decode(
@@ -104,12 +104,12 @@ def test_sixteen_bits_leave_the_embedding_as_it_is():
     model = _cast(tiny.tiny(tiny.MODELS["mha"]))
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), jaxkv.FullKV(), room=16)
     flat, program = tiny.flat(model), program_for(tiny.flat(model), cache)
-    running = looping.begin(Live.of(cache), program=program, size=16)
+    running = looping.begin(cache, program=program, size=16)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
     eos, steps = jnp.asarray([-2], jnp.int32), jnp.int32(4)
-    moving, live = (running.index, running.written, draw), running.live
+    moving, held = (running.index, running.written, draw), running.cache
     leaves, structure = jax.tree.flatten(
-        (flat.ends, flat.blocks, running.tails, live.pools, dataclasses.replace(live, pools=()), moving, eos, steps)
+        (flat.ends, flat.blocks, running.tails, held.pools, dataclasses.replace(held, pools=()), moving, eos, steps)
     )
     statics = {"program": program, "sampling": jaxkv.Greedy(), "size": 16}
     lowered = jax.jit(lambda *each: looping._loop(*jax.tree.unflatten(structure, each), **statics)).lower(*leaves)

@@ -14,7 +14,7 @@ from jaxkv.load import LanguageModel
 from jaxkv.models import decode as decoding
 from jaxkv.models import prefill as prefilling
 from jaxkv.models.decoder import Decoder, Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 
 VOCAB = 64
 
@@ -86,15 +86,14 @@ def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
 def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
     copy = repack(cache, room=room)
-    live = Live.of(copy)
     program = program_for(flat(model), cache)
     ones = jnp.ones((cache.batch,), jnp.int32)
     out = []
     for step in tokens:
         given = jnp.asarray(step, jnp.int32)[:, None]
-        logits, live = decoding.extend(flat(model), live, given, ones, program=program)
+        logits, copy = decoding.extend(flat(model), copy, given, ones, program=program)
         out.append(np.asarray(logits))
-    return np.stack(out), live.into(copy)
+    return np.stack(out), copy
 
 
 def segments(cache):

@@ -8,31 +8,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.xla import Form
+from jaxkv.cache import KVCache
 from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.models.layer_step import LayerRows, NewTokens, Tail, layer_step
+from jaxkv.models.layer_step import LayerRows, Tail, layer_step
 from jaxkv.models.limits import forgetful, likely_keys, segments_of, with_heard, within_limits
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.moving import Program
 from jaxkv.models.sparse import candidates_of
-from jaxkv.models.tokens import step_angles
+from jaxkv.models.tokens import NewTokens, step_angles
 
 
 def step(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
-    live: Live,
+    cache: KVCache,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     program: Program,
     tails: tuple[Tail, ...] = (),
     index: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "B V"], Live, tuple[Tail, ...]]:
+) -> tuple[Float[Array, "B V"], KVCache, tuple[Tail, ...]]:
     """Runs N new tokens per sequence through the model.
 
     Args:
         ends: parameters before and after the blocks.
         blocks: one tuple of parameters per block.
-        live: the cache's moving part, with room for N rows behind every segment unless there are tails.
+        cache: with room for N rows behind every segment unless there are tails.
         tokens: ids, padded on the right.
         count: how many of the N are real; 0 leaves a sequence's cache as it is.
         program: what is static.
@@ -40,45 +41,40 @@ def step(
         index: rows of the tails in use.
 
     Returns:
-        Float32 logits of each sequence's last real token; the moving part, with the new rows unless they are in the
-        tails; and the tails.
+        Float32 logits of each sequence's last real token, the cache, with the new rows unless they went to the tails,
+        and the tails.
     """
     outer = program.graphs.ends(ends)
     x = outer.embed(tokens)
     ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32) if index is None else index
     new = NewTokens(
-        positions=live.seen[:, None] + ahead,
+        positions=cache.seen[:, None] + ahead,
         count=count,
         index=index,
-        candidates=candidates_of(program, live, tokens.shape[1]),
+        candidates=candidates_of(program, cache, tokens.shape[1]),
     )
-    pools, outs, products, rings = list(forgetful(live.pools, count, program)), [], [], []
-    others = likely_keys(live)
+    pools, outs, products, rings = list(forgetful(cache.pools, count, program)), [], [], []
+    others = likely_keys(cache)
     if others is not None:
         # Rows are written behind everything that reads them, see `evict`.
         x = jnp.where(jnp.isnan(others.sum(axis=(0, 2, 3)))[:, None, None], jnp.nan, x)
     chosen, written = None, []
-    turned = step_angles(live, new.positions, program)
+    turned = step_angles(cache, new.positions, program)
     for layer, leaves in enumerate(blocks):
         at = 0 if program.form is Form.SHARED else layer
-        ring = None if live.state is None else program.ring_of(layer)
-        x, rows, out, heard, chosen = layer_step(
-            program.graphs.block(leaves),
-            program,
-            x,
-            LayerRows(
-                pool=pools[at],
-                segments=segments_of(live, layer),
-                tail=tails[layer] if tails else None,
-                ring=None if ring is None or live.state is None else live.state.rings[ring],
-                likely=None if others is None else others[layer],
-            ),
-            new,
-            turned[layer],
-            sparse=program.sparse(layer, tokens.shape[1]),
-            chooses=program.chooses(layer, tokens.shape[1]),
-            chosen=chosen,
+        ring = None if cache.state is None else program.ring_of(layer)
+        rows = LayerRows(
+            pool=pools[at],
+            segments=segments_of(cache, layer),
+            by=turned[layer],
+            tail=tails[layer] if tails else None,
+            ring=None if ring is None or cache.state is None else cache.state.rings[ring],
+            likely=None if others is None else others[layer],
+            chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
         )
+        block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
+        x, rows, out, heard, choice = layer_step(block, program, x, rows, new, chooses=chooses)
+        chosen = choice if chooses else chosen
         pools[at] = rows.pool
         outs.append(out)
         rings += [] if rows.ring is None else [rows.ring]
@@ -86,41 +82,41 @@ def step(
         if heard is not None:
             # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
             counts = (count > 0) & ~jnp.isnan(x[:, 0, 0])
-            pools[at] = with_heard(pools[at], heard, live.start[layer], counts)
+            pools[at] = with_heard(pools[at], heard, cache.start[layer], counts)
             products += [] if heard.products is None else [heard.products]
     last = jnp.maximum(count - 1, 0)
     logits = outer.logits(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
-    state = None if live.state is None else dataclasses.replace(live.state, rings=tuple(rings))
-    live = dataclasses.replace(live, pools=tuple(pools), state=state)
+    state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))
+    cache = dataclasses.replace(cache, pools=tuple(pools), state=state)
     if tails:
-        return logits, live, tuple(written)
-    live = dataclasses.replace(live, length=live.length + count[:, None], seen=live.seen + count)
+        return logits, cache, tuple(written)
+    cache = dataclasses.replace(cache, length=cache.length + count[:, None], seen=cache.seen + count)
     if program.evicts and tokens.shape[1] == 1:
-        live = within_limits(live, outs, products, program)
-    return logits, live, ()
+        cache = within_limits(cache, outs, products, program)
+    return logits, cache, ()
 
 
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
 def _extend(ends, blocks, pools, rest, tokens, count, *, program):
-    logits, live, _ = step(ends, blocks, dataclasses.replace(rest, pools=pools), tokens, count, program=program)
-    return logits, live.pools, dataclasses.replace(live, pools=())
+    logits, cache, _ = step(ends, blocks, dataclasses.replace(rest, pools=pools), tokens, count, program=program)
+    return logits, cache.pools, dataclasses.replace(cache, pools=())
 
 
 def extend(
-    flat: Flat, live: Live, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, program: Program
-) -> tuple[Float[Array, "B V"], Live]:
+    flat: Flat, cache: KVCache, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, program: Program
+) -> tuple[Float[Array, "B V"], KVCache]:
     """`step`, compiled; the pools given are consumed.
 
     Args:
         flat: the decoder's parameters.
-        live: as for `step`; its pools are donated.
+        cache: as for `step`; its pools are donated.
         tokens: as for `step`.
         count: as for `step`.
         program: what is static.
 
     Returns:
-        As `step`.
+        Logits and cache, as `step`.
     """
-    rest = dataclasses.replace(live, pools=())
-    logits, pools, rest = _extend(flat.ends, flat.blocks, live.pools, rest, tokens, count, program=program)
-    return logits, dataclasses.replace(rest, pools=pools)
+    rest = dataclasses.replace(cache.unnamed(), pools=())
+    logits, pools, rest = _extend(flat.ends, flat.blocks, cache.pools, rest, tokens, count, program=program)
+    return logits, cache.with_arrays(dataclasses.replace(rest, pools=pools))

@@ -20,8 +20,8 @@ from jaxkv.models.choosing import Chosen
 from jaxkv.models.decoder import Block
 from jaxkv.models.evict import Segments
 from jaxkv.models.moving import Program
-from jaxkv.models.sparse import Candidates, Loaded, chosen_at, over_chosen, over_rest
-from jaxkv.models.tokens import StepAngles, Token, pool_attention, project, rolled
+from jaxkv.models.sparse import Loaded, chosen_at, over_chosen, over_rest
+from jaxkv.models.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
 from jaxkv.policies.protocol import Carry
 from jaxkv.rope import angles, rotate
 
@@ -47,47 +47,32 @@ class LayerRows:
     Attributes:
         pool: its pool; with room for the new rows behind every segment, unless they go to the tail.
         segments: where its rows lie before the step.
+        by: the angles of the new tokens' places, and of the rows' if keys are rotated when they are read.
         tail: rows beside the pool, which then is only read; None if rows join the pool.
         ring: the queries that the layer remembers, if any.
         likely: keys of the rows likely to go, if the program looks ahead.
+        chosen: the tokens of before that are read, beside those that need not be chosen; None for all.
+        loaded: the chosen rows, if they do not lie in the pool.
     """
 
     pool: Pool
     segments: Segments
+    by: StepAngles
     tail: Tail | None = None
     ring: Float[Array, "B K G R D"] | None = None
     likely: Float[Array, "B K D"] | None = None
+    chosen: Chosen | None = None
+    loaded: Loaded | None = None
 
+    @property
+    def keys(self) -> Float[Array, "B P D"]:
+        """The pool's keys as queries meet them."""
+        return self.pool.k if self.by.rows is None else rolled(self.pool.k, self.by.rows)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NewTokens:
-    """What all layers of a step know of its N tokens.
-
-    Attributes:
-        positions: theirs in the text.
-        count: how many of the N are real; 0 leaves a sequence's rows as they are.
-        index: rows of the tails in use, where there are tails.
-        candidates: what filter layers choose from, where there are filters.
-    """
-
-    positions: Int[Array, "B N"]
-    count: Int[Array, " B"]
-    index: Int[Array, ""] | None = None
-    candidates: Candidates | None = None
-
-
-class Attended(NamedTuple):
-    """What attention gives.
-
-    Attributes:
-        out: its output.
-        rows: the layer's, the new ones among them.
-        heard: what `attention.add_heard` makes the rows' scores of, if they are not yet.
-    """
-
-    out: Float[Array, "B K G N D"]
-    rows: LayerRows
-    heard: Heard | None = None
+    @property
+    def end(self) -> Int[Array, "B K"]:
+        """The first free row of each segment."""
+        return self.segments.start + self.segments.length
 
 
 class Stepped(NamedTuple):
@@ -97,8 +82,8 @@ class Stepped(NamedTuple):
         x: hidden states for the next layer.
         rows: the layer's, the new ones among them.
         out: one number of each head's attention output, for what must come after it.
-        heard: as in `Attended`.
-        chosen: what the layers above read, if a filter has chosen.
+        heard: what `attention.add_heard` makes the rows' scores of, if they are not yet.
+        chosen: what the layers above read, if this one is a filter.
     """
 
     x: Float[Array, "B N E"]
@@ -109,17 +94,7 @@ class Stepped(NamedTuple):
 
 
 def layer_step(
-    block: Block,
-    program: Program,
-    x: Float[Array, "B N E"],
-    rows: LayerRows,
-    new: NewTokens,
-    by: StepAngles,
-    *,
-    sparse: bool = False,
-    chooses: bool = False,
-    chosen: Chosen | None = None,
-    loaded: Loaded | None = None,
+    block: Block, program: Program, x: Float[Array, "B N E"], rows: LayerRows, new: NewTokens, *, chooses: bool = False
 ) -> Stepped:
     """Runs one block over N new tokens, on top of the rows it has had.
 
@@ -129,35 +104,25 @@ def layer_step(
         x: hidden states.
         rows: what the layer has had before.
         new: what is known of the tokens.
-        by: the angles of their places.
-        sparse: read only what was chosen, and what need not be.
         chooses: this is a filter: choose what the layers above it read.
-        chosen: what the last filter chose.
-        loaded: the chosen rows, if they do not lie in the pool.
 
     Returns:
         Hidden states and rows after the step, and what is known from now on.
     """
-    assert chosen is not None or not sparse
-    token = project(block, program, x, by.new)
-    ring = None if rows.ring is None else remembered(rows.ring, token.q, new.positions, new.count)
-    rows = dataclasses.replace(rows, ring=ring)
-    out, rows, heard = attend(program, token, rows, new, by, chosen if sparse else None, loaded)
+    token = project(block, program, x, rows.by.new)
+    if rows.ring is not None:
+        rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new.positions, new.count))
+    out, rows, heard = attend(program, token, rows, new)
+    chosen = None
     if chooses:
         # From the pool as it is now: a reader of what it was before would cost a copy.
-        chosen = chosen_at(program, rows.pool, rows.segments, token.q, ring, new.positions, new.count, new.candidates)
+        chosen = chosen_at(program, rows.pool, rows.segments, token.q, rows.ring, new)
     return Stepped(block.finish(x, out), rows, out[:, :, 0, 0, 0], heard, chosen)
 
 
 def attend(
-    program: Program,
-    token: Token,
-    rows: LayerRows,
-    new: NewTokens,
-    by: StepAngles,
-    chosen: Chosen | None = None,
-    loaded: Loaded | None = None,
-) -> Attended:
+    program: Program, token: Token, rows: LayerRows, new: NewTokens
+) -> tuple[Float[Array, "B K G N D"], LayerRows, Heard | None]:
     """One layer's attention of N new tokens, whose rows join its own.
 
     Args:
@@ -165,81 +130,60 @@ def attend(
         token: the tokens as the layer sees them.
         rows: what it has had before.
         new: what is known of the tokens.
-        by: the angles of their places, and of the rows' if keys are rotated when they are read.
-        chosen: the tokens that are read; None for all.
-        loaded: the chosen rows, if they do not lie in the pool.
 
     Returns:
-        The output, and the layer's rows after the step.
+        The output; the layer's rows, the new ones among them; and as in `Stepped` what their scores are made of.
     """
     if rows.tail is not None:
-        return _beside(program, token, rows, new, by, chosen)
+        return *_beside(program, token, rows, new), None
     if new.positions.shape[1] > 1:
-        return _several(program, token, rows, new, by, chosen, loaded)
+        return *_several(program, token, rows, new), None
     # A single token simply joins the rows before it is its turn to look at them.
-    segments, count = rows.segments, new.count
-    pool = append(rows.pool, token.stored, token.v, new.positions, segments.start + segments.length, count)
-    after, length = dataclasses.replace(rows, pool=pool), segments.length + count[:, None]
-    if chosen is not None:
-        some = over_chosen(program, token.q, pool, segments, chosen, loaded)
-        return Attended(attention.merge(*some, *over_rest(program, token.q, pool, segments, length)), after)
-    keys = pool.k if by.rows is None else rolled(pool.k, by.rows)
+    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count)
+    rows, length = dataclasses.replace(rows, pool=pool), rows.segments.length + new.count[:, None]
+    if rows.chosen is not None:
+        rest = over_rest(program, token.q, pool, rows.segments, length)
+        return attention.merge(*_over_chosen(program, token, rows), *rest), rows, None
+    start = rows.segments.start
     if not program.scored:
-        return Attended(pool_attention(token.q, keys, pool.v, segments.start, length, program)[0], after)
+        return pool_attention(token.q, rows.keys, pool.v, start, length, program)[0], rows, None
     assert pool.score is not None
     out, scores = attention.over_pool_scored(
         token.q[..., 0, :],
-        keys,
+        rows.keys,
         pool.v,
-        segments.start,
+        start,
         length,
         pool.score,
-        count > 0,
+        new.count > 0,
         form=program.form,
         widest=program.widest,
         other=rows.likely,
         implementation=program.implementation,
     )
     if isinstance(scores, Heard):
-        return Attended(out[..., None, :], after, scores)
-    return Attended(out[..., None, :], dataclasses.replace(rows, pool=dataclasses.replace(pool, score=scores)))
+        return out[..., None, :], rows, scores
+    return out[..., None, :], dataclasses.replace(rows, pool=dataclasses.replace(pool, score=scores)), None
 
 
-def _several(
-    program: Program,
-    token: Token,
-    rows: LayerRows,
-    new: NewTokens,
-    by: StepAngles,
-    chosen: Chosen | None,
-    loaded: Loaded | None,
-) -> Attended:
+def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """Several tokens attend to older rows and to one another; the scores of both go on, if any do."""
-    pool, segments = rows.pool, rows.segments
+    pool, scores = rows.pool, None
     # Together they choose among all that came before; only what lies elsewhere leaves something to be read here.
-    rest = chosen is None or loaded is not None
-    out, lse = _older(program, token, rows, by, chosen, loaded, rest=rest)
+    out, lse = _over_older(program, token, rows, rest=rows.loaded is not None)
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
-    joined, scores = attention.merge(out, lse, own, own_lse), None
     if program.scored:
-        whole = jnp.logaddexp(lse, own_lse)
-        score, scores = _scores(program, token, pool, segments, new.count, by, whole)
+        score, scores = _scores(program, token, rows, new.count, jnp.logaddexp(lse, own_lse))
         pool = dataclasses.replace(pool, score=score)
-    end = segments.start + segments.length
-    pool = append(pool, token.stored, token.v, new.positions, end, new.count, scores)
-    return Attended(joined, dataclasses.replace(rows, pool=pool))
+    pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
+    return attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, pool=pool)
 
 
 def _scores(
-    program: Program,
-    token: Token,
-    pool: Pool,
-    segments: Segments,
-    count: Int[Array, " B"],
-    by: StepAngles,
-    lse: Float[Array, "B K G N"],
+    program: Program, token: Token, rows: LayerRows, count: Int[Array, " B"], lse: Float[Array, "B K G N"]
 ) -> tuple[Float[Array, "B P"], Float[Array, "B K N"]]:
     """Scores of older rows and of the new ones, after attention whose log-sum-exp is known."""
+    pool, segments = rows.pool, rows.segments
     assert program.upkeep is not None and pool.score is not None
     tokens, group = token.q.shape[3], token.q.shape[2]
     index = jnp.arange(tokens, dtype=jnp.int32)
@@ -248,23 +192,13 @@ def _scores(
         counts = counts & (index == count[:, None] - 1)
     whole = jnp.where(counts[:, None, None], lse, jnp.inf)
     flat = lambda a: a.reshape(*a.shape[:2], group * tokens, *a.shape[4:])  # noqa: E731
-    score = attention.pool_sums(
-        flat(token.q),
-        pool.k if by.rows is None else rolled(pool.k, by.rows),
-        flat(whole),
-        segments.start,
-        segments.length,
-        pool.score,
-        form=program.form,
-        weight=1 / group,
-    )
+    of = (flat(token.q), rows.keys, flat(whole), segments.start, segments.length, pool.score)
+    score = attention.pool_sums(*of, form=program.form, weight=1 / group)
     sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return score, sums.mean(axis=2)
 
 
-def _beside(
-    program: Program, token: Token, rows: LayerRows, new: NewTokens, by: StepAngles, chosen: Chosen | None
-) -> Attended:
+def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """A token's row joins the tail, and the token attends to the pool and to the tail."""
     tail, index, length = rows.tail, new.index, rows.segments.length
     assert tail is not None and index is not None
@@ -273,37 +207,34 @@ def _beside(
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
     batch, heads, size, dim = tail.k.shape
     keys = tail.k
-    if by.rows is not None:
+    if rows.by.rows is not None:
         config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
         keys = rotate(keys, angles(places, config.rope, config.head_dim))
-    out, lse = _older(program, token, rows, by, chosen, None, rest=True)
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     drawn = jnp.broadcast_to(index + 1, (batch, heads))
     equal = dataclasses.replace(program, form=Form.EQUAL)
-    own, own_lse = pool_attention(token.q.astype(tail.k.dtype), flat(keys), flat(tail.v), first, drawn, equal)
-    return Attended(attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, tail=tail))
+    own = pool_attention(token.q.astype(tail.k.dtype), flat(keys), flat(tail.v), first, drawn, equal)
+    older = _over_older(program, token, rows, rest=True)
+    return attention.merge(*older, *own), dataclasses.replace(rows, tail=tail)
 
 
-def _older(
-    program: Program,
-    token: Token,
-    rows: LayerRows,
-    by: StepAngles,
-    chosen: Chosen | None,
-    loaded: Loaded | None,
-    *,
-    rest: bool,
+def _over_older(
+    program: Program, token: Token, rows: LayerRows, *, rest: bool
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention to rows of before the step: to all, or to the chosen ones and the rest that need not be chosen."""
+    """Attention to rows of before the step: all; or those chosen, and the rest that need not be if it counts."""
     pool, segments = rows.pool, rows.segments
-    if chosen is None:
-        keys = pool.k if by.rows is None else rolled(pool.k, by.rows)
-        return pool_attention(token.q, keys, pool.v, segments.start, segments.length, program)
-    some = over_chosen(program, token.q, pool, segments, chosen, loaded)
+    if rows.chosen is None:
+        return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, program)
+    some = _over_chosen(program, token, rows)
     if not rest:
         return some
     return attention.merge_with_lse(*over_rest(program, token.q, pool, segments, segments.length), *some)
+
+
+def _over_chosen(program: Program, token: Token, rows: LayerRows) -> tuple[Array, Array]:
+    assert rows.chosen is not None
+    return over_chosen(program, token.q, rows.pool, rows.segments, rows.chosen, rows.loaded)
 
 
 def remembered(

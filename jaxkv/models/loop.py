@@ -10,12 +10,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv.attention.xla import Form
-from jaxkv.cache import append
+from jaxkv.cache import KVCache, append
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer_step import Tail
-from jaxkv.models.limits import bare, prepared
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.limits import with_scratch, without_scratch
+from jaxkv.models.moving import Program
 from jaxkv.sampling import Sampling, argument
 
 
@@ -25,13 +25,13 @@ class Running:
     """A cache while tokens are drawn on top of it.
 
     Attributes:
-        live: the cache's moving part.
+        cache: its pools stand still while there are tails.
         tails: one per layer where the program keeps new rows beside the pools, else none.
         index: `i32[]` rows of the tails in use.
         written: `i32[B]` how many of those each sequence really has; the rest were drawn after its end.
     """
 
-    live: Live
+    cache: KVCache
     tails: tuple[Tail, ...]
     index: Int[Array, ""]
     written: Int[Array, " B"]
@@ -44,28 +44,28 @@ class Running:
         if self.tails:
             return dataclasses.replace(self, written=self.written - rows)
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
-        length = self.live.length - rows[None, :, None]
-        return dataclasses.replace(self, live=dataclasses.replace(self.live, length=length, seen=self.live.seen - rows))
+        cache, length = self.cache, self.cache.length - rows[None, :, None]
+        return dataclasses.replace(self, cache=dataclasses.replace(cache, length=length, seen=cache.seen - rows))
 
 
-def begin(live: Live, *, program: Program, size: int) -> Running:
+def begin(cache: KVCache, *, program: Program, size: int) -> Running:
     """Makes ready to draw.
 
     Args:
-        live: a cache's moving part, with room for `size` rows behind every segment.
+        cache: with room for `size` rows behind every segment.
         program: what is static.
         size: tokens that can be drawn before `settle`, where the program keeps tails.
 
     Returns:
         What `decode` takes.
     """
-    config, batch = program.config, live.seen.shape[0]
+    config, batch = program.config, cache.seen.shape[0]
     zeros = lambda: jnp.zeros((batch, config.kv_heads, size, config.head_dim), jnp.float32)  # noqa: E731
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
-    return Running(live=live, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
+    return Running(cache=cache, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
 
 
-def settle(running: Running, *, program: Program) -> Live:
+def settle(running: Running, *, program: Program) -> KVCache:
     """Moves the tails' rows behind their segments.
 
     Args:
@@ -73,14 +73,14 @@ def settle(running: Running, *, program: Program) -> Live:
         program: what is static.
 
     Returns:
-        The cache's moving part, with every row in its pool.
+        The cache, with every row in its pool.
     """
     if not running.tails:
-        return running.live
-    live, written = running.live, running.written
-    pools = _settle(live.pools, live.start, live.length, live.seen, running.tails, written, program=program)
-    length, seen = live.length + written[None, :, None], live.seen + written
-    return dataclasses.replace(live, pools=pools, length=length, seen=seen)
+        return running.cache
+    cache, written = running.cache, running.written
+    pools = _settle(cache.pools, cache.start, cache.length, cache.seen, running.tails, written, program=program)
+    length, seen = cache.length + written[None, :, None], cache.seen + written
+    return dataclasses.replace(cache, pools=pools, length=length, seen=seen)
 
 
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
@@ -157,15 +157,15 @@ def decode(
     Returns:
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
-    live = running.live
-    written, read = (running.tails, live.pools) if running.tails else (live.pools, ())
+    cache = running.cache
+    written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
     moving = (running.index, running.written, draw)
-    written, live, moving, out, ran = _loop(
+    written, rest, moving, out, ran = _loop(
         flat.ends,
         flat.blocks,
         written,
         read,
-        dataclasses.replace(live, pools=()),
+        dataclasses.replace(cache.unnamed(), pools=()),
         moving,
         eos,
         jnp.int32(steps),
@@ -175,8 +175,8 @@ def decode(
     )
     tails, pools = (written, read) if running.tails else ((), written)
     index, fed, draw = moving
-    live = dataclasses.replace(live, pools=pools)
-    return Running(live=live, tails=tails, index=index, written=fed), draw, out, ran
+    cache = cache.with_arrays(dataclasses.replace(rest, pools=pools))
+    return Running(cache=cache, tails=tails, index=index, written=fed), draw, out, ran
 
 
 def bytes_accessed(
@@ -195,8 +195,8 @@ def bytes_accessed(
     Returns:
         The bytes.
     """
-    written, read = (running.tails, running.live.pools) if running.tails else (running.live.pools, ())
-    rest = dataclasses.replace(running.live, pools=())
+    written, read = (running.tails, running.cache.pools) if running.tails else (running.cache.pools, ())
+    rest = dataclasses.replace(running.cache.unnamed(), pools=())
     moving = (running.index, running.written, draw)
     none = jnp.asarray([-2], jnp.int32)
     lowered = _loop.lower(
@@ -226,7 +226,7 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
         standing = dataclasses.replace(rest, pools=read)
         store: Any = (written, rest.state)
     else:
-        store = prepared(dataclasses.replace(rest, pools=written), program)
+        store = with_scratch(dataclasses.replace(rest, pools=written), program)
 
     def going(carry):
         index, _, draw, _, _ = carry
@@ -251,7 +251,7 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
     if not program.tail:
-        store = bare(store)
+        store = without_scratch(store)
         return store.pools, dataclasses.replace(store, pools=()), (first, jnp.zeros_like(fed), draw), out, index
     tails, state = store
     return tails, dataclasses.replace(rest, state=state), (first + index, fed, draw), out, index

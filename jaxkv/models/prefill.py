@@ -23,7 +23,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
-from jaxkv.models.moving import Live, reading_state
+from jaxkv.models.moving import reading_state
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.base import Policy
 from jaxkv.policies.protocol import Needs, Observed, Scorer
@@ -343,8 +343,18 @@ def prefill(
         )
     elif reading is not None:
         state = reading_state(policy, lengths, layers, tuple(rings))
-    live = Live(pools=tuple(pools), start=start, length=kept, limit=limit, seen=jnp.copy(length), state=state)
-    cache = live.begun(policy, config, needed, model)
+    cache = KVCache(
+        pools=tuple(pools),
+        start=start,
+        length=kept,
+        limit=limit,
+        seen=jnp.copy(length),
+        state=state,
+        form=needed.form,
+        policy=policy,
+        config=config,
+        model=model,
+    )
     if reading is not None and reading.offloaded:
         bank = Bank(rows=tuple(banked), layers=reading.offloaded)
         cache = dataclasses.replace(at_home(cache), bank=bank)

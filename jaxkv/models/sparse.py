@@ -1,37 +1,24 @@
 """One layer's attention to chosen tokens, and to all that came after those that can be chosen."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool
+from jaxkv.cache import KVCache, Pool
 from jaxkv.models.choosing import Chosen, asking, choose, gathered, over_gathered, rows_of
 from jaxkv.models.evict import Segments
-from jaxkv.models.moving import Live, Program
-from jaxkv.models.tokens import in_blocks
+from jaxkv.models.moving import Program
+from jaxkv.models.tokens import NewTokens, in_blocks
 
 # One layer's chosen rows of the prompt as they come from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]
 
 
-class Candidates(NamedTuple):
-    """What filter layers choose from.
-
-    Attributes:
-        known: tokens at positions below this can be chosen.
-        budget: how many are.
-    """
-
-    known: Int[Array, " B"]
-    budget: Int[Array, " B"]
-
-
-def candidates_of(program: Program, cache: Live, tokens: int) -> Candidates | None:
-    """What can be chosen in a step.
+def candidates_of(program: Program, cache: KVCache, tokens: int) -> tuple[Int[Array, " B"], Int[Array, " B"]] | None:
+    """What filter layers choose from in a step.
 
     Args:
         program: what is static.
@@ -39,15 +26,15 @@ def candidates_of(program: Program, cache: Live, tokens: int) -> Candidates | No
         tokens: new ones at a time.
 
     Returns:
-        The prompt's and the policy's; all so far where generated ones have to be chosen, or a prompt comes in chunks.
-        None where nobody chooses.
+        Tokens at positions below which can be chosen, and how many are: the prompt's, and the policy's; all so far
+        where generated ones have to be chosen, or a prompt comes in chunks. None where nobody chooses.
     """
     reading, state = program.reading, cache.state
     if reading is None or state is None:
         return None
     if tokens > 1:
-        return Candidates(cache.seen, jnp.full_like(cache.seen, reading.width))
-    return Candidates(cache.seen if reading.include_generated else state.prompt, state.budget)
+        return cache.seen, jnp.full_like(cache.seen, reading.width)
+    return (cache.seen if reading.include_generated else state.prompt), state.budget
 
 
 def chosen_at(
@@ -56,9 +43,7 @@ def chosen_at(
     segments: Segments,
     q: Float[Array, "B K G N D"],
     ring: Float[Array, "B K G R D"] | None,
-    positions: Int[Array, "B N"],
-    count: Int[Array, " B"],
-    candidates: Candidates | None,
+    new: NewTokens,
 ) -> Chosen:
     """What a filter layer chooses for new tokens.
 
@@ -68,17 +53,15 @@ def chosen_at(
         segments: where its rows lie before the step.
         q: its queries.
         ring: its last queries, the new one's included, if they count.
-        positions: the tokens' positions.
-        count: how many are real.
-        candidates: what can be chosen.
+        new: what is known of the tokens.
 
     Returns:
         The choice.
     """
     reading = program.reading
-    assert reading is not None and candidates is not None
-    asked = asking(q, ring, positions, count, reading)
-    of = (segments.start, segments.limit, *candidates, positions[:, 0])
+    assert reading is not None and new.candidates is not None
+    asked = asking(q, ring, new.positions, new.count, reading)
+    of = (segments.start, segments.limit, *new.candidates, new.positions[:, 0])
     return choose(asked, pool, *of, reading, windowed=q.shape[3] == 1)
 
 
