@@ -24,10 +24,8 @@ from benchmarks import record
 from jaxkv.bank import Traffic, at_home
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import loop as looping
-from jaxkv.models import prefill as prefilling
 from jaxkv.models import staged
 from jaxkv.models.chunked import banked
-from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
@@ -35,19 +33,14 @@ NONE = (-2,)  # An id no token has: a run ends by its steps alone.
 ROOM = 64
 
 
-def cache_of(model, flat, batch, tokens):
+def cache_of(model, batch, tokens):
     """A full cache of random prompts with room for a turn, and the logits behind it."""
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, tokens)).astype(np.int32)
-    lengths = np.full(batch, tokens, np.int32)
-    needed = jaxkv.plan(model.config, jaxkv.FullKV(), lengths.tolist(), dtype=model.dtype, room=ROOM)
-    padded = np.zeros((batch, needed.slots), np.int32)
-    padded[:, :tokens] = ids
-    cache, logits = prefilling.prefill(
-        flat, model.config, padded, lengths, jaxkv.FullKV(), needed, key=jax.random.key(0)
-    )
+    needed = jaxkv.plan(model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM)
+    cache = jaxkv.Session(model).prefill(ids, needed=needed)
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
     # makes another compile again.
-    return at_home(cache), at_home(logits), needed
+    return at_home(cache), needed
 
 
 def read_by(cache, policy):
@@ -59,10 +52,10 @@ def read_by(cache, policy):
 class Way:
     """One way of reading the cache."""
 
-    def __init__(self, name, flat, cache, logits, needed, steps):
+    def __init__(self, name, flat, cache, needed, steps):
         """Takes the cache's tables; its pools are passed around."""
         self.name, self.flat, self.size = name, flat, 16 * -(-steps // 16)
-        self.draw = looping.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
+        self.draw = looping.Draw(logits=cache.logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
         self.cache, self.away = cache, ()
         reading = cache.policy.reading(cache.config.layers, needed.slots)
         if reading is not None and reading.offloaded:
@@ -100,9 +93,9 @@ class Way:
             return None
         cache = dataclasses.replace(self.cache, pools=pools)
         running = looping.begin(cache, program=self.program, size=self.size)
-        return looping.bytes_accessed(
-            self.flat, running, self.draw, program=self.program, sampling=jaxkv.Greedy(), size=self.size
-        )
+        given = looping.loop_arguments(self.flat, running, self.draw, jnp.asarray(NONE, jnp.int32), 1, jaxkv.Greedy())
+        compiled = looping._loop.lower(*given, program=self.program, size=self.size).compile()
+        return float(compiled.cost_analysis()["bytes accessed"])
 
 
 def ways(budgets, filters):
@@ -118,13 +111,13 @@ def ways(budgets, filters):
 
 def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     """Milliseconds per step, ratios and bytes of every way."""
-    flat, where = Flat(model.decoder), record.machine()
-    cache, logits, needed = cache_of(model, flat, batch, tokens)
+    flat, where = model.flat, record.machine()
+    cache, needed = cache_of(model, batch, tokens)
     policies = ways(budgets, filters)
     each = {}
     for name, policy in policies.items():
         mine = cache if name == "FullKV" else read_by(cache, policy)
-        each[name] = Way(name, flat, mine, logits, needed, steps)
+        each[name] = Way(name, flat, mine, needed, steps)
     pools, touched = cache.pools, {}
     for name, way in each.items():
         touched[name] = way.bytes_accessed(pools)

@@ -31,6 +31,7 @@ from jaxkv.policies import (
 )
 from jaxkv.results import Generation, Stats, Stream
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.session import Session
 
 __all__ = [
     "D2O",
@@ -58,6 +59,7 @@ __all__ = [
     "PyramidKV",
     "Random",
     "RoCo",
+    "Session",
     "SnapKV",
     "Stats",
     "Stream",

@@ -7,14 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
 from jaxkv.bank import at_home
 from jaxkv.cache import KVCache
+from jaxkv.config import ModelConfig
 from jaxkv.load import LanguageModel
+from jaxkv.plan import plan
+from jaxkv.policies.base import Policy
 from jaxkv.sampling import Greedy, Sampling
 
 _SEEDS = 2**32
@@ -207,3 +210,65 @@ def as_progress(given: Any) -> bool | None:
         ValueError: for anything else.
     """
     return None if given is None else as_flag("progress", given)
+
+
+def require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
+    """Refuses a cache of another policy or model.
+
+    Args:
+        params: the model.
+        cache: the cache.
+        policy: the policy; None for whatever the cache's is.
+
+    Raises:
+        ValueError: naming what to change.
+    """
+    remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
+    require(policy is None or policy == cache.policy, "policy", policy, remedy)
+    ours = cache.config == params.config and cache.model == params.fingerprint
+    require(ours, "cache", cache.model, f"it was made by another model than {params.name!r}: prefill with this one")
+
+
+def require_fits(
+    config: ModelConfig, policy: Policy, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None
+) -> None:
+    """Refuses prompts that the model has no positions for, or that are as many as no cache serves.
+
+    Args:
+        config: the model's shape.
+        policy: the compression.
+        lengths: tokens of each prompt.
+        new: tokens that will be drawn.
+        cache: what the prompts come on top of; None for nothing.
+
+    Raises:
+        ValueError: naming what to change.
+    """
+    seen, limit = np.zeros(1, np.int32), config.max_positions
+    if cache is not None:
+        remedy = f"the cache holds {cache.batch}: give as many, or 1 cache"
+        require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
+        seen = np.asarray(cache.seen)
+    if policy.rolling:
+        return _require_places(config, policy, lengths, new, cache)
+    total = int((seen + lengths).max()) + new
+    remedy = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
+    require(total <= limit, "prompt", f"{total} tokens, {new} new ones included", remedy)
+
+
+def _require_places(config: ModelConfig, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
+    """Where positions are places within the cache, those count: of a prompt while it is read, and of what is kept."""
+    limit = config.max_positions
+    if cache is None:
+        read, needed = int(lengths.max()), plan(config, policy, lengths.tolist())
+        assert needed.rows is not None
+        now, target = int(needed.rows.max()), int(policy.nominal(lengths, needed.budget).max())
+    else:
+        read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
+        target = int(np.asarray(cache.limit).max())
+    remedy = f"the model was made for {limit} at a time: shorten the prompt"
+    require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
+    every = policy.settings.every
+    most = now + new if every is None else min(now + new, target + every)
+    remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64, say, to go on"
+    require(most <= limit, "max_new_tokens", new, remedy)

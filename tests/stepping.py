@@ -120,7 +120,7 @@ def program_of(policy: Policy, form: Form, widest: int | None = None) -> Program
     """What a step is compiled for; of the model nothing is used here."""
     model = tiny.tiny(tiny.MODELS["mha"])
     return Program(
-        graphs=tiny.flat(model).graphs,
+        graphs=model.flat.graphs,
         config=model.config,
         form=form,
         rolling=False,

@@ -33,6 +33,8 @@ LAYERS = (
     "jaxkv.results",
     "jaxkv.arguments",
     "jaxkv.compilation",
+    "jaxkv.drawing",
+    "jaxkv.session",
     "jaxkv.answering",
     "jaxkv.generate",
     "jaxkv.analysis",

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -11,10 +10,7 @@ import jaxkv
 from jaxkv.attention.xla import Form
 from jaxkv.cache import repack
 from jaxkv.load import LanguageModel
-from jaxkv.models import decode as decoding
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.decoder import Decoder, Flat
-from jaxkv.models.moving import program_for
+from jaxkv.models.decoder import Decoder
 
 VOCAB = 64
 
@@ -58,12 +54,6 @@ def tiny(config: jaxkv.ModelConfig, seed: int = 0, dtype: str = "float32") -> La
     return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
 
 
-@functools.cache
-def flat(model: LanguageModel) -> Flat:
-    """The model taken apart for jitted code, once."""
-    return Flat(model.decoder)
-
-
 def prompts(seed: int, lengths) -> list[list[int]]:
     """Random token ids of these lengths."""
     rng = np.random.default_rng(seed)
@@ -72,27 +62,18 @@ def prompts(seed: int, lengths) -> list[list[int]]:
 
 def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
     """Prefills and returns the cache, the logits of each last token, and the plan."""
-    lengths = np.asarray([len(each) for each in ids], np.int32)
-    needed = jaxkv.plan(model.config, policy, lengths.tolist(), room=room)
-    tokens = np.zeros((len(ids), needed.slots), np.int32)
-    for row, each in enumerate(ids):
-        tokens[row, : len(each)] = each
-    cache, logits = prefilling.prefill(
-        flat(model), model.config, tokens, lengths, policy, needed, key=jax.random.key(0)
-    )
-    return cache, np.asarray(logits), needed
+    session = jaxkv.Session(model, policy)
+    needed = jaxkv.plan(model.config, session.policy, [len(each) for each in ids], room=room)
+    cache = session.prefill(ids, needed=needed)
+    return cache, np.asarray(cache.logits), needed
 
 
 def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
-    copy = repack(cache, room=room)
-    program = program_for(flat(model), cache)
-    ones = jnp.ones((cache.batch,), jnp.int32)
-    out = []
+    session, copy, out = jaxkv.Session(model, cache.policy), repack(cache, room=room), []
     for step in tokens:
-        given = jnp.asarray(step, jnp.int32)[:, None]
-        logits, copy = decoding.extend(flat(model), copy, given, ones, program=program)
-        out.append(np.asarray(logits))
+        copy = session.extend(copy, [[token] for token in step], chunk=1, donate=True)
+        out.append(np.asarray(copy.logits))
     return np.stack(out), copy
 
 

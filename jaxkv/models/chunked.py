@@ -16,7 +16,6 @@ from jaxkv.models.compress import empty_pool
 from jaxkv.models.decode import extend
 from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Program, reading_state
-from jaxkv.models.prefill import compiled_shapes
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies import OmniKV
 from jaxkv.policies.reading import Reading
@@ -50,7 +49,7 @@ def compile_ahead(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
-    """Compiles what `prefill` will call, by running it over a chunk of no tokens; once per process and shape.
+    """Compiles what `prefill` will call, by running it over a chunk of no tokens; once per model and shape.
 
     Args:
         flat: the decoder's parameters.
@@ -62,12 +61,12 @@ def compile_ahead(
     """
     program, chunk = _program(flat, config, policy, needed, implementation)
     signature = (program, flat.ends[0].dtype, batch, chunk, needed.slots, needed.room)
-    if signature in compiled_shapes:
+    if signature in flat.compiled:
         return
     cache = _empty(flat, config, np.ones(batch, np.int32), policy, needed)
     nothing = jnp.zeros((batch, chunk), jnp.int32)
     jax.block_until_ready(extend(flat, cache, nothing, nothing[:, 0], program=program))
-    compiled_shapes.add(signature)
+    flat.compiled.add(signature)
 
 
 def prefill(

@@ -11,7 +11,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.models.layer_step import LayerRows, Tail, layer_step
-from jaxkv.models.limits import forgetful, likely_keys, segments_of, with_heard, within_limits
+from jaxkv.models.limits import forgetful, likely_keys, segments_of, within_limits
 from jaxkv.models.moving import Program
 from jaxkv.models.sparse import candidates_of
 from jaxkv.models.tokens import NewTokens, step_angles
@@ -73,17 +73,13 @@ def step(
             chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
         )
         block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
-        x, rows, out, heard, choice = layer_step(block, program, x, rows, new, chooses=chooses)
+        x, rows, out, product, choice = layer_step(block, program, x, rows, new, chooses=chooses)
         chosen = choice if chooses else chosen
         pools[at] = rows.pool
         outs.append(out)
         rings += [] if rows.ring is None else [rows.ring]
         written += [] if rows.tail is None else [rows.tail]
-        if heard is not None:
-            # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
-            counts = (count > 0) & ~jnp.isnan(x[:, 0, 0])
-            pools[at] = with_heard(pools[at], heard, cache.start[layer], counts)
-            products += [] if heard.products is None else [heard.products]
+        products += [] if product is None else [product]
     last = jnp.maximum(count - 1, 0)
     logits = outer.logits(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
     state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))

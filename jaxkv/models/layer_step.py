@@ -19,6 +19,7 @@ from jaxkv.cache import Pool, append
 from jaxkv.models.choosing import Chosen
 from jaxkv.models.decoder import Block
 from jaxkv.models.evict import Segments
+from jaxkv.models.limits import with_heard
 from jaxkv.models.moving import Program
 from jaxkv.models.sparse import Loaded, chosen_at, over_chosen, over_rest
 from jaxkv.models.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
@@ -82,14 +83,14 @@ class Stepped(NamedTuple):
         x: hidden states for the next layer.
         rows: the layer's, the new ones among them.
         out: one number of each head's attention output, for what must come after it.
-        heard: what `attention.add_heard` makes the rows' scores of, if they are not yet.
+        products: of the keys with those of the rows likely to go, see `Heard`, if the program looks ahead.
         chosen: what the layers above read, if this one is a filter.
     """
 
     x: Float[Array, "B N E"]
     rows: LayerRows
     out: Float[Array, "B K"]
-    heard: Heard | None
+    products: Float[Array, "B K n"] | None
     chosen: Chosen | None
 
 
@@ -117,7 +118,13 @@ def layer_step(
     if chooses:
         # From the pool as it is now: a reader of what it was before would cost a copy.
         chosen = chosen_at(program, rows.pool, rows.segments, token.q, rows.ring, new)
-    return Stepped(block.finish(x, out), rows, out[:, :, 0, 0, 0], heard, chosen)
+    x, products = block.finish(x, out), None
+    if heard is not None:
+        # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
+        counts = (new.count > 0) & ~jnp.isnan(x[:, 0, 0])
+        rows = dataclasses.replace(rows, pool=with_heard(rows.pool, heard, rows.segments.start, counts))
+        products = heard.products
+    return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
 
 
 def attend(
@@ -132,7 +139,8 @@ def attend(
         new: what is known of the tokens.
 
     Returns:
-        The output; the layer's rows, the new ones among them; and as in `Stepped` what their scores are made of.
+        The output; the layer's rows, the new ones among them; and what `attention.add_heard` makes their scores of, if
+        they are not yet.
     """
     if rows.tail is not None:
         return *_beside(program, token, rows, new), None

@@ -157,63 +157,34 @@ def decode(
     Returns:
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
-    cache = running.cache
-    written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
-    moving = (running.index, running.written, draw)
-    written, rest, moving, out, ran = _loop(
-        flat.ends,
-        flat.blocks,
-        written,
-        read,
-        dataclasses.replace(cache.unnamed(), pools=()),
-        moving,
-        eos,
-        jnp.int32(steps),
-        argument(sampling),
-        program=program,
-        size=size,
-    )
-    tails, pools = (written, read) if running.tails else ((), written)
+    given = loop_arguments(flat, running, draw, eos, steps, sampling)
+    written, rest, moving, out, ran = _loop(*given, program=program, size=size)
+    tails, pools = (written, running.cache.pools) if running.tails else ((), written)
     index, fed, draw = moving
-    cache = cache.with_arrays(dataclasses.replace(rest, pools=pools))
+    cache = running.cache.with_arrays(dataclasses.replace(rest, pools=pools))
     return Running(cache=cache, tails=tails, index=index, written=fed), draw, out, ran
 
 
-def bytes_accessed(
-    flat: Flat, running: Running, draw: Draw, *, program: Program, sampling: Sampling, size: int
-) -> float:
-    """Bytes that the compiled loop reads and writes, as the compiler counts them, each step's once.
+def loop_arguments(
+    flat: Flat, running: Running, draw: Draw, eos: Int[Array, " n"], steps: int, sampling: Sampling
+) -> tuple[Any, ...]:
+    """What the compiled loop takes beside what is static, in its order: what it writes, what it only reads, the rest.
 
     Args:
         flat: as for `decode`.
-        running: as for `decode`; not consumed.
+        running: as for `decode`.
         draw: as for `decode`.
-        program: as for `decode`.
+        eos: as for `decode`.
+        steps: as for `decode`.
         sampling: as for `decode`.
-        size: as for `decode`.
 
     Returns:
-        The bytes.
+        The arguments; those that it writes are donated if it is run.
     """
-    written, read = (running.tails, running.cache.pools) if running.tails else (running.cache.pools, ())
-    rest = dataclasses.replace(running.cache.unnamed(), pools=())
-    moving = (running.index, running.written, draw)
-    none = jnp.asarray([-2], jnp.int32)
-    lowered = _loop.lower(
-        flat.ends,
-        flat.blocks,
-        written,
-        read,
-        rest,
-        moving,
-        none,
-        jnp.int32(1),
-        argument(sampling),
-        program=program,
-        size=size,
-    )
-    costs: Any = lowered.compile().cost_analysis()
-    return float(costs["bytes accessed"])
+    cache, moving = running.cache, (running.index, running.written, draw)
+    written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
+    rest = dataclasses.replace(cache.unnamed(), pools=())
+    return flat.ends, flat.blocks, written, read, rest, moving, eos, jnp.int32(steps), argument(sampling)
 
 
 @partial(jax.jit, static_argnames=("program", "size"), donate_argnames=("written",))

@@ -93,10 +93,6 @@ def read_layers(
         yield out.q, out.k, out.q_positions
 
 
-# What has been compiled ahead.
-compiled_shapes: set[tuple] = set()
-
-
 def compile_ahead(
     flat: Flat,
     config: ModelConfig,
@@ -106,7 +102,7 @@ def compile_ahead(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
-    """Compiles what `prefill` will call, by running it over sequences of no tokens; once per process and shape.
+    """Compiles what `prefill` will call, by running it over sequences of no tokens; once per model and shape.
 
     Args:
         flat: the decoder's parameters.
@@ -121,7 +117,7 @@ def compile_ahead(
     merge = policy.settings.merge
     parts = typed((policy.scorer, policy.layers, policy.heads, policy.needs, merge, scored))
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, parts, implementation)
-    if signature in compiled_shapes:
+    if signature in flat.compiled:
         return
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
@@ -144,12 +140,7 @@ def compile_ahead(
         for rows in set(pool_rows):
             pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
-    compiled_shapes.add(signature)
-
-
-def forget_compiled() -> None:
-    """Makes `compile_ahead` compile again; call it after `jax.clear_caches`."""
-    compiled_shapes.clear()
+    flat.compiled.add(signature)
 
 
 def _observed(

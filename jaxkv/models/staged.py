@@ -6,6 +6,7 @@ rows run and the next filter is asked.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import jax
@@ -216,17 +217,15 @@ def step(
     device = next(iter(cache.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
     everything = Chosen(positions=jnp.zeros((batch, 1), jnp.int32), count=cache.state.prompt)
-    waiting = [part.layers[0] for part in cut if part.loaded] if whole else []
-    coming: list[Array] = []
+    fetch = partial(fetch_whole, bank, batch=batch, device=device, traffic=traffic)
+    layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
     chosen: Chosen | None = None
     for part in cut:
         loaded, ahead = None, None
         if part.loaded and whole:
             # Whole layers are large: no more of them are on the device than the plan says.
             jax.block_until_ready(x)
-            while waiting and len(coming) <= reading.ahead:
-                coming.append(fetch_whole(bank, waiting.pop(0), batch, device, traffic))
-            loaded, chosen = coming.pop(0), everything
+            loaded, chosen = next(layers), everything
         elif part.loaded:
             assert chosen is not None
             # Only the choice is waited for: the filter's own stretch is under way.
@@ -258,6 +257,15 @@ def step(
     logits = _logits(flat.ends, x, count, graphs=graphs)
     seen, length = _advanced(cache.seen, cache.length, count)
     return logits, dataclasses.replace(cache, pools=tuple(pools), state=state, seen=seen, length=length)
+
+
+def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int) -> Iterator[Array]:
+    """Whole layers in turn; while one is in use, so many of the next ones are on their way."""
+    coming: list[Array] = []
+    while layers or coming:
+        while layers and len(coming) <= ahead:
+            coming.append(fetch(layers.pop(0)))
+        yield coming.pop(0)
 
 
 @jax.jit
