@@ -106,7 +106,9 @@ def test_sixteen_bits_leave_the_embedding_as_it_is():
     running = looping.begin(cache, program=program, size=16)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
     given = looping.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), 4, jaxkv.Greedy())
-    lowered = looping._loop.lower(*given, program=program, size=16)
+    leaves, structure = jax.tree.flatten(given)
+    loop = lambda *each: looping._loop(*jax.tree.unflatten(structure, each), program=program, size=16)  # noqa: E731
+    lowered = jax.jit(loop).lower(*leaves)
     loops = [line for line in lowered.compile().as_text().splitlines() if " while(" in line]
     table = f"[{model.config.vocab},{model.config.embed}]"
     assert any(f"bf16{table}" in line for line in loops)
