@@ -178,7 +178,6 @@ def whole_programs(device):
     from jaxkv.attention import Implementation
     from jaxkv.models.decode import step
     from jaxkv.models.layer import layer
-    from jaxkv.models.moving import Live
     from jaxkv.policies.protocol import Needs
     from jaxkv.rope import angles
 
@@ -187,19 +186,19 @@ def whole_programs(device):
     faults, lines = [], []
     for tokens, batch in ((8192, 8), (131072, 1)):
         rows = config.kv_heads * (tokens + 256)
-        live = shapes.abstract_live(config, batch=batch, rows=rows)
+        given = shapes.abstract_cache(config, batch=batch, rows=rows)
         program = shapes.program(config, flat)
 
         def decode(pools, ends, blocks, start, length, seen, token, count, program=program):
-            moving = Live(pools=pools, start=start, length=length, seen=seen, limit=length, state=None)
-            return step(ends, blocks, moving, token, count, program=program)
+            cache = shapes.cache_of(config, pools=pools, start=start, length=length, seen=seen)
+            return step(ends, blocks, cache, token, count, program=program)
 
         one = jax.ShapeDtypeStruct((batch,), jnp.int32)
         token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-        inputs = (live.pools, flat.ends, flat.blocks, live.start, live.length, live.seen, token, one)
+        inputs = (given.pools, flat.ends, flat.blocks, given.start, given.length, given.seen, token, one)
         compiled = compile_for(device, decode, *inputs, donate=(0,))
         memory = compiled.memory_analysis()
-        pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(live.pools))
+        pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(given.pools))
         shape = f"bf16[{batch},{rows},{config.head_dim}]"
         copies = len(re.findall(rf"= {re.escape(shape)}\S* copy\(", compiled.as_text()))
         share = memory.temp_size_in_bytes / pools

@@ -34,7 +34,7 @@ def measure(device):
     from jaxkv.models import staged
     from jaxkv.models.choosing import Chosen
     from jaxkv.models.layer import layer
-    from jaxkv.models.moving import Live, Program
+    from jaxkv.models.moving import Program
     from jaxkv.plan import bucket
     from jaxkv.policies.protocol import Needs
     from jaxkv.rope import angles
@@ -62,7 +62,7 @@ def measure(device):
     pools = [pool_of(index) for index in range(config.layers)]
     table, one = of((config.layers, 1, heads), jnp.int32), of((1,), jnp.int32)
     state = State(prompt=one, budget=one, recent=of((config.layers, 1), jnp.int32))
-    rest = Live(pools=(), start=table, length=table, seen=one, limit=table, state=state)
+    rest = shapes.cache_of(config, form=Form.EQUAL, pools=(), start=table, length=table, seen=one, state=state)
     weights, held = weigh((flat.ends, flat.blocks)), weigh(pools)
     lines, faults, temps, most = [], [], [], 0
     for part in staged.stretches(reading, config.layers, whole=False):

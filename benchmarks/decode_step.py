@@ -16,17 +16,11 @@ import statistics
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from benchmarks import record
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.models import loop as looping
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
 from jaxkv.plan import bucket
 from jaxkv.policies import UniformLayers
 
@@ -47,7 +41,6 @@ SHARES = {
     "scores, eviction and merging, of D2O": ("D2O", BASELINE),
     "layer budgets by variance, of D2O": ("D2O", "D2O-no-layers"),
 }
-NONE = (-2,)  # An id no token has: a run ends by its steps alone.
 
 
 class Cell:
@@ -55,39 +48,24 @@ class Cell:
 
     def __init__(self, model, policy, ids, steps):
         """Prefills."""
-        self.flat, (batch, prompt) = Flat(model.decoder), ids.shape
-        self.size = max(16, bucket(steps))
-        lengths = np.full(batch, prompt, np.int32)
-        room = 1 if policy.parts().evicts else self.size
-        needed = jaxkv.plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
-        padded = np.zeros((batch, needed.slots), np.int32)
-        padded[:, :prompt] = ids
-        cache, logits = prefilling.prefill(
-            self.flat, model.config, padded, lengths, policy, needed, key=jax.random.key(0)
-        )
-        self.rows = float(cache.kept.mean())
-        self.program = program_for(self.flat, cache)
-        self.live = Live.of(cache)
-        self.draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=jax.random.key(0))
+        self.session, self.size = jaxkv.Session(model, policy), max(16, bucket(steps))
+        self.cache = self.session.prefill(ids, new=self.size)
+        self.rows = float(self.cache.kept.mean())
 
     def run(self, steps):
         """Draws some tokens; returns seconds."""
-        program, none = self.program, jnp.asarray(NONE, jnp.int32)
-        running = looping.begin(self.live, program=program, size=self.size)
-        jax.block_until_ready((running.live.pools, running.tails, self.draw.logits))
+        logits = self.cache.logits
+        drawing = self.session.drawing(self.cache, new=self.size)
         begin = time.perf_counter()
-        running, draw, drawn, _ = looping.decode(
-            self.flat, running, self.draw, none, steps, program=program, sampling=jaxkv.Greedy(), size=self.size
-        )
-        jax.block_until_ready(running.live.length)
-        np.asarray(drawn)
+        if steps:
+            drawn = drawing.draw(steps)
+            assert drawn.shape[1] == steps, "it had no room"
         seconds = time.perf_counter() - begin
-        live = looping.settle(running, program=program)
-        if program.evicts:
-            self.live, self.draw = live, draw
-        else:
+        self.cache = cache = drawing.close()
+        if not self.session.policy.parts().evicts:
             # The next turn draws the same tokens anew.
-            self.live = dataclasses.replace(live, length=live.length - steps, seen=live.seen - steps)
+            seen, length = cache.seen - steps, cache.length - steps
+            self.cache = dataclasses.replace(cache, length=length, seen=seen, logits=logits)
         return seconds
 
 

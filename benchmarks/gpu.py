@@ -31,7 +31,6 @@ from jaxkv.cache import Pool, lay_out
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer import layer
-from jaxkv.models.moving import Live
 from jaxkv.policies.protocol import Needs
 from jaxkv.rope import angles
 
@@ -290,9 +289,9 @@ def decode_steps(config, flat, rng, quick):
                 program = shapes.program(config, flat, implementation=implementation)
 
                 def run(pools, start, length, seen, ends, blocks, token, program=program):
-                    live = Live(pools=pools, start=start, length=length, seen=seen, limit=length, state=None)
-                    logits, live = step(ends, blocks, live, token, jnp.ones_like(seen), program=program)
-                    return live.pools, jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None]
+                    cache = shapes.cache_of(config, pools=pools, start=start, length=length, seen=seen)
+                    logits, cache, _ = step(ends, blocks, cache, token, jnp.ones_like(seen), program=program)
+                    return cache.pools, jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None]
 
                 jitted = jax.jit(run, donate_argnums=0)
                 seen, token = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, 1), jnp.int32)

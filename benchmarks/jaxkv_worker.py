@@ -16,10 +16,6 @@ from memory import reset_peak, status_bytes
 
 import jaxkv
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.models import loop as looping
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
 from jaxkv.plan import bucket
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -54,81 +50,58 @@ class Cell:
         self.room = bucket(self.steps + 1)  # As jaxkv.generate gives.
         self.ids = np.load(request["prompt_ids"])
         self.policy = policy_of(request)
-        self.lengths = np.full(len(self.ids), self.ids.shape[1], np.int32)
-        self.plan = jaxkv.plan(model.config, self.policy, self.lengths.tolist(), dtype=model.dtype, room=self.room)
-        self.tokens = np.zeros((len(self.ids), self.plan.slots), np.int32)
-        self.tokens[:, : self.ids.shape[1]] = self.ids
+        self.session, lengths = jaxkv.Session(model, self.policy), [self.ids.shape[1]] * len(self.ids)
+        self.plan = jaxkv.plan(model.config, self.policy, lengths, dtype=model.dtype, room=self.room)
 
     def compile(self):
         """Compiles the prefill; the decode loop is compiled by a run of no steps before its clock starts."""
-        model = self.model
-        flat = Flat(model.decoder)
-        prefilling.compile_ahead(flat, model.config, len(self.ids), self.policy, self.plan)
+        self.session.compile_ahead(self.plan, len(self.ids))
 
     def run(self):
         """One run: seconds of prefill and per step, rows kept, bytes, the tokens, seconds to write the tails back."""
         model, room = self.model, self.room
-        flat = Flat(model.decoder)
         begin = time.perf_counter()
-        cache, logits = prefilling.prefill(
-            flat,
-            model.config,
-            self.tokens,
-            self.lengths,
-            self.policy,
-            self.plan,
-            key=jax.random.key(0),
-        )
-        first = np.asarray(jnp.argmax(logits, axis=-1))
+        cache = self.session.prefill(self.ids, needed=self.plan)
+        first = np.asarray(jnp.argmax(cache.logits, axis=-1))
         prefill_seconds = time.perf_counter() - begin
         kept = cache.kept
         spare = len(self.ids) * kept.shape[0] * kept.shape[2] * room * model.config.head_dim * 2 * model.dtype.itemsize
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
-        program = program_for(flat, cache)
-        draw = looping.Draw(logits=logits, done=jnp.zeros(len(self.ids), bool), key=jax.random.key(0))
-        running = looping.begin(Live.of(cache), program=program, size=self.room)
+        drawing = self.session.drawing(cache, new=self.room)
         del cache
         # The loop draws first and runs the token after. Its first step compiles, and makes the pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.
-        running, draw, head, _ = self._decode(flat, running, draw, program, 1)
-        jax.block_until_ready(draw.logits)
-        begin = time.perf_counter()
-        running, draw, out, _ = self._decode(flat, running, draw, program, self.steps - 1)
-        jax.block_until_ready(draw.logits)
+        drawn, begin = [drawing.draw(1)], time.perf_counter()
+        while sum(part.shape[1] for part in drawn) < self.steps:
+            drawn.append(drawing.draw(self.steps - sum(part.shape[1] for part in drawn)))
         step_seconds = (time.perf_counter() - begin) / (self.steps - 1)
         begin = time.perf_counter()
-        jax.block_until_ready(looping.settle(running, program=program).pools)
+        after = drawing.close()
+        jax.block_until_ready(after.pools)
         settle_seconds = time.perf_counter() - begin
-        last = np.asarray(jnp.argmax(draw.logits, axis=-1))
-        drawn = [np.asarray(head)[:, :1], np.asarray(out)[:, : self.steps - 1], last[:, None]]
+        drawn.append(np.asarray(jnp.argmax(after.logits, axis=-1))[:, None])
         tokens = np.concatenate(drawn, axis=1)
         assert (tokens[:, 0] == first).all()
         return prefill_seconds, step_seconds, kept, stored, tokens, settle_seconds
-
-    def _decode(self, flat, running, draw, program, steps):
-        none = jnp.asarray([-2], jnp.int32)
-        return looping.decode(
-            flat, running, draw, none, steps, program=program, sampling=jaxkv.Greedy(), size=self.room
-        )
 
 
 _cells = set()
 
 
-def forget_other_programs(request):
+def forget_other_programs(model, request):
     """Drops the programs of the cell before, which a process that runs this cell alone would not hold."""
     cell = (request["policy"], request["prompt_ids"])
     if cell not in _cells:
         _cells.clear()
         _cells.add(cell)
-        prefilling.forget_compiled()
         jax.clear_caches()
+        model.flat.compiled.clear()
 
 
 def measure(model, request):
     """Answers one request."""
     cell = Cell(model, request)
-    forget_other_programs(request)
+    forget_other_programs(model, request)
     begin = time.perf_counter()
     cell.compile()
     if cell.ids.size <= SMALL:

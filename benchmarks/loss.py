@@ -26,10 +26,8 @@ from jax import lax
 import jaxkv
 from benchmarks import record
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.models import prefill as prefilling
 from jaxkv.models.decode import step
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.models.room import first_room
 from jaxkv.plan import check_memory
 from jaxkv.policies import UniformLayers
@@ -81,32 +79,32 @@ def teacher_forced(ends, blocks, pools, rest, logits, tokens, *, program):
     one = jnp.ones((tokens.shape[0],), jnp.int32)
 
     def body(carry, token):
-        logits, live = carry
-        return step(ends, blocks, live, token[:, None], one, program=program), judged(logits, token)
+        logits, cache = carry
+        after, cache, _ = step(ends, blocks, cache, token[:, None], one, program=program)
+        return (after, cache), judged(logits, token)
 
-    live = dataclasses.replace(rest, pools=pools)
-    (logits, live), losses = lax.scan(body, (logits, live), tokens[:, :-1].T)
+    cache = dataclasses.replace(rest, pools=pools)
+    (logits, cache), losses = lax.scan(body, (logits, cache), tokens[:, :-1].T)
     last = judged(logits, tokens[:, -1])
-    return jnp.concatenate([losses.T, last[:, None]], axis=1), live.length, live.pools
+    return jnp.concatenate([losses.T, last[:, None]], axis=1), cache.length, cache.pools
 
 
-def run(model, flat, policy, ids, prefix):
+def run(model, policy, ids, prefix):
     """Mean loss of each sequence after its prefix, and rows per head after prefill and in the end."""
     batch, tokens = len(ids), ids.shape[1] - prefix
     lengths = np.full(batch, prefix, np.int32)
     room = first_room(policy.parts(), model.config.layers, lengths, tokens)
     needed = jaxkv.plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
     check_memory(needed)
-    padded = np.zeros((batch, needed.slots), np.int32)
-    padded[:, :prefix] = ids[:, :prefix]
-    cache, logits = prefilling.prefill(flat, model.config, padded, lengths, policy, needed, key=jax.random.key(0))
-    kept, program, live = cache.kept.mean(), program_for(flat, cache), Live.of(cache)
+    cache, flat = jaxkv.Session(model, policy).prefill(ids[:, :prefix], needed=needed), model.flat
+    kept, program, pools = cache.kept.mean(), program_for(flat, cache), cache.pools
+    rest, logits = dataclasses.replace(cache.unnamed(), pools=()), cache.logits
     del cache
     losses, length, _ = teacher_forced(
         flat.ends,
         flat.blocks,
-        live.pools,
-        dataclasses.replace(live, pools=()),
+        pools,
+        rest,
         logits,
         jnp.asarray(ids[:, prefix:]),
         program=program,
@@ -114,7 +112,7 @@ def run(model, flat, policy, ids, prefix):
     return np.asarray(losses, np.float64).mean(axis=1), float(kept), float(np.asarray(length).mean())
 
 
-def measure(model, flat, policy, ids, prefix, batch):
+def measure(model, policy, ids, prefix, batch):
     """One policy over all documents, `batch` at a time."""
     begin, losses, kept, ended = time.perf_counter(), [], [], []
     where = record.machine()
@@ -122,7 +120,7 @@ def measure(model, flat, policy, ids, prefix, batch):
         some = ids[first : first + batch]
         # The last batch is filled up with its last document, so that nothing is compiled for another shape.
         filled = np.concatenate([some, np.repeat(some[-1:], batch - len(some), axis=0)])
-        each, before, after = run(model, flat, policy, filled, prefix)
+        each, before, after = run(model, policy, filled, prefix)
         losses += each[: len(some)].tolist()
         kept.append(before)
         ended.append(after)
@@ -230,11 +228,10 @@ def main():
 
     enable_compilation_cache()
     model = jaxkv.load(MODEL, "float32")
-    flat = Flat(model.decoder)
     ids = read(model, options.documents, options.prefix + options.tokens)
     names = [name for name in options.policies if not (options.missing and name in measured)]
     for name in names:
-        row = measure(model, flat, POLICIES[name](options.budget), ids, options.prefix, min(options.batch, len(ids)))
+        row = measure(model, POLICIES[name](options.budget), ids, options.prefix, min(options.batch, len(ids)))
         measured[name] = row
         results["statements"] = judge({name: row["losses"] for name, row in measured.items()})
         record.save(options.out, results)

@@ -24,30 +24,23 @@ from benchmarks import record
 from jaxkv.bank import Traffic, committed
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.models import loop as looping
-from jaxkv.models import prefill as prefilling
 from jaxkv.models import staged
 from jaxkv.models.chunked import banked
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for, reading_state
+from jaxkv.models.moving import program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
 NONE = (-2,)  # An id no token has: a run ends by its steps alone.
 ROOM = 64
 
 
-def cache_of(model, flat, batch, tokens):
+def cache_of(model, batch, tokens):
     """A full cache of random prompts with room for a turn, and the logits behind it."""
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, tokens)).astype(np.int32)
-    lengths = np.full(batch, tokens, np.int32)
-    needed = jaxkv.plan(model.config, jaxkv.FullKV(), lengths.tolist(), dtype=model.dtype, room=ROOM)
-    padded = np.zeros((batch, needed.slots), np.int32)
-    padded[:, :tokens] = ids
-    cache, logits = prefilling.prefill(
-        flat, model.config, padded, lengths, jaxkv.FullKV(), needed, key=jax.random.key(0)
-    )
+    needed = jaxkv.plan(model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM)
+    cache = jaxkv.Session(model).prefill(ids, needed=needed)
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
     # makes another compile again.
-    return committed(cache), committed(logits), needed
+    return committed(cache), needed
 
 
 def read_by(cache, policy):
@@ -59,19 +52,18 @@ def read_by(cache, policy):
 class Way:
     """One way of reading the cache."""
 
-    def __init__(self, name, flat, cache, logits, needed, steps):
+    def __init__(self, name, flat, cache, needed, steps):
         """Takes the cache's tables; its pools are passed around."""
-        self.name, self.flat, self.size, self.bank = name, flat, 16 * -(-steps // 16), None
-        self.draw = looping.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
-        self.live, self.away = Live.of(cache), ()
+        self.name, self.flat, self.size = name, flat, 16 * -(-steps // 16)
+        self.draw = looping.Draw(logits=cache.logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
+        self.cache, self.away = cache, ()
         reading = cache.policy.parts().reading(cache.config.layers, needed.slots)
         if reading is not None and reading.offloaded:
-            self.live, self.bank = banked(self.live, reading, cache.config, needed)
-            cache, self.away = dataclasses.replace(cache, bank=self.bank), reading.offloaded
+            self.cache, self.away = banked(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
-        self.own = {layer: self.live.pools[layer] for layer in self.away}
-        self.live = dataclasses.replace(self.live, pools=())
-        self.program = program_for(flat, cache)
+        self.own = {layer: self.cache.pools[layer] for layer in self.away}
+        self.program = program_for(flat, self.cache)
+        self.cache = dataclasses.replace(self.cache, pools=())
         self.traffic = Traffic()
 
     def run(self, pools, steps):
@@ -79,31 +71,31 @@ class Way:
         none = jnp.asarray(NONE, jnp.int32)
         options = {"program": self.program, "sampling": jaxkv.Greedy(), "size": self.size}
         mine = tuple(self.own.get(layer, pool) for layer, pool in enumerate(pools))
-        running = looping.begin(dataclasses.replace(self.live, pools=mine), program=self.program, size=self.size)
-        jax.block_until_ready((running.live.pools, running.tails))
+        running = looping.begin(dataclasses.replace(self.cache, pools=mine), program=self.program, size=self.size)
+        jax.block_until_ready((running.cache.pools, running.tails))
         begin = time.perf_counter()
-        if self.bank is not None:
-            more = {"bank": self.bank, "traffic": self.traffic}
-            running, _, drawn, _ = staged.decode(self.flat, running, self.draw, none, steps, **more, **options)
+        if self.cache.bank is not None:
+            options["traffic"] = self.traffic
+            running, _, drawn, _ = staged.decode(self.flat, running, self.draw, none, steps, **options)
         else:
             running, _, drawn, _ = looping.decode(self.flat, running, self.draw, none, steps, **options)
-        jax.block_until_ready(running.live.length)
+        jax.block_until_ready(running.cache.length)
         np.asarray(drawn)
         seconds = time.perf_counter() - begin
-        after = running.live if running.tails else looping.settle(running, program=self.program)
+        after = running.cache if running.tails else looping.settle(running, program=self.program)
         self.own = {layer: after.pools[layer] for layer in self.away}
         back = (pool if layer in self.own else after.pools[layer] for layer, pool in enumerate(pools))
         return tuple(back), seconds
 
     def bytes_accessed(self, pools):
         """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
-        if self.bank is not None:
+        if self.cache.bank is not None:
             return None
-        live = dataclasses.replace(self.live, pools=pools)
-        running = looping.begin(live, program=self.program, size=self.size)
-        return looping.bytes_accessed(
-            self.flat, running, self.draw, program=self.program, sampling=jaxkv.Greedy(), size=self.size
-        )
+        cache = dataclasses.replace(self.cache, pools=pools)
+        running = looping.begin(cache, program=self.program, size=self.size)
+        given = looping.loop_arguments(self.flat, running, self.draw, jnp.asarray(NONE, jnp.int32), 1, jaxkv.Greedy())
+        compiled = looping._loop.lower(*given, program=self.program, size=self.size).compile()
+        return float(compiled.cost_analysis()["bytes accessed"])
 
 
 def ways(budgets, filters):
@@ -119,13 +111,13 @@ def ways(budgets, filters):
 
 def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     """Milliseconds per step, ratios and bytes of every way."""
-    flat, where = Flat(model.decoder), record.machine()
-    cache, logits, needed = cache_of(model, flat, batch, tokens)
+    flat, where = model.flat, record.machine()
+    cache, needed = cache_of(model, batch, tokens)
     policies = ways(budgets, filters)
     each = {}
     for name, policy in policies.items():
         mine = cache if name == "FullKV" else read_by(cache, policy)
-        each[name] = Way(name, flat, mine, logits, needed, steps)
+        each[name] = Way(name, flat, mine, needed, steps)
     pools, touched = cache.pools, {}
     for name, way in each.items():
         touched[name] = way.bytes_accessed(pools)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool
+from jaxkv.cache import KVCache, Pool
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.moving import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,15 +65,19 @@ def abstract(config, dtype=jnp.bfloat16):
     return Flat(Decoder(config, dtype=dtype))
 
 
-def abstract_live(config, *, batch, rows, dtype=jnp.bfloat16):
-    """The moving part of a cache of one pool of `rows` rows per layer, shapes alone."""
+def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):
+    """A cache of one pool of `rows` rows per layer, shapes alone."""
     of = jax.ShapeDtypeStruct
     rows_of = of((batch, rows, config.head_dim), dtype)
     table = of((config.layers, batch, config.kv_heads), jnp.int32)
     pool = Pool(k=rows_of, v=rows_of, pos=of((batch, rows), jnp.int32))
-    return Live(
-        pools=(pool,) * config.layers, start=table, length=table, seen=of((batch,), jnp.int32), limit=table, state=None
-    )
+    pools, seen = (pool,) * config.layers, of((batch,), jnp.int32)
+    return cache_of(config, pools=pools, start=table, length=table, seen=seen)
+
+
+def cache_of(config, *, form=Form.RAGGED, **arrays):
+    """A cache of no policy's, every segment at its limit."""
+    return KVCache(**arrays, limit=arrays["length"], form=form, policy=None, config=config)
 
 
 def program(config, flat, *, form=Form.RAGGED, implementation=Implementation.PALLAS):

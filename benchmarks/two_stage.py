@@ -28,9 +28,6 @@ from jaxkv.cache import Pool, repack
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import two_stage
 from jaxkv.models.choosing import asking, choose
-from jaxkv.models.decode import extend
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
 from jaxkv.models.prefill import read_layers
 from jaxkv.plan import bucket
 from jaxkv.policies.reading import WHOLE
@@ -94,7 +91,7 @@ def _shares(q, k, positions):
 def chosen_shares(policy, layers, prompt, steps):
     """By step: OmniKV's figure, its filters choosing by full attention's queries."""
     reading = policy.parts().reading(len(layers), bucket(prompt))
-    budget = jnp.asarray(policy.tokens(np.asarray([prompt]), len(layers)), jnp.int32)
+    budget = jnp.asarray(policy.parts().read.tokens(np.asarray([prompt]), len(layers)), jnp.int32)
     number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
     figures = []
     for step in range(steps):
@@ -120,13 +117,13 @@ def chosen_shares(policy, layers, prompt, steps):
     return figures
 
 
-def kept_shares(model, flat, policy, ids, prompt, layers):
+def kept_shares(model, policy, ids, prompt, layers):
     """By step: the figure of a policy that drops rows, as its cache stands when the token is drawn."""
     cache = jaxkv.prefill(model, ids[:prompt], policy=policy)
     copy = repack(cache, room=len(ids) - prompt)
-    program, live, figures = program_for(flat, cache), Live.of(copy), []
+    session, figures = jaxkv.Session(model, cache.policy), []
     for step, token in enumerate(ids[prompt:]):
-        pos, start, length = [np.asarray(pool.pos)[0] for pool in live.pools], np.asarray(live.start), live.length
+        pos, start, length = [np.asarray(pool.pos)[0] for pool in copy.pools], np.asarray(copy.start), copy.length
         carried = []
         for layer, (_, _, shares) in enumerate(layers):
             rows = pos[0 if cache.form is Form.SHARED else layer]
@@ -137,14 +134,13 @@ def kept_shares(model, flat, policy, ids, prompt, layers):
                 visible = np.append(held, prompt + step)
                 carried.append(shares[step, head][:, visible].sum(axis=-1).mean())
         figures.append(float(np.mean(carried)))
-        one = jnp.ones((1,), jnp.int32)
-        _, live = extend(flat, live, jnp.asarray([[token]], jnp.int32), one, program=program)
+        copy = session.extend(copy, [token], chunk=1, donate=True)
     return figures
 
 
 def visible(model, cases, drawn, steps):
     """Every policy's figures, step by step, over some cases."""
-    flat = Flat(model.decoder)
+    flat = model.flat
     found = {name: [] for name in POLICIES if name != "FullKV"}
     for case, answer in zip(cases, drawn, strict=True):
         ids = ids_of(model, case)
@@ -155,7 +151,7 @@ def visible(model, cases, drawn, steps):
             if isinstance(policy, jaxkv.OmniKV):
                 found[name].append(chosen_shares(policy, layers, len(ids), len(after)))
             else:
-                found[name].append(kept_shares(model, flat, policy, ids + after, len(ids), layers))
+                found[name].append(kept_shares(model, policy, ids + after, len(ids), layers))
     # An answer may end early: steps of all cases, one after the other.
     return {name: np.concatenate(figures) for name, figures in found.items()}
 

@@ -35,6 +35,7 @@ from jaxkv.policies import (
 from jaxkv.results import Generation, Stats, Stream
 from jaxkv.rows import Rows, append, attend
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.session import Session
 from jaxkv.transform import compress, compress_layers
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "Random",
     "RoCo",
     "Rows",
+    "Session",
     "SnapKV",
     "Stats",
     "Stream",

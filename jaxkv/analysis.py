@@ -17,7 +17,6 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
-from jaxkv.models.decoder import Flat
 from jaxkv.models.prefill import read_layers
 from jaxkv.plan import bucket
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
@@ -129,7 +128,7 @@ def similarity(
     require(several, "texts", texts, "give a list of one or more texts")
     require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
     require(queries >= 1, "queries", queries, "give at least 1 query")
-    flat, most = Flat(params.decoder), params.config.max_positions
+    flat, most = params.flat, params.config.max_positions
     total, lengths = np.zeros((params.config.layers,) * 2), []
     for text in texts:
         encoded = encode(text, params.text, params.config, raw=True, close=False)

@@ -2,141 +2,59 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Generator
-from functools import partial
-from typing import Any
+from collections.abc import Generator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
 from tqdm import tqdm
 
-from jaxkv._errors import require
-from jaxkv.attention import Implementations
-from jaxkv.bank import Traffic
-from jaxkv.cache import KVCache, repack
-from jaxkv.compilation import Clock
-from jaxkv.loading import LanguageModel
-from jaxkv.models import chunked, staged
-from jaxkv.models import decode as decoding
-from jaxkv.models import loop as looping
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.again import again, beyond, due
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
-from jaxkv.models.room import MOST_AHEAD, first_room, make_room, steps_that_fit
-from jaxkv.plan import LOOK, Plan, available_bytes, bucket, check_bytes, check_memory, plan
-from jaxkv.policies.policy import Method
+from jaxkv.cache import KVCache
+from jaxkv.drawing import Drawing
+from jaxkv.plan import LOOK
 from jaxkv.prompts import Encoded
 from jaxkv.results import Answers, Generation, Stats
 from jaxkv.sampling import Sampling
-
-# Tokens drawn by one call of the compiled loop, at most.
-_BLOCK = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Clocks:
-    """What a call takes. Compilation is told apart wherever it happens.
-
-    Attributes:
-        making: programs made before they are needed, so that no other clock waits for them.
-        prefill: from ids to the first logits.
-        decode: drawing.
-    """
-
-    making: Clock = dataclasses.field(default_factory=Clock)
-    prefill: Clock = dataclasses.field(default_factory=Clock)
-    decode: Clock = dataclasses.field(default_factory=Clock)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds of compilation, wherever it happened."""
-        return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
-
-    @property
-    def programs(self) -> int:
-        """Programs compiled, or read from a cache on disk."""
-        return self.making.programs + self.prefill.programs + self.decode.programs
+from jaxkv.session import Session
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """A checked call of `generate`."""
 
-    params: LanguageModel
+    session: Session
     encoded: Encoded
-    policy: Method
-    chosen: Implementations
     cache: KVCache | None
     max_new_tokens: int
     sampling: Sampling
     stops: tuple[str, ...]
     stop_at_eos: bool
-    key: PRNGKeyArray
     look: bool
     progress: bool | None
-    clocks: Clocks
 
 
-def _bar(progress: bool | None, total: int, what: str) -> tqdm:
-    shown = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, desc=what, leave=False, disable=not shown, file=sys.stderr)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Bytes and rows before the first token is drawn, as `Stats` has them."""
+
+    full_bytes: int
+    cache_bytes: int
+    slack_bytes: int
+    kept: float
 
 
-def prefilled(
-    params: LanguageModel,
-    flat: Flat,
-    encoded: Encoded,
-    policy: Method,
-    chosen: Implementations,
-    clocks: Clocks,
-    *,
-    key: PRNGKeyArray | None,
-    new: int,
-    progress: bool | None,
-) -> tuple[KVCache, Float[Array, "B V"], Plan]:
-    """Runs prompts through the model and compresses them.
+def bar(progress: bool | None, total: int, what: str) -> tqdm:
+    """A bar on stderr.
 
     Args:
-        params: the model.
-        flat: its parameters.
-        encoded: the prompts.
-        policy: the compression.
-        chosen: what computes attention.
-        clocks: two of them run.
-        key: for policies that draw.
-        new: tokens to be drawn afterwards.
-        progress: a bar on stderr.
+        progress: whether it is shown; None for where stderr is a terminal.
+        total: what it counts to.
+        what: its title.
 
     Returns:
-        The cache, with room for them; the logits of each last token; and the plan.
-
-    Raises:
-        MemoryError: naming the plan's bytes, if they are not there.
+        The bar.
     """
-    config, lengths, parts = params.config, encoded.lengths.tolist(), policy.parts()
-    room: int | tuple[int, ...] = first_room(parts, config.layers, encoded.lengths, new) if new else 0
-    needed = plan(config, policy, lengths, dtype=params.dtype, room=room)
-    with clocks.making:
-        check_memory(needed)
-    if new > MOST_AHEAD and parts.ongoing is None:
-        # It grows to that on the way, where a refusal would cost the answer.
-        whole = plan(config, policy, lengths, dtype=params.dtype, room=bucket(new))
-        check_bytes(whole.cache_bytes, f"the cache behind max_new_tokens={new}")
-    tokens = encoded.padded(needed.slots)
-    by_chunks = parts.read is not None and parts.read.by_chunks
-    way: Any = chunked if by_chunks else prefilling
-    with clocks.making:
-        way.compile_ahead(flat, config, len(encoded.ids), policy, needed, implementation=chosen.prefill)
-    with clocks.prefill, _bar(progress, config.layers, "prefill") as bar:
-        options: dict[str, Any] = {"model": params.fingerprint, "tick": bar.update, "implementation": chosen.prefill}
-        if not by_chunks:
-            options["key"] = jax.random.key(0) if key is None else key
-        cache, logits = way.prefill(flat, config, tokens, encoded.lengths, policy, needed, **options)
-        jax.block_until_ready(logits)
-    return cache, logits, needed
+    shown = sys.stderr.isatty() if progress is None else progress
+    return tqdm(total=total, desc=what, leave=False, disable=not shown, file=sys.stderr)
 
 
 def answered(request: Request) -> Generator[list[str], None, Generation]:
@@ -151,180 +69,82 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
     Returns:
         The generation.
     """
-    params, encoded, policy, chosen = request.params, request.encoded, request.policy, request.chosen
-    flat, batch, clocks = Flat(params.decoder), len(encoded.ids), request.clocks
-    block = min(_BLOCK, bucket(request.max_new_tokens))
-    before, traffic = Traffic(), Traffic()
-    if request.cache is None:
-        options: dict[str, Any] = {"key": request.key, "new": request.max_new_tokens, "progress": request.progress}
-        cache, logits, needed = prefilled(params, flat, encoded, policy, chosen, clocks, **options)
-        spare = batch * params.config.kv_heads * sum(needed.room) * cache.row_bytes
-        sizes = (needed.full_bytes, cache.nbytes - spare, needed.slack_bytes)
-    else:
-        given = request.cache
-        sizes = (given.full_nbytes, given.nbytes, given.slack_nbytes)
-        cache, logits = _extended(flat, request, clocks, before)
-    kept = float(np.mean(cache.kept))
-    program = program_for(flat, cache, chosen.decode)
-    with clocks.making:
-        draw = looping.Draw(logits=logits, done=jnp.zeros((batch,), bool), key=request.key)
-        ends = _ends(request)
-    answers = Answers(params.text, batch, request.stops)
-
-    draw_steps: Callable[..., Any] = partial(looping.decode, flat)
-    if cache.bank is not None:
-        draw_steps = partial(staged.decode, flat, bank=cache.bank, traffic=traffic)
-    draw_steps = partial(draw_steps, program=program, sampling=request.sampling, size=block)
-    with clocks.making:
-        running = looping.begin(Live.of(cache), program=program, size=block)
-        # A run of no steps compiles and changes nothing.
-        running, draw, _, _ = draw_steps(running, draw, ends, 0)
-        cache = looping.settle(running, program=program).into(cache)
-        running = looping.begin(Live.of(cache), program=program, size=block)
-    held, steps_left = 0, steps_that_fit(cache)  # Rows drawn since the last settling; steps before the next.
-    with _bar(request.progress, request.max_new_tokens, "decode") as bar:
-        look = request.look or not bar.disable
-        # A row behind a stop string is taken back: not once another had to go for it, or was scored by it.
-        pace = 1 if request.stops and (program.evicts or program.scored) else LOOK if look else block
-        left, ended = request.max_new_tokens, False
-        while left and not ended:
-            with clocks.decode:
-                steps = min(left, pace, block)
-                if steps_left < 1 or held + steps > block:
-                    cache = looping.settle(running, program=program).into(cache)
-                    if steps_left < 1:
-                        cache = make_room(flat, cache, left, key=request.key)
-                    running = looping.begin(Live.of(cache), program=program, size=block)
-                    held, steps_left = 0, steps_that_fit(cache)
-                steps = min(steps, steps_left)
-                if steps < 1:
-                    raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
-                running, draw, drawn, count = draw_steps(running, draw, ends, steps)
-                out, ran = np.asarray(drawn), int(count)
-                inside = bool((out < params.config.vocab).all())
-                require(inside, "sampling", request.sampling, f"it gave an id outside of [0, {params.config.vocab})")
-                left, held, steps_left = left - ran, held + ran, steps_left - ran
-                surplus, pieces = answers.take(out[:, :ran])
-                # The token that ends a sequence is drawn but never becomes a row.
-                surplus = surplus - ((surplus > 0) & np.asarray(draw.done))
-                if surplus.any():
-                    running = running.rewound(jnp.asarray(surplus, jnp.int32))
-                draw = dataclasses.replace(draw, done=draw.done | jnp.asarray(answers.stopped))
-                ended = bool(draw.done.all())
-            bar.update(ran)
-            if request.look:
-                yield pieces
-    with clocks.decode:
-        cache = looping.settle(running, program=program).into(cache)
-        if due(cache).any():
-            cache = again(flat, cache, key=request.key)
+    session, params, encoded = request.session, request.session.params, request.encoded
+    cache, sizes = _read(request)
+    eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
+    drawing = session.drawing(cache, new=request.max_new_tokens, sampling=request.sampling, eos=eos)
+    answers = Answers(params.text, len(encoded.ids), request.stops)
+    yield from _drawn(request, drawing, answers)
+    with session.clocks.decode:
+        cache = drawing.close()
         jax.block_until_ready(cache.pools)
+    cache = session.compress_again(cache)
     closing = answers.flush()
     if request.look and any(closing):
         yield closing
-    stats = Stats(
-        prompt_tokens=int(encoded.lengths.sum()),
+    tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
+    text = None if params.text is None else answers.text
+    return Generation(
+        text=text[0] if encoded.single and text is not None else text,
+        tokens=tokens[0] if encoded.single else tokens,
+        cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
+        stats=_stats(request, cache, sizes, answers, drawing),
+    )
+
+
+def _read(request: Request) -> tuple[KVCache, _Sizes]:
+    """The cache with the prompts in it, and what it weighs."""
+    session, encoded, given, new = request.session, request.encoded, request.cache, request.max_new_tokens
+    if given is not None:
+        sizes = {"full_bytes": given.full_nbytes, "cache_bytes": given.nbytes, "slack_bytes": given.slack_nbytes}
+        cache = session.extend(given, encoded, new=new)
+        return cache, _Sizes(**sizes, kept=float(np.mean(cache.kept)))
+    needed, config = session.plan(encoded.lengths, new), session.params.config
+    session.compile_ahead(needed, len(encoded.ids))
+    with bar(request.progress, config.layers, "prefill") as shown:
+        cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
+    spare = len(encoded.ids) * config.kv_heads * sum(needed.room) * cache.row_bytes
+    sizes = {"full_bytes": needed.full_bytes, "slack_bytes": needed.slack_bytes}
+    return cache, _Sizes(**sizes, cache_bytes=cache.nbytes - spare, kept=float(np.mean(cache.kept)))
+
+
+def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
+    """Draws until all sequences have ended; yields their new text where somebody looks."""
+    with bar(request.progress, request.max_new_tokens, "decode") as shown:
+        look = request.look or not shown.disable
+        # A row behind a stop string is taken back: not once another had to go for it, or was scored by it.
+        pace = 1 if request.stops and drawing.final else LOOK if look else drawing.size
+        ended = False
+        while drawing.left and not ended:
+            with request.session.clocks.decode:
+                drawn = drawing.draw(min(drawing.left, pace))
+                surplus, pieces = answers.take(drawn)
+                drawing.take_back(surplus)
+                drawing.end(answers.stopped)
+                ended = bool(drawing.done.all())
+            shown.update(drawn.shape[1])
+            if request.look:
+                yield pieces
+
+
+def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing) -> Stats:
+    session = request.session
+    clocks, reading = session.clocks, drawing.reading
+    return Stats(
+        **dataclasses.asdict(sizes),
+        prompt_tokens=int(request.encoded.lengths.sum()),
         new_tokens=sum(len(tokens) for tokens in answers.tokens),
         prefill_seconds=clocks.prefill.running_seconds,
         decode_seconds=clocks.decode.running_seconds,
         compile_seconds=clocks.compile_seconds,
         compiled_programs=clocks.programs,
-        full_bytes=sizes[0],
-        cache_bytes=sizes[1],
         allocated_bytes=cache.nbytes,
-        slack_bytes=sizes[2],
-        kept=kept,
-        attention=str(chosen),
+        attention=str(session.implementations),
         decode_form=cache.form.value,
-        decode_steps=request.max_new_tokens - left,
+        decode_steps=request.max_new_tokens - drawing.left,
         host_bytes=cache.host_nbytes,
-        transfers=traffic.transfers,
-        transferred_bytes=traffic.bytes,
-        loaded_bytes=before.bytes,
-        filter_layers=() if program.reading is None else program.reading.filters,
+        transfers=session.drawn.transfers,
+        transferred_bytes=session.drawn.bytes,
+        loaded_bytes=session.read.bytes,
+        filter_layers=() if reading is None else reading.filters,
     )
-    return _generation(request, answers, cache, stats)
-
-
-def _ends(request: Request) -> Int[Array, " n"]:
-    """Tokens that end an answer; where none does, an id that is no token."""
-    params = request.params
-    eos = {*params.config.eos, *(params.text.eos_ids if params.text else ())} if request.stop_at_eos else {-2}
-    return jnp.asarray(sorted(eos) or [-2], jnp.int32)
-
-
-def _generation(request: Request, answers: Answers, cache: KVCache, stats: Stats) -> Generation:
-    tokens = [np.asarray(tokens, np.int32) for tokens in answers.tokens]
-    text = None if request.params.text is None else answers.text
-    single = request.encoded.single
-    return Generation(
-        text=text[0] if single and text is not None else text,
-        tokens=tokens[0] if single else tokens,
-        cache=dataclasses.replace(cache, turn=request.encoded.turn),
-        stats=stats,
-    )
-
-
-def _forked(given: KVCache, encoded: Encoded, new: int) -> KVCache:
-    """A copy of a cache for these prompts, with room for them and, where rows are only added, for new tokens."""
-    batch, longest = len(encoded.ids), int(encoded.lengths.max())
-    goes_on = given.policy.parts().ongoing is not None
-    wanted = longest + (1 if goes_on else min(bucket(new), MOST_AHEAD))
-    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
-    # has grown grows twofold, so that turn after turn meets few shapes.
-    grown = int(beyond(given).max())
-    fits = grown > 0 and given.free().min() >= wanted
-    room = 0 if fits else bucket(wanted)
-    twofold = room if fits or goes_on else bucket(max(wanted, grown))
-    available = available_bytes(next(iter(given.seen.devices())))
-    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
-        room = twofold
-    copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(new)))
-    check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}")
-    return repack(given, room=room, batch=batch)
-
-
-def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
-    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads."""
-    segments = given.config.layers * given.config.kv_heads
-    copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
-    if given.bank is not None:
-        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
-        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
-        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    return copied
-
-
-def _extended(flat: Flat, request: Request, clocks: Clocks, traffic: Traffic) -> tuple[KVCache, Float[Array, "B V"]]:
-    """Forks the cache and runs the prompts on top of it."""
-    given, encoded = request.cache, request.encoded
-    assert given is not None
-    batch, longest = len(encoded.ids), int(encoded.lengths.max())
-    with clocks.prefill:
-        cache = _forked(given, encoded, request.max_new_tokens)
-    size = min(_BLOCK, bucket(longest))
-    tokens = encoded.padded(-(-longest // size) * size)
-    program = program_for(flat, cache, request.chosen.decode)
-    run: Callable[..., Any] = partial(decoding.extend, flat, program=program)
-    if cache.bank is not None:
-        run = partial(staged.step, flat, bank=cache.bank, program=program)
-    # A run over no tokens compiles and changes nothing.
-    with clocks.making:
-        nothing = jnp.zeros((batch,), jnp.int32)
-    warm: dict[str, Any] = {} if cache.bank is None else {"traffic": Traffic()}
-    counted: dict[str, Any] = {} if cache.bank is None else {"traffic": traffic}
-    with clocks.making:
-        logits, live = run(live=Live.of(cache), tokens=jnp.zeros((batch, size), jnp.int32), count=nothing, **warm)
-        jax.block_until_ready(logits)
-    with clocks.prefill:
-        for first in range(0, tokens.shape[1], size):
-            count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
-            part = jnp.asarray(tokens[:, first : first + size])
-            new, live = run(live=live, tokens=part, count=jnp.asarray(count), **counted)
-            logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
-        jax.block_until_ready(logits)
-        cache = live.into(cache)
-        if given.policy.parts().ongoing is not None:
-            # A long question leaves nothing behind but what the policy keeps of it.
-            cache = make_room(flat, cache, request.max_new_tokens, key=request.key)
-    return cache, logits

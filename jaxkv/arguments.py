@@ -7,14 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
 from jaxkv.bank import committed
 from jaxkv.cache import KVCache
+from jaxkv.config import ModelConfig
 from jaxkv.loading import LanguageModel
+from jaxkv.plan import plan
+from jaxkv.policies.policy import Method
 from jaxkv.sampling import Greedy, Sampling
 
 _SEEDS = 2**32
@@ -55,15 +58,14 @@ def as_cache(cache: Any) -> KVCache | None:
     if not isinstance(cache, KVCache):
         where = "give its .cache" if hasattr(cache, "cache") else "give what prefill or an earlier generate returned"
         raise TypeError(f"cache={type(cache).__name__}: {where}")
-    leaves = jax.tree.leaves(cache)
-    wrong = [leaf for leaf in leaves if not isinstance(leaf, (jax.Array, np.ndarray))]
+    wrong = [leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))]
     if wrong:
         raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
-    gone = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+    gone = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
+        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
     bank = None if cache.bank is None else cache.bank.put_back()
-    if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return cache if bank is None else dataclasses.replace(cache, bank=bank)
     device = jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None))
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
@@ -208,3 +210,65 @@ def as_progress(given: Any) -> bool | None:
         ValueError: for anything else.
     """
     return None if given is None else as_flag("progress", given)
+
+
+def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
+    """Refuses a cache of another policy or model.
+
+    Args:
+        params: the model.
+        cache: the cache.
+        policy: the policy; None for whatever the cache's is.
+
+    Raises:
+        ValueError: naming what to change.
+    """
+    remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
+    require(policy is None or policy == cache.policy, "policy", policy, remedy)
+    ours = cache.config == params.config and cache.model == params.fingerprint
+    require(ours, "cache", cache.model, f"it was made by another model than {params.name!r}: prefill with this one")
+
+
+def require_fits(
+    config: ModelConfig, policy: Method, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None
+) -> None:
+    """Refuses prompts that the model has no positions for, or that are as many as no cache serves.
+
+    Args:
+        config: the model's shape.
+        policy: the compression.
+        lengths: tokens of each prompt.
+        new: tokens that will be drawn.
+        cache: what the prompts come on top of; None for nothing.
+
+    Raises:
+        ValueError: naming what to change.
+    """
+    seen, limit = np.zeros(1, np.int32), config.max_positions
+    if cache is not None:
+        remedy = f"the cache holds {cache.batch}: give as many, or 1 cache"
+        require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
+        seen = np.asarray(cache.seen)
+    if policy.parts().rolling:
+        return _require_places(config, policy, lengths, new, cache)
+    total = int((seen + lengths).max()) + new
+    remedy = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
+    require(total <= limit, "prompt", f"{total} tokens, {new} new ones included", remedy)
+
+
+def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
+    """Where positions are places within the cache, those count: of a prompt while it is read, and of what is kept."""
+    limit, parts = config.max_positions, policy.parts()
+    if cache is None:
+        read, needed = int(lengths.max()), plan(config, policy, lengths.tolist())
+        assert needed.rows is not None
+        now, target = int(needed.rows.max()), int(parts.may_hold(lengths, needed.budget).max())
+    else:
+        read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
+        target = int(np.asarray(cache.limit).max())
+    remedy = f"the model was made for {limit} at a time: shorten the prompt"
+    require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
+    every = parts.every
+    most = now + new if every is None else min(now + new, target + every)
+    remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64, say, to go on"
+    require(most <= limit, "max_new_tokens", new, remedy)

@@ -85,7 +85,7 @@ class State:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pools", "start", "length", "limit", "seen", "state", "bank"],
+    data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits"],
     meta_fields=["form", "policy", "config", "model", "turn"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,8 @@ class KVCache:
         seen: `i32[B]` tokens the sequence has had, and so the next position. Never derived from length.
         state: what the policy remembers; None for policies that only act on the prompt.
         bank: prompts of layers whose rows wait in host memory; their pools hold what came after.
+        likely: `i32[L, B, K]` rows likely to go next, only while tokens are drawn by a program that looks ahead.
+        logits: `f32[B, V]` of the next token, where a session is to draw it; not counted as the cache's.
         form: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
@@ -115,6 +117,8 @@ class KVCache:
     seen: Int[Array, " B"]
     state: State | None = None
     bank: Bank | None = None
+    likely: Int[Array, "L B K"] | None = None
+    logits: Float[Array, "B V"] | None = None
     form: Form
     policy: Any
     config: ModelConfig
@@ -138,6 +142,14 @@ class KVCache:
         parts.append("turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns)))
         return f"KVCache({'; '.join(parts)})"
 
+    def unnamed(self) -> "KVCache":
+        """The arrays on the device alone. Programs take these: they are compiled for no policy, model or turn."""
+        return dataclasses.replace(self, bank=None, logits=None, policy=None, model="", turn=Turn.START)
+
+    def with_arrays(self, arrays: "KVCache") -> "KVCache":
+        """This cache, the arrays on the device replaced by what a program has made of them."""
+        return dataclasses.replace(arrays, bank=self.bank, policy=self.policy, model=self.model, turn=self.turn)
+
     @property
     def batch(self) -> int:
         """B."""
@@ -146,7 +158,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every array of the cache on the device, slack, bookkeeping and policy state included."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(dataclasses.replace(self, bank=None)))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(dataclasses.replace(self, bank=None, logits=None)))
 
     @property
     def host_nbytes(self) -> int:
@@ -400,5 +412,12 @@ def repack(
             rings=tuple(repeat(ring, 0) for ring in state.rings),
         )
     return dataclasses.replace(
-        cache, pools=tuple(pools), start=new, length=length, limit=limit, seen=repeat(cache.seen, 0), state=state
+        cache,
+        pools=tuple(pools),
+        start=new,
+        length=length,
+        limit=limit,
+        seen=repeat(cache.seen, 0),
+        state=state,
+        logits=None if cache.logits is None else repeat(cache.logits, 0),
     )

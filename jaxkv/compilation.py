@@ -1,5 +1,6 @@
 """Compilation: a cache on disk, so that a second process does not compile what a first one did, and what it takes."""
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -102,6 +103,31 @@ class Clock:
             self._spans.pop()
         inside = self._spans[-1][1] if self._spans else self._started
         self._spans.append((max(begin, inside), end))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clocks:
+    """What a call takes. Compilation is told apart wherever it happens.
+
+    Attributes:
+        making: programs made before they are needed, so that no other clock waits for them.
+        prefill: from ids to the first logits.
+        decode: drawing.
+    """
+
+    making: Clock = dataclasses.field(default_factory=Clock)
+    prefill: Clock = dataclasses.field(default_factory=Clock)
+    decode: Clock = dataclasses.field(default_factory=Clock)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds of compilation, wherever it happened."""
+        return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
+
+    @property
+    def programs(self) -> int:
+        """Programs compiled, or read from a cache on disk."""
+        return self.making.programs + self.prefill.programs + self.decode.programs
 
 
 class _Running(threading.local):

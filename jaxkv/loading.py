@@ -15,7 +15,7 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
 from jaxkv.config import ModelConfig
-from jaxkv.models.decoder import Decoder
+from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.text import Text
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -69,6 +69,7 @@ class LanguageModel(nnx.Module):
         self.name = name
         self.filter_layers = filter_layers
         self.fingerprint = _fingerprint(decoder)
+        self._flat: Flat | None = None
 
     def __repr__(self) -> str:
         layers, megabytes = self.config.layers, self.nbytes / 1e6
@@ -80,6 +81,13 @@ class LanguageModel(nnx.Module):
     def config(self) -> ModelConfig:
         """What the decoder is made of: sizes, switches and special ids, as its checkpoint gave them."""
         return self.decoder.config
+
+    @property
+    def flat(self) -> Flat:
+        """The decoder taken apart for jitted code: once, and again only after a parameter has been replaced."""
+        if self._flat is None or not self._flat.is_of(self.decoder):
+            self._flat = Flat(self.decoder)
+        return self._flat
 
     @property
     def dtype(self) -> jnp.dtype:

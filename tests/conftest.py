@@ -50,11 +50,7 @@ _MOST_MAPPINGS = 30_000
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Frees compiled programs file by file, sooner where a file compiles thousands: out of mappings XLA crashes."""
     if nextitem is None or nextitem.path != item.path or _mappings() > _MOST_MAPPINGS:
-        # Not at the top: jaxtyping must see the package being imported.
-        from jaxkv.models.prefill import forget_compiled
-
         jax.clear_caches()
-        forget_compiled()
         gc.collect()
 
 

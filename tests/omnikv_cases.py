@@ -1,16 +1,12 @@
 """A tiny model with filter layers, and short ways to feed it tokens, whichever memory its rows lie in."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+import jaxkv
 from jaxkv import OmniKV
-from jaxkv.bank import Traffic
 from jaxkv.cache import repack
-from jaxkv.models import staged
-from jaxkv.models.decode import extend
-from jaxkv.models.moving import Live, program_for
 from jaxkv.policies import Selector
 
 CONFIG = tiny.shape(layers=7, kv_heads=2, group=3, dim=8)
@@ -25,24 +21,14 @@ def omni(budget=12, **options):
     return OmniKV(filter_layers=FILTERS, budget=budget, **options)
 
 
-def step(model, live, cache, tokens, traffic=None):
-    """One call of the program that `generate` would use; the pools are consumed."""
-    flat, count = tiny.flat(model), jnp.full((len(tokens),), len(tokens[0]), jnp.int32)
-    program, given = program_for(flat, cache), jnp.asarray(tokens, jnp.int32)
-    if cache.bank is None:
-        return extend(flat, live, given, count, program=program)
-    traffic = Traffic() if traffic is None else traffic
-    return staged.step(flat, live, cache.bank, given, count, program=program, traffic=traffic)
-
-
-def feed(model, cache, tokens, *, traffic=None):
+def feed(model, cache, tokens, *, session=None):
     """Logits `[steps, B, V]` of tokens `[steps][B]` on top of a copy of the cache, and the copy."""
-    copy = repack(cache, room=len(tokens))
-    live, out = Live.of(copy), []
+    session = jaxkv.Session(model, cache.policy) if session is None else session
+    copy, out = repack(cache, room=len(tokens)), []
     for each in tokens:
-        logits, live = step(model, live, copy, [[token] for token in each], traffic)
-        out.append(np.asarray(logits))
-    return np.stack(out), live.into(copy)
+        copy = session.extend(copy, [[token] for token in each], chunk=1, donate=True)
+        out.append(np.asarray(copy.logits))
+    return np.stack(out), copy
 
 
 def walk(steps, batch=2, seed=9):

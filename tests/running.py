@@ -4,21 +4,14 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, repack
+from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.loading import LanguageModel
-from jaxkv.models import decode as decoding
-from jaxkv.models import loop as looping
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, Program
 from jaxkv.plan import bucket, plan
-from jaxkv.sampling import Greedy
+from jaxkv.prompts import Encoded
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -41,47 +34,14 @@ def archive(path: str) -> dict[str, np.ndarray]:
         return {name: arrays[name] for name in arrays.files}
 
 
-@functools.cache
-def flat(model: LanguageModel) -> Flat:
-    """The model taken apart for jitted code, once."""
-    return Flat(model.decoder)
-
-
-def padded(ids: list, slots: int) -> np.ndarray:
-    """Rows of ids as one array, zeros on the right."""
-    out = np.zeros((len(ids), slots), np.int32)
-    for row, each in enumerate(ids):
-        out[row, : len(each)] = each
-    return out
-
-
 def prefill(
-    model: LanguageModel, ids: list, policy: jaxkv.Method | None = None, *, room: int = 0, slots: int | None = None
+    model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None, *, room: int = 0, slots: int | None = None
 ) -> tuple[KVCache, np.ndarray]:
     """Cache and logits `[B, V]` of the last tokens. `slots` replaces the bucket, and with it the query blocks."""
-    policy = jaxkv.FullKV() if policy is None else policy
-    lengths = np.asarray([len(each) for each in ids], np.int32)
-    needed = plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
-    if slots is not None:
-        needed = dataclasses.replace(needed, slots=slots)
-    cache, logits = prefilling.prefill(
-        flat(model),
-        model.config,
-        padded(ids, needed.slots),
-        lengths,
-        policy,
-        needed,
-        key=jax.random.key(0),
-        model=model.fingerprint,
-    )
-    return cache, np.asarray(logits)
-
-
-def program(model: LanguageModel, cache: KVCache) -> Program:
-    """What decoding on top of this cache is compiled for."""
-    return Program(
-        graphs=flat(model).graphs, config=model.config, form=cache.form, rolling=cache.policy.parts().rolling
-    )
+    session = jaxkv.Session(model, policy)
+    needed = plan(model.config, session.policy, [len(each) for each in ids], dtype=model.dtype, room=room)
+    cache = session.prefill(ids, needed=needed if slots is None else dataclasses.replace(needed, slots=slots))
+    return cache, np.asarray(cache.logits)
 
 
 def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -> tuple[list[np.ndarray], KVCache]:
@@ -89,19 +49,17 @@ def extend(model: LanguageModel, cache: KVCache, ids: list, *, chunk: int = 1) -
 
     Returns each row's logits at the last token of every chunk, `[chunks, V]`, and the copy.
     """
-    lengths = np.asarray([len(each) for each in ids])
-    steps = -(-int(lengths.max()) // chunk)
-    tokens = padded(ids, steps * chunk)
-    copy = repack(cache, room=steps * chunk, batch=len(ids))
-    live, seen = Live.of(copy), [[] for _ in ids]
-    for step in range(steps):
-        count = np.clip(lengths - step * chunk, 0, chunk).astype(np.int32)
-        part = jnp.asarray(tokens[:, step * chunk : (step + 1) * chunk])
-        logits, live = decoding.extend(flat(model), live, part, jnp.asarray(count), program=program(model, copy))
-        host = np.asarray(logits)
-        for row in np.flatnonzero(count):
+    session, longest = jaxkv.Session(model, cache.policy), max(len(each) for each in ids)
+    copy, seen = repack(cache, room=-(-longest // chunk) * chunk, batch=len(ids)), [[] for _ in ids]
+    for first in range(0, longest, chunk):
+        part = [each[first : first + chunk] for each in ids]
+        # Some may have come to their end: as encoded prompts, which may be empty.
+        new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * len(ids))
+        copy = session.extend(copy, new, chunk=chunk, donate=True)
+        host = np.asarray(copy.logits)
+        for row in np.flatnonzero([len(each) for each in part]):
             seen[row].append(host[row])
-    return [np.stack(each) for each in seen], live.into(copy)
+    return [np.stack(each) for each in seen], copy
 
 
 def by_prefixes(model: LanguageModel, ids: list) -> list[np.ndarray]:
@@ -110,7 +68,7 @@ def by_prefixes(model: LanguageModel, ids: list) -> list[np.ndarray]:
     return np.split(logits, np.cumsum([len(each) for each in ids])[:-1])
 
 
-def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Method | None = None) -> list[np.ndarray]:
+def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None) -> list[np.ndarray]:
     """Logits `[S, V]` at every position of every row: the first token prefilled, the others decoded one by one."""
     # In the bucket of the whole prompts, whose programs other tests need anyway.
     cache, first = prefill(model, [each[:1] for each in ids], policy, slots=bucket(max(len(each) for each in ids)))
@@ -118,33 +76,17 @@ def by_tokens(model: LanguageModel, ids: list, policy: jaxkv.Method | None = Non
     return [np.concatenate([first[row : row + 1], after]) for row, after in enumerate(rest)]
 
 
-def greedy(model: LanguageModel, cache: KVCache, logits: np.ndarray, steps: int) -> np.ndarray:
-    """Tokens `[B, steps]` drawn in one loop from a copy of the cache, the first one from the logits given."""
-    _, out = _drawn(model, cache, logits, (steps,), steps)
-    return out
+def greedy(model: LanguageModel, cache: KVCache, steps: int) -> np.ndarray:
+    """Tokens `[B, steps]` drawn on top of the cache."""
+    return jaxkv.Session(model, cache.policy).draw(cache, steps)[1]
 
 
-def greedy_after_one(
-    model: LanguageModel, cache: KVCache, logits: np.ndarray, steps: int
-) -> tuple[np.ndarray, list[int]]:
-    """One sequence's logits after the first token drawn, and all tokens."""
-    after, out = _drawn(model, cache, logits, (1, steps - 1), steps)
-    return after[0][0], out[0].tolist()
-
-
-def _drawn(model, cache, logits, runs, size):
-    """One program, run for so many steps and again so many: the logits after each run, and the tokens."""
-    copy = repack(cache, room=size)
-    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
-    static, never = program(model, copy), jnp.asarray([-2], jnp.int32)
-    state, after, tokens = looping.begin(Live.of(copy), program=static, size=size), [], []
-    for steps in runs:
-        state, draw, out, _ = looping.decode(
-            flat(model), state, draw, never, steps, program=static, sampling=Greedy(), size=size
-        )
-        after.append(np.asarray(draw.logits))
-        tokens.append(np.asarray(out)[:, :steps])
-    return after, np.concatenate(tokens, axis=1)
+def greedy_after_one(model: LanguageModel, cache: KVCache, steps: int) -> tuple[np.ndarray, list[int]]:
+    """One sequence's logits after the first token drawn, and all tokens; one program draws both times."""
+    session = jaxkv.Session(model, cache.policy)
+    after, first = session.draw(cache, 1, new=steps)
+    _, rest = session.draw(after, steps - 1, new=steps, donate=True)
+    return np.asarray(after.logits)[0], [*first[0].tolist(), *rest[0].tolist()]
 
 
 def kept(cache: KVCache, slots: int) -> np.ndarray:

@@ -14,12 +14,13 @@ from jaxkv import TOVA, Method
 from jaxkv.attention.xla import Form
 from jaxkv.cache import Pool, lay_out, row_norms, take_rows
 from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
-from jaxkv.models.decode import over_rows
 from jaxkv.models.evict import Segments, evict
+from jaxkv.models.layer_step import LayerRows, attend
 from jaxkv.models.limits import faded, with_heard
 from jaxkv.models.moving import Program
-from jaxkv.models.tokens import Token
+from jaxkv.models.tokens import NewTokens, StepAngles, Token
 from jaxkv.policies import KeyNorm
+from jaxkv.rope import angles
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
 LENGTHS = (37, 22)
@@ -123,7 +124,7 @@ def program_of(policy: Method, form: Form, widest: int | None = None) -> Program
     """What a step is compiled for; of the model nothing is used here."""
     model = tiny.tiny(tiny.MODELS["mha"])
     return Program(
-        graphs=tiny.flat(model).graphs,
+        graphs=model.flat.graphs,
         config=model.config,
         form=form,
         rolling=False,
@@ -136,8 +137,12 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
     """A layer's step: attention, scores, eviction."""
     (pool,) = faded((pool,), count, program)
     other = None if segments.likely is None else take_rows(pool.k, jnp.maximum(segments.likely, 0))
-    positions = segments.seen[:, None]
-    out, pool, heard = over_rows(program, token, pool, segments, count, positions, other)
+    new = NewTokens(positions=segments.seen[:, None], count=count)
+    # The token's angles are of no use: it is projected already.
+    by = StepAngles(angles(new.positions, program.config.rope, DIM), None)
+    rows = LayerRows(pool=pool, segments=segments, by=by, likely=other)
+    out, rows, heard = attend(program, token, rows, new)
+    pool = rows.pool
     if heard is not None:
         pool = with_heard(pool, heard, segments.start, count > 0)
     now = dataclasses.replace(segments, length=segments.length + count[:, None], seen=segments.seen + count)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -25,9 +24,7 @@ from jaxkv import (
     VarianceLayers,
 )
 from jaxkv.cache import repack
-from jaxkv.models import decode as decoding
-from jaxkv.models.again import again, beyond, due
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.again import beyond, due
 from jaxkv.policies import EntropyLayers, UniformLayers
 
 GQA = tiny.MODELS["gqa3"]
@@ -101,12 +98,7 @@ def same_rows(ours, theirs, rows, sequence):
 def feed(model, cache, tokens, *, chunk):
     """Tokens `[B, N]` on top of a copy with room for them, in chunks; evicting policies take one at a time."""
     copy = repack(cache, room=tokens.shape[1] + 1)
-    live, program = Live.of(copy), program_for(tiny.flat(model), copy)
-    for first in range(0, tokens.shape[1], chunk):
-        part = jnp.asarray(tokens[:, first : first + chunk])
-        count = jnp.full((len(tokens),), part.shape[1], jnp.int32)
-        _, live = decoding.extend(tiny.flat(model), live, part, count, program=program)
-    return live.into(copy)
+    return jaxkv.Session(model, cache.policy).extend(copy, tokens, chunk=chunk, donate=True)
 
 
 def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
@@ -122,7 +114,7 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
         cache, _, _ = tiny.run(model, ids, policy)
         grown = feed(model, cache, more[:, :new], chunk=chunk)
         assert beyond(grown)[sequence] >= (1 if policy.parts().evicts else EVERY) and due(grown)[sequence]
-        after = again(tiny.flat(model), grown, key=jax.random.key(0))
+        after = jaxkv.Session(model, policy).compress_again(grown)
         whole = [[*ids[sequence], *more[sequence, :new].tolist()]]
         expected, _, _ = tiny.run(model, whole, reference)
         same_rows(by_position(after), by_position(expected), ROWS, sequence)
@@ -162,7 +154,7 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
         cache = feed(model, cache, more[:, step : step + 1].astype(np.int32), chunk=1)
         assert (cache.kept.mean(axis=(0, 2)) <= ROWS + EVERY).all()
         if due(cache).any():
-            cache = again(tiny.flat(model), cache, key=jax.random.key(0))
+            cache = jaxkv.Session(model, policy).compress_again(cache)
             np.testing.assert_allclose(cache.kept.mean(axis=(0, 2)), ROWS, atol=0)
         for layer, row, head, _, _, pos in tiny.segments(cache):
             n = seen[row] + step + 1

@@ -27,7 +27,7 @@ NAME = "smollm2-135m-instruct"
 def oracle(ids, queries, share):
     """The map of one text by plain loops over queries, layers and keys."""
     model, count = tiny.tiny(CONFIG), len(ids)
-    layers = list(read_layers(tiny.flat(model), jnp.asarray([ids], jnp.int32), jnp.asarray([count]), queries=queries))
+    layers = list(read_layers(model.flat, jnp.asarray([ids], jnp.int32), jnp.asarray([count]), queries=queries))
     out = np.zeros((CONFIG.layers, CONFIG.layers))
     for row in range(queries):
         at, weights = count - queries + row, []

@@ -227,7 +227,7 @@ def test_sums_over_a_long_prompt_take_no_more_memory():
     from jaxkv.rope import Angles, angles
 
     slots, model = 32768, tiny.tiny(tiny.MODELS["gqa4"])
-    flat = tiny.flat(model)
+    flat = model.flat
     positions = jnp.arange(slots, dtype=jnp.int32)[None]
     inputs = (
         jax.ShapeDtypeStruct((1, slots, model.config.embed), jnp.float32),

@@ -170,7 +170,7 @@ def test_growing_block_by_block_equals_one_run(form):
     ids, steps = prompts(9, 90, 60), 300
     policy = everything(64)[form]
     cache, logits = running.prefill(model("gqa3"), ids, policy)
-    expected = running.greedy(model("gqa3"), cache, logits, steps).tolist()
+    expected = running.greedy(model("gqa3"), cache, steps).tolist()
     out = jaxkv.generate(model("gqa3"), ids, policy=policy, max_new_tokens=steps, stop_at_eos=False)
     assert [each.tolist() for each in out.tokens] == expected
     assert np.asarray(out.cache.seen).tolist() == [90 + steps, 60 + steps]

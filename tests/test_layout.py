@@ -35,6 +35,8 @@ LAYERS = (
     "jaxkv.rows",
     "jaxkv.transform",
     "jaxkv.compilation",
+    "jaxkv.drawing",
+    "jaxkv.session",
     "jaxkv.answering",
     "jaxkv.generate",
     "jaxkv.testing",

@@ -14,7 +14,6 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 import jaxkv
 from jaxkv import BrutalOffload, FullKV, OmniKV, SnapKV
 from jaxkv import bank as banking
-from jaxkv.bank import Traffic
 from jaxkv.models import staged
 from jaxkv.policies import Selector
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
@@ -230,11 +229,11 @@ def test_each_filter_costs_one_transfer_of_the_bytes_computed(selector, monkeypa
         return original(what, *rest)
 
     monkeypatch.setattr(banking.jax, "device_put", counting)
-    traffic = Traffic()
-    feed(model, cache, walk(5), traffic=traffic)
+    session = jaxkv.Session(model, cache.policy)
+    feed(model, cache, walk(5), session=session)
     token = 2 * CONFIG.kv_heads * CONFIG.head_dim * 4
     assert sent == [2 * 20 * token, 2 * 20 * token] * 5
-    assert (traffic.transfers, traffic.bytes) == (len(sent), sum(sent))
+    assert (session.read.transfers, session.read.bytes) == (len(sent), sum(sent))
 
 
 def test_stats_report_transfers_and_bytes_of_a_step():

@@ -75,7 +75,7 @@ def run(case):
         patch.setattr(prefilling, "observe", recording)
         cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case))
     kept = running.kept(cache, len(IDS))[:, 0]
-    step1, tokens = running.greedy_after_one(model, cache, logits, 32)
+    step1, tokens = running.greedy_after_one(model, cache, 32)
     return Run(logits=logits[0], kept=kept, scores=scores, step1=step1, tokens=tokens)
 
 

@@ -12,8 +12,8 @@ import tiny
 from policy_table import BY_NAME
 
 from jaxkv import attention
+from jaxkv.cache import KVCache
 from jaxkv.models import compress, prefill
-from jaxkv.models.moving import Live
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.scorers import WindowAttention
 
@@ -92,13 +92,8 @@ def padding_competes(patch):
 
 
 def positions_from_length(patch):
-    real = Live.of
-
-    def live(cls, cache):
-        seen = cache.length[0, :, 0]
-        return dataclasses.replace(real(cache), seen=seen)
-
-    patch.setattr(Live, "of", classmethod(live))
+    real = KVCache.unnamed
+    patch.setattr(KVCache, "unnamed", lambda self: dataclasses.replace(real(self), seen=self.length[0, :, 0]))
 
 
 def segments_one_row_early(patch):

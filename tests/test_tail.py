@@ -10,10 +10,12 @@ import tiny
 from flax import nnx
 
 import jaxkv
+from jaxkv.bank import Traffic
+from jaxkv.drawing import Drawing
 from jaxkv.loading import LanguageModel
 from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.moving import Live, program_for
+from jaxkv.models.moving import program_for
 from jaxkv.policies import GiniLayers
 
 LENGTHS = [37, 21]
@@ -30,24 +32,21 @@ POLICIES = {
 
 def loop(model, cache, logits, calls, *, tail, eos=-2):
     """Decodes in compiled loops of so many steps each; gives tokens, final logits and the cache."""
-    program = dataclasses.replace(program_for(tiny.flat(model), cache), tail=tail)
-    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(cache.batch, bool), key=jax.random.key(0))
-    running = looping.begin(jax.tree.map(jnp.copy, Live.of(cache)), program=program, size=16)
-    drawn = []
-    for steps in calls:
-        running, draw, out, _ = looping.decode(
-            tiny.flat(model),
-            running,
-            draw,
-            jnp.asarray([eos], jnp.int32),
-            steps,
-            program=program,
-            sampling=jaxkv.Greedy(),
-            size=16,
-        )
-        drawn.append(np.asarray(out)[:, :steps])
-    live = looping.settle(running, program=program)
-    return np.concatenate(drawn, axis=1), np.asarray(draw.logits), live.into(cache)
+    drawing = Drawing(
+        model.flat,
+        jax.tree.map(jnp.copy, cache),
+        jnp.asarray(logits),
+        program=dataclasses.replace(program_for(model.flat, cache), tail=tail),
+        sampling=jaxkv.Greedy(),
+        eos=(eos,),
+        key=jax.random.key(0),
+        new=16,
+        size=16,
+        traffic=Traffic(),
+    )
+    drawn = [drawing.draw(steps) for steps in calls]
+    after = drawing.close()
+    return np.concatenate(drawn, axis=1), np.asarray(after.logits), after
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -85,14 +84,14 @@ def test_sixteen_bits_decode_close_to_thirty_two():
     for each in (model, half):
         cache, _, _ = tiny.run(each, short, jaxkv.FullKV(), room=16)
         forced = _Forced(tuple(map(tuple, last.tolist())))
-        program = program_for(tiny.flat(each), cache)
+        program = program_for(each.flat, cache)
         assert program.tail == (each is half)
         draw = looping.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
-        running = looping.begin(Live.of(cache), program=program, size=8)
+        running = looping.begin(cache, program=program, size=8)
         at = jnp.asarray([-2], jnp.int32)
         for step in range(6):
             running, draw, _, _ = looping.decode(
-                tiny.flat(each), running, draw, at, 1, program=program, sampling=forced.at(step), size=4
+                each.flat, running, draw, at, 1, program=program, sampling=forced.at(step), size=4
             )
         results.append(np.asarray(draw.logits))
     scale = np.abs(results[0]).max()
@@ -103,16 +102,13 @@ def test_sixteen_bits_leave_the_embedding_as_it_is():
     """No loop carries a float32 copy of the table, which XLA would make at every call."""
     model = _cast(tiny.tiny(tiny.MODELS["mha"]))
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), jaxkv.FullKV(), room=16)
-    flat, program = tiny.flat(model), program_for(tiny.flat(model), cache)
-    running = looping.begin(Live.of(cache), program=program, size=16)
+    flat, program = model.flat, program_for(model.flat, cache)
+    running = looping.begin(cache, program=program, size=16)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
-    eos, steps = jnp.asarray([-2], jnp.int32), jnp.int32(4)
-    moving, live = (running.index, running.written, draw), running.live
-    leaves, structure = jax.tree.flatten(
-        (flat.ends, flat.blocks, running.tails, live.pools, dataclasses.replace(live, pools=()), moving, eos, steps)
-    )
-    statics = {"program": program, "sampling": jaxkv.Greedy(), "size": 16}
-    lowered = jax.jit(lambda *each: looping._loop(*jax.tree.unflatten(structure, each), **statics)).lower(*leaves)
+    given = looping.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), 4, jaxkv.Greedy())
+    leaves, structure = jax.tree.flatten(given)
+    loop = lambda *each: looping._loop(*jax.tree.unflatten(structure, each), program=program, size=16)  # noqa: E731
+    lowered = jax.jit(loop).lower(*leaves)
     loops = [line for line in lowered.compile().as_text().splitlines() if " while(" in line]
     table = f"[{model.config.vocab},{model.config.embed}]"
     assert any(f"bf16{table}" in line for line in loops)

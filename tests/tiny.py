@@ -2,17 +2,11 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from jaxkv.cache import repack
 from jaxkv.loading import LanguageModel
-from jaxkv.models import decode as decoding
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, program_for
 from jaxkv.testing import segments, tiny_model
 
 __all__ = ["segments"]
@@ -43,12 +37,6 @@ def tiny(config: jaxkv.ModelConfig, seed: int = 0, dtype: str = "float32") -> La
     return tiny_model(config, seed=seed, dtype=dtype)
 
 
-@functools.cache
-def flat(model: LanguageModel) -> Flat:
-    """The model taken apart for jitted code, once."""
-    return Flat(model.decoder)
-
-
 def prompts(seed: int, lengths) -> list[list[int]]:
     """Random token ids of these lengths."""
     rng = np.random.default_rng(seed)
@@ -57,29 +45,19 @@ def prompts(seed: int, lengths) -> list[list[int]]:
 
 def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
     """Prefills and returns the cache, the logits of each last token, and the plan."""
-    lengths = np.asarray([len(each) for each in ids], np.int32)
-    needed = jaxkv.plan(model.config, policy, lengths.tolist(), room=room)
-    tokens = np.zeros((len(ids), needed.slots), np.int32)
-    for row, each in enumerate(ids):
-        tokens[row, : len(each)] = each
-    cache, logits = prefilling.prefill(
-        flat(model), model.config, tokens, lengths, policy, needed, key=jax.random.key(0)
-    )
-    return cache, np.asarray(logits), needed
+    session = jaxkv.Session(model, policy)
+    needed = jaxkv.plan(model.config, session.policy, [len(each) for each in ids], room=room)
+    cache = session.prefill(ids, needed=needed)
+    return cache, np.asarray(cache.logits), needed
 
 
 def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
-    copy = repack(cache, room=room)
-    live = Live.of(copy)
-    program = program_for(flat(model), cache)
-    ones = jnp.ones((cache.batch,), jnp.int32)
-    out = []
+    session, copy, out = jaxkv.Session(model, cache.policy), repack(cache, room=room), []
     for step in tokens:
-        given = jnp.asarray(step, jnp.int32)[:, None]
-        logits, live = decoding.extend(flat(model), live, given, ones, program=program)
-        out.append(np.asarray(logits))
-    return np.stack(out), live.into(copy)
+        copy = session.extend(copy, [[token] for token in step], chunk=1, donate=True)
+        out.append(np.asarray(copy.logits))
+    return np.stack(out), copy
 
 
 def kept(cache) -> list[list[list[list[int]]]]:

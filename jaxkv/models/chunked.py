@@ -15,8 +15,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.models.compress import empty_pool
 from jaxkv.models.decode import extend
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Live, Program, reading_state
-from jaxkv.models.prefill import compiled_shapes
+from jaxkv.models.moving import Program, reading_state
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
@@ -56,7 +55,7 @@ def compile_ahead(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
-    """Compiles what `prefill` will call, by running it over a chunk of no tokens; once per process and shape.
+    """Compiles what `prefill` will call, by running it over a chunk of no tokens; once per model and shape.
 
     Args:
         flat: the decoder's parameters.
@@ -68,12 +67,12 @@ def compile_ahead(
     """
     program, chunk = _program(flat, config, policy, needed, implementation)
     signature = (program, flat.ends[0].dtype, batch, chunk, needed.slots, needed.room)
-    if signature in compiled_shapes:
+    if signature in flat.compiled:
         return
-    live = _empty(flat, config, np.ones(batch, np.int32), policy, needed)
+    cache = _empty(flat, config, np.ones(batch, np.int32), policy, needed)
     nothing = jnp.zeros((batch, chunk), jnp.int32)
-    jax.block_until_ready(extend(flat, live, nothing, nothing[:, 0], program=program))
-    compiled_shapes.add(signature)
+    jax.block_until_ready(extend(flat, cache, nothing, nothing[:, 0], program=program))
+    flat.compiled.add(signature)
 
 
 def prefill(
@@ -108,7 +107,7 @@ def prefill(
         OmniKV, appendix D.10: each chunk chooses `prefill_ratio` tokens for each of its own, all queries alike.
     """
     program, chunk = _program(flat, config, policy, needed, implementation)
-    live = _empty(flat, config, lengths, policy, needed)
+    cache = _empty(flat, config, lengths, policy, needed)
     longest = int(np.max(lengths))
     logits = jnp.zeros((len(lengths), config.vocab), jnp.float32)
     for first in range(0, longest, chunk):
@@ -116,15 +115,14 @@ def prefill(
         mine = tokens[:, first : first + chunk]
         part[:, : mine.shape[1]] = mine
         count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
-        new, live = extend(flat, live, jnp.asarray(part), jnp.asarray(count), program=program)
+        new, cache = extend(flat, cache, jnp.asarray(part), jnp.asarray(count), program=program)
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
         tick(config.layers * chunk / longest)
-    live = dataclasses.replace(live, limit=jnp.copy(live.length))
-    live, bank = banked(live, _reading(policy, config, needed), config, needed, release=True)
-    return dataclasses.replace(live.begun(policy, config, needed, model), bank=bank), logits
+    cache = dataclasses.replace(cache, limit=jnp.copy(cache.length), model=model)
+    return banked(cache, _reading(policy, config, needed), needed, release=True), logits
 
 
-def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> Live:
+def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> KVCache:
     """A cache of no tokens, with room for the prompts in every layer."""
     reading = _reading(policy, config, needed)
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
@@ -134,36 +132,37 @@ def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], poli
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing = jnp.zeros_like(start)
-    return Live(
+    return KVCache(
         pools=tuple(empty_pool(batch, each, dim, dtype, scored=False) for each in rows),
         start=start,
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
         state=reading_state(policy.parts(), lengths, config.layers, rings),
+        form=needed.form,
+        policy=policy,
+        config=config,
     )
 
 
-def banked(
-    live: Live, reading: Reading, config: ModelConfig, needed: Plan, *, release: bool = False
-) -> tuple[Live, Bank | None]:
+def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = False) -> KVCache:
     """Moves rows to host memory, layer by layer, where they are to wait there.
 
     Args:
-        live: prompts of which every layer's rows are on the device.
+        cache: prompts of which every layer's rows are on the device.
         reading: which layers' rows wait.
-        config: the model's shape.
         needed: the prompts' plan.
         release: give up the pools of those layers one by one.
 
     Returns:
-        The moving part with small pools for them, and the bank, None if no rows wait.
+        The cache, with small pools for them and what waits; as it is if nothing does.
     """
     if not reading.offloaded:
-        return live, None
-    heads, batch = config.kv_heads, live.seen.shape[0]
-    pools, rows = list(live.pools), []
-    start, length, limit = np.array(live.start), np.array(live.length), np.array(live.limit)
+        return cache
+    config = cache.config
+    heads, batch = config.kv_heads, cache.seen.shape[0]
+    pools, rows = list(cache.pools), []
+    start, length, limit = np.array(cache.start), np.array(cache.length), np.array(cache.limit)
     for layer in reading.offloaded:
         pool = pools[layer]
         apart = lambda a: a.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]  # noqa: E731
@@ -175,10 +174,10 @@ def banked(
         for leaf in jax.tree.leaves(pool) if release else ():
             leaf.delete()
     moved = dataclasses.replace(
-        live,
+        cache,
         pools=tuple(pools),
         start=jnp.asarray(start),
         length=jnp.asarray(length),
         limit=jnp.asarray(limit),
     )
-    return committed(moved), Bank(rows=tuple(rows), layers=reading.offloaded)
+    return dataclasses.replace(committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded))

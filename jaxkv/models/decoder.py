@@ -1,5 +1,6 @@
 """The decoder as a Flax NNX module: parameters and the mathematics of one block, no cache and no loop."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -111,6 +112,15 @@ class Ends(nnx.Module):
         return project(self.norm(x), head[...]).astype(jnp.float32)
 
 
+def parameters(module: Any) -> Iterator[Array]:
+    """Every parameter's array, as it stands now; much cheaper than to take the module apart."""
+    for part in module if isinstance(module, nnx.List) else vars(module).values():
+        if isinstance(part, nnx.Param):
+            yield part.get_value()
+        elif isinstance(part, (nnx.Module, nnx.List)):
+            yield from parameters(part)
+
+
 class Flat:
     """A decoder taken apart for jitted code: static graphs, and flat tuples of arrays.
 
@@ -119,10 +129,13 @@ class Flat:
         blocks: one tuple of leaves per block, all of the same structure.
         graphs: `(ends, block)` graph definitions, hashable, passed as static arguments.
         config: the decoder's shape.
+        compiled: signatures of what has been compiled for it ahead of its use.
     """
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
+        self.compiled: set[tuple] = set()
+        self._source = tuple(parameters(decoder))
         ends_graph, ends = nnx.split(Ends(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
         parts = [nnx.split(block) for block in decoder.blocks]
@@ -130,6 +143,11 @@ class Flat:
         self.graphs = Graphs(
             Graph(ends_graph, jax.tree.structure(ends)), Graph(parts[0][0], jax.tree.structure(parts[0][1]))
         )
+
+    def is_of(self, decoder: Decoder) -> bool:
+        """Whether these are still the decoder's arrays: whoever trains it replaces them."""
+        now = tuple(parameters(decoder))
+        return len(now) == len(self._source) and all(a is b for a, b in zip(now, self._source, strict=True))
 
 
 class Graph:

@@ -8,49 +8,49 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, row_norms, take_rows
+from jaxkv.cache import KVCache, Pool, row_norms, take_rows
 from jaxkv.models.evict import Segments, evict, weakest
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.moving import Program
 
 
-def segments_of(live: Live, part: int | slice) -> Segments:
+def segments_of(cache: KVCache, part: int | slice) -> Segments:
     """One layer's segments, or those of several layers one after the other."""
     part = slice(part, part + 1) if isinstance(part, int) else part
-    state, start = live.state, live.start[part]
-    none = jnp.zeros(live.seen.shape, jnp.int32)
+    state, start = cache.state, cache.start[part]
+    none = jnp.zeros(cache.seen.shape, jnp.int32)
     recent = jnp.zeros_like(start) if state is None else jnp.broadcast_to(state.recent[part][..., None], start.shape)
     return Segments(
         start=joined(start),
-        length=joined(live.length[part]),
-        limit=joined(live.limit[part]),
+        length=joined(cache.length[part]),
+        limit=joined(cache.limit[part]),
         recent=joined(recent),
         tau=None if state is None or state.tau is None else joined(state.tau[part]),
         prompt=none if state is None else state.prompt,
-        seen=live.seen,
-        likely=None if live.next is None else joined(live.next[part]),
+        seen=cache.seen,
+        likely=None if cache.likely is None else joined(cache.likely[part]),
     )
 
 
-def within_limits(live: Live, outs: list[Array], products: list[Array], program: Program) -> Live:
+def within_limits(cache: KVCache, outs: list[Array], products: list[Array], program: Program) -> KVCache:
     """Brings segments with a row too many back to their limits: layer by layer, or at once where layers share a pool.
 
     Args:
-        live: the cache's moving part after one token, rows and scores included.
+        cache: after one token, rows and scores included.
         outs: `[B, K]` of each layer, any number of each head's attention output.
         products: `f32[B, K, n]` of each layer, see `Heard`; none if the program does not look ahead.
         program: what is static.
 
     Returns:
-        The moving part.
+        The cache.
     """
-    layers, _, heads = live.start.shape
-    assert program.ongoing is not None and live.state is not None
+    layers, _, heads = cache.start.shape
+    assert program.ongoing is not None and cache.state is not None
     parts = [slice(0, layers)] if program.form is Form.SHARED else [slice(i, i + 1) for i in range(layers)]
     pools, lengths, taus, likely = [], [], [], []
-    for pool, part in zip(live.pools, parts, strict=True):
+    for pool, part in zip(cache.pools, parts, strict=True):
         left = evict(
             pool,
-            segments_of(live, part),
+            segments_of(cache, part),
             joined(jnp.stack(outs[part])),
             heads=heads,
             ongoing=program.ongoing,
@@ -63,11 +63,11 @@ def within_limits(live: Live, outs: list[Array], products: list[Array], program:
         taus += [] if left.tau is None else [parted(left.tau, heads)]
         likely.append(parted(left.likely, heads))
     return dataclasses.replace(
-        live,
+        cache,
         pools=tuple(pools),
         length=jnp.concatenate(lengths),
-        state=dataclasses.replace(live.state, tau=jnp.concatenate(taus) if taus else None),
-        next=None if live.next is None else jnp.concatenate(likely),
+        state=dataclasses.replace(cache.state, tau=jnp.concatenate(taus) if taus else None),
+        likely=None if cache.likely is None else jnp.concatenate(likely),
     )
 
 
@@ -81,11 +81,11 @@ def parted(joined: Shaped[Array, "B LK *n"], heads: int) -> Shaped[Array, "L B K
     return jnp.moveaxis(joined.reshape(joined.shape[0], -1, heads, *joined.shape[2:]), 1, 0)
 
 
-def likely_keys(live: Live) -> Float[Array, "L B K D"] | None:
+def likely_keys(cache: KVCache) -> Float[Array, "L B K D"] | None:
     """Keys of the rows likely to go, float32, if the program looks ahead."""
-    if live.next is None:
+    if cache.likely is None:
         return None
-    return parted(take_rows(live.pools[0].k, jnp.maximum(joined(live.next), 0)), live.start.shape[2])
+    return parted(take_rows(cache.pools[0].k, jnp.maximum(joined(cache.likely), 0)), cache.start.shape[2])
 
 
 def with_heard(pool: Pool, heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
@@ -94,25 +94,25 @@ def with_heard(pool: Pool, heard: Heard, start: Int[Array, "B K"], counts: Bool[
     return dataclasses.replace(pool, score=attention.add_heard(pool.score, heard, start, counts))
 
 
-def prepared(live: Live, program: Program) -> Live:
-    """What steps one after the other keep for each other beside the cache; `bare` takes it off again."""
+def with_scratch(cache: KVCache, program: Program) -> KVCache:
+    """What steps one after the other keep for each other beside the cache; `without_scratch` takes it off again."""
     if not program.compares_keys:
-        return live
-    pools = tuple(dataclasses.replace(pool, norm=row_norms(pool.k)) for pool in live.pools)
-    live = dataclasses.replace(live, pools=pools)
+        return cache
+    pools = tuple(dataclasses.replace(pool, norm=row_norms(pool.k)) for pool in cache.pools)
+    cache = dataclasses.replace(cache, pools=pools)
     if not program.looks_ahead:
-        return live
-    heads, ongoing = live.start.shape[2], program.ongoing
+        return cache
+    heads, ongoing = cache.start.shape[2], program.ongoing
     assert ongoing is not None
-    soon = dataclasses.replace(segments_of(live, slice(None)), seen=live.seen + 1)
+    soon = dataclasses.replace(segments_of(cache, slice(None)), seen=cache.seen + 1)
     row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, form=program.form, widest=program.widest)
-    return dataclasses.replace(live, next=parted(row, heads))
+    return dataclasses.replace(cache, likely=parted(row, heads))
 
 
-def bare(live: Live) -> Live:
+def without_scratch(cache: KVCache) -> KVCache:
     """The cache alone."""
-    pools = tuple(dataclasses.replace(pool, norm=None) for pool in live.pools)
-    return dataclasses.replace(live, pools=pools, next=None)
+    pools = tuple(dataclasses.replace(pool, norm=None) for pool in cache.pools)
+    return dataclasses.replace(cache, pools=pools, likely=None)
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) -> tuple[Pool, ...]:

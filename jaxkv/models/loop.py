@@ -9,32 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv import attention
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, append
-from jaxkv.models.choosing import Chosen
-from jaxkv.models.decode import remembered, step
+from jaxkv.cache import KVCache, append
+from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
-from jaxkv.models.limits import bare, prepared
-from jaxkv.models.moving import Live, Program
-from jaxkv.models.sparse import chosen_at, over_chosen, over_rest
-from jaxkv.models.tokens import Token, pool_attention, project, rolled, step_angles
-from jaxkv.rope import Angles, angles, rotate
+from jaxkv.models.layer_step import Tail
+from jaxkv.models.limits import with_scratch, without_scratch
+from jaxkv.models.moving import Program
 from jaxkv.sampling import Sampling, argument
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tail:
-    """One layer's rows drawn since the pool was last written, for programs that only read it while drawing.
-
-    Attributes:
-        k: `f32[B, K, T, D]` keys as the pool stores them.
-        v: `f32[B, K, T, D]` values.
-    """
-
-    k: Float[Array, "B K T D"]
-    v: Float[Array, "B K T D"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,13 +25,13 @@ class Running:
     """A cache while tokens are drawn on top of it.
 
     Attributes:
-        live: the cache's moving part.
+        cache: its pools stand still while there are tails.
         tails: one per layer where the program keeps new rows beside the pools, else none.
         index: `i32[]` rows of the tails in use.
         written: `i32[B]` how many of those each sequence really has; the rest were drawn after its end.
     """
 
-    live: Live
+    cache: KVCache
     tails: tuple[Tail, ...]
     index: Int[Array, ""]
     written: Int[Array, " B"]
@@ -62,28 +44,28 @@ class Running:
         if self.tails:
             return dataclasses.replace(self, written=self.written - rows)
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
-        length = self.live.length - rows[None, :, None]
-        return dataclasses.replace(self, live=dataclasses.replace(self.live, length=length, seen=self.live.seen - rows))
+        cache, length = self.cache, self.cache.length - rows[None, :, None]
+        return dataclasses.replace(self, cache=dataclasses.replace(cache, length=length, seen=cache.seen - rows))
 
 
-def begin(live: Live, *, program: Program, size: int) -> Running:
+def begin(cache: KVCache, *, program: Program, size: int) -> Running:
     """Makes ready to draw.
 
     Args:
-        live: a cache's moving part, with room for `size` rows behind every segment.
+        cache: with room for `size` rows behind every segment.
         program: what is static.
         size: tokens that can be drawn before `settle`, where the program keeps tails.
 
     Returns:
         What `decode` takes.
     """
-    config, batch = program.config, live.seen.shape[0]
+    config, batch = program.config, cache.seen.shape[0]
     zeros = lambda: jnp.zeros((batch, config.kv_heads, size, config.head_dim), jnp.float32)  # noqa: E731
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
-    return Running(live=live, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
+    return Running(cache=cache, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
 
 
-def settle(running: Running, *, program: Program) -> Live:
+def settle(running: Running, *, program: Program) -> KVCache:
     """Moves the tails' rows behind their segments.
 
     Args:
@@ -91,14 +73,14 @@ def settle(running: Running, *, program: Program) -> Live:
         program: what is static.
 
     Returns:
-        The cache's moving part, with every row in its pool.
+        The cache, with every row in its pool.
     """
     if not running.tails:
-        return running.live
-    live, written = running.live, running.written
-    pools = _settle(live.pools, live.start, live.length, live.seen, running.tails, written, program=program)
-    length, seen = live.length + written[None, :, None], live.seen + written
-    return dataclasses.replace(live, pools=pools, length=length, seen=seen)
+        return running.cache
+    cache, written = running.cache, running.written
+    pools = _settle(cache.pools, cache.start, cache.length, cache.seen, running.tails, written, program=program)
+    length, seen = cache.length + written[None, :, None], cache.seen + written
+    return dataclasses.replace(cache, pools=pools, length=length, seen=seen)
 
 
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
@@ -175,63 +157,34 @@ def decode(
     Returns:
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
-    live = running.live
-    written, read = (running.tails, live.pools) if running.tails else (live.pools, ())
-    moving = (running.index, running.written, draw)
-    written, live, moving, out, ran = _loop(
-        flat.ends,
-        flat.blocks,
-        written,
-        read,
-        dataclasses.replace(live, pools=()),
-        moving,
-        eos,
-        jnp.int32(steps),
-        argument(sampling),
-        program=program,
-        size=size,
-    )
-    tails, pools = (written, read) if running.tails else ((), written)
+    given = loop_arguments(flat, running, draw, eos, steps, sampling)
+    written, rest, moving, out, ran = _loop(*given, program=program, size=size)
+    tails, pools = (written, running.cache.pools) if running.tails else ((), written)
     index, fed, draw = moving
-    live = dataclasses.replace(live, pools=pools)
-    return Running(live=live, tails=tails, index=index, written=fed), draw, out, ran
+    cache = running.cache.with_arrays(dataclasses.replace(rest, pools=pools))
+    return Running(cache=cache, tails=tails, index=index, written=fed), draw, out, ran
 
 
-def bytes_accessed(
-    flat: Flat, running: Running, draw: Draw, *, program: Program, sampling: Sampling, size: int
-) -> float:
-    """Bytes that the compiled loop reads and writes, as the compiler counts them, each step's once.
+def loop_arguments(
+    flat: Flat, running: Running, draw: Draw, eos: Int[Array, " n"], steps: int, sampling: Sampling
+) -> tuple[Any, ...]:
+    """What the compiled loop takes beside what is static, in its order: what it writes, what it only reads, the rest.
 
     Args:
         flat: as for `decode`.
-        running: as for `decode`; not consumed.
+        running: as for `decode`.
         draw: as for `decode`.
-        program: as for `decode`.
+        eos: as for `decode`.
+        steps: as for `decode`.
         sampling: as for `decode`.
-        size: as for `decode`.
 
     Returns:
-        The bytes.
+        The arguments; those that it writes are donated if it is run.
     """
-    written, read = (running.tails, running.live.pools) if running.tails else (running.live.pools, ())
-    rest = dataclasses.replace(running.live, pools=())
-    moving = (running.index, running.written, draw)
-    none = jnp.asarray([-2], jnp.int32)
-    lowered = _loop.lower(
-        flat.ends,
-        flat.blocks,
-        written,
-        read,
-        rest,
-        moving,
-        none,
-        jnp.int32(1),
-        argument(sampling),
-        program=program,
-        size=size,
-    )
-    costs: Any = lowered.compile().cost_analysis()
-    return float(costs["bytes accessed"])
+    cache, moving = running.cache, (running.index, running.written, draw)
+    written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
+    rest = dataclasses.replace(cache.unnamed(), pools=())
+    return flat.ends, flat.blocks, written, read, rest, moving, eos, jnp.int32(steps), argument(sampling)
 
 
 @partial(jax.jit, static_argnames=("program", "size"), donate_argnames=("written",))
@@ -241,10 +194,10 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
     batch = fed.shape[0]
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
     if program.tail:
-        live = dataclasses.replace(rest, pools=read)
-        store: Any = (written, rest.state.rings if rest.state is not None else ())
+        standing = dataclasses.replace(rest, pools=read)
+        store: Any = (written, rest.state)
     else:
-        store = prepared(dataclasses.replace(rest, pools=written), program)
+        store = with_scratch(dataclasses.replace(rest, pools=written), program)
 
     def going(carry):
         index, _, draw, _, _ = carry
@@ -253,80 +206,23 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
 
     def body(carry):
         index, store, draw, fed, out = carry
-        token, done = drawn(draw, live.seen + fed if program.tail else store.seen, eos, sampling)
+        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, eos, sampling)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         count = (~done).astype(jnp.int32)
+        one = partial(step, ends, blocks, tokens=token[:, None], count=count, program=program)
         if program.tail:
-            logits, store = _tail_step(ends, blocks, live, *store, first + index, token, count, program=program)
+            tails, state = store
+            cache = dataclasses.replace(standing, state=state)
+            logits, cache, tails = one(cache, tails=tails, index=first + index)
+            store = tails, cache.state
         else:
-            logits, store = step(ends, blocks, store, token[:, None], count, program=program)
+            logits, store, _ = one(store)
         return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
     if not program.tail:
-        store = bare(store)
+        store = without_scratch(store)
         return store.pools, dataclasses.replace(store, pools=()), (first, jnp.zeros_like(fed), draw), out, index
-    tails, rings = store
-    state = None if rest.state is None else dataclasses.replace(rest.state, rings=rings)
+    tails, state = store
     return tails, dataclasses.replace(rest, state=state), (first + index, fed, draw), out, index
-
-
-def _tail_step(ends, blocks, live, tails, rings, index, token, count, *, program):
-    """`step` for one token, which writes to the tails and only reads the pools."""
-    outer = program.graphs.ends(ends)
-    x = outer.embed(token[:, None])
-    after, kept, chosen = [], [], None
-    positions = live.seen[:, None] + index
-    turned = step_angles(live, positions, program)
-    for layer, leaves in enumerate(blocks):
-        pool = live.pools[0 if program.form is Form.SHARED else layer]
-        block = program.graphs.block(leaves)
-        new = project(block, program, x, turned[layer].new)
-        ring = program.ring_of(layer) if rings else None
-        if ring is not None:
-            kept.append(remembered(rings[ring], new.q, positions, count))
-        if program.chooses(layer, 1):
-            queries = None if ring is None else kept[-1]
-            chosen = chosen_at(live, layer, pool, new.q, queries, positions, count, program)
-        out, tail = _over_tail(program, new, pool, tails[layer], live, layer, chosen, index, turned[layer].rows)
-        x = block.finish(x, out)
-        after.append(tail)
-    return outer.logits(x[:, 0]), (tuple(after), tuple(kept))
-
-
-def _over_tail(
-    program: Program,
-    new: Token,
-    pool: Pool,
-    tail: Tail,
-    live: Live,
-    layer: int,
-    chosen: Chosen | None,
-    index: Int[Array, ""],
-    by_place: Angles | None,
-) -> tuple[Float[Array, "B K G 1 D"], Tail]:
-    """One layer's attention of a new token: its row joins the tail, and it attends to the pool and to the tail."""
-    start, length = live.start[layer], live.length[layer]
-    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
-    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
-    tail = lax.optimization_barrier(Tail(k=put(tail.k, new.stored), v=put(tail.v, new.v)))
-    keys, tail_keys = pool.k, tail.k
-    batch, heads, size, dim = tail.k.shape
-    if by_place is not None:
-        config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
-        keys, tail_keys = rolled(pool.k, by_place), rotate(tail.k, angles(places, config.rope, config.head_dim))
-    if program.sparse(layer, 1):
-        assert chosen is not None
-        rest = over_rest(new.q, pool, live, layer, length, program)
-        out, lse = attention.merge_with_lse(*rest, *over_chosen(new.q, pool, live, layer, chosen, None, program))
-    else:
-        out, lse = pool_attention(new.q, keys, pool.v, start, length, program)
-    flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
-    first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
-    rows = jnp.broadcast_to(index + 1, (batch, heads))
-    wide = new.q.astype(tail.k.dtype)
-    own, own_lse = pool_attention(
-        wide, flat(tail_keys), flat(tail.v), first, rows, dataclasses.replace(program, form=Form.EQUAL)
-    )
-    return attention.merge(out, lse, own, own_lse), tail

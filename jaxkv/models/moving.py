@@ -1,7 +1,6 @@
-"""The moving part of a cache, and what the programs that move it are compiled for."""
+"""What the programs are compiled for that run on top of a cache."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,85 +9,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import KERNELS, Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool, State, Turn
+from jaxkv.cache import KVCache, State
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
-from jaxkv.plan import Plan, bucket, widest
+from jaxkv.plan import bucket, widest
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pools", "start", "length", "seen", "limit", "state", "next"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Live:
-    """The moving part of a cache: what jitted code takes, gives back, and may write in place.
-
-    Attributes:
-        pools: as in KVCache.
-        start: `i32[L, B, K]`.
-        length: `i32[L, B, K]`.
-        seen: `i32[B]`.
-        limit: `i32[L, B, K]`.
-        state: as in KVCache.
-        next: `i32[L, B, K]` rows likely to go next, only while tokens are drawn by a program that looks ahead.
-    """
-
-    pools: tuple[Pool, ...]
-    start: Int[Array, "L B K"]
-    length: Int[Array, "L B K"]
-    seen: Int[Array, " B"]
-    limit: Int[Array, "L B K"]
-    state: State | None
-    next: Int[Array, "L B K"] | None = None
-
-    @classmethod
-    def of(cls, cache: KVCache) -> "Live":
-        """The moving part of a cache, which must own its pools if a donating function takes it."""
-        return cls(
-            pools=cache.pools,
-            start=cache.start,
-            length=cache.length,
-            seen=cache.seen,
-            limit=cache.limit,
-            state=cache.state,
-        )
-
-    def into(self, cache: KVCache) -> KVCache:
-        """The cache with this as its moving part."""
-        return dataclasses.replace(
-            cache, pools=self.pools, start=self.start, length=self.length, seen=self.seen, state=self.state
-        )
-
-    def begun(self, policy: Method, config: ModelConfig, needed: Plan, model: str) -> KVCache:
-        """The cache that a prefill ends with.
-
-        Args:
-            policy: who compressed it.
-            config: the model's shape.
-            needed: the prefill's plan.
-            model: the weights' fingerprint.
-
-        Returns:
-            A cache with this as its moving part, and nothing in host memory.
-        """
-        return KVCache(
-            pools=self.pools,
-            start=self.start,
-            length=self.length,
-            limit=self.limit,
-            seen=self.seen,
-            state=self.state,
-            form=needed.form,
-            policy=policy,
-            config=config,
-            model=model,
-            turn=Turn.START,
-        )
 
 
 def reading_state(

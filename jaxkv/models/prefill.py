@@ -23,7 +23,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
-from jaxkv.models.moving import Live, reading_state
+from jaxkv.models.moving import reading_state
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
@@ -94,10 +94,6 @@ def read_layers(
         yield out.q, out.k, out.q_positions
 
 
-# What has been compiled ahead.
-compiled_shapes: set[tuple] = set()
-
-
 def compile_ahead(
     flat: Flat,
     config: ModelConfig,
@@ -107,7 +103,7 @@ def compile_ahead(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
-    """Compiles what `prefill` will call, by running it over sequences of no tokens; once per process and shape.
+    """Compiles what `prefill` will call, by running it over sequences of no tokens; once per model and shape.
 
     Args:
         flat: the decoder's parameters.
@@ -144,12 +140,7 @@ def compile_ahead(
         for rows in set(pool_rows):
             pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
-    compiled_shapes.add(signature)
-
-
-def forget_compiled() -> None:
-    """Makes `compile_ahead` compile again; call it after `jax.clear_caches`."""
-    compiled_shapes.clear()
+    flat.compiled.add(signature)
 
 
 def _observed(
@@ -344,8 +335,18 @@ def prefill(
         )
     elif reading is not None:
         state = reading_state(parts, lengths, layers, tuple(rings))
-    live = Live(pools=tuple(pools), start=start, length=kept, limit=limit, seen=jnp.copy(length), state=state)
-    cache = live.begun(policy, config, needed, model)
+    cache = KVCache(
+        pools=tuple(pools),
+        start=start,
+        length=kept,
+        limit=limit,
+        seen=jnp.copy(length),
+        state=state,
+        form=needed.form,
+        policy=policy,
+        config=config,
+        model=model,
+    )
     if reading is not None and reading.offloaded:
         bank = Bank(rows=tuple(banked), layers=reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)

@@ -6,6 +6,7 @@ rows run and the next filter is asked.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import jax
@@ -13,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.bank import Bank, Traffic, fetch_rows, fetch_whole
-from jaxkv.cache import Pool
+from jaxkv.bank import Traffic, fetch_rows, fetch_whole
+from jaxkv.cache import KVCache, Pool
 from jaxkv.models.choosing import Chosen
-from jaxkv.models.decode import over_rows, remembered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.layer_step import LayerRows, layer_step, remembered
 from jaxkv.models.limits import segments_of
 from jaxkv.models.loop import Draw, Running, drawn
-from jaxkv.models.moving import Live, Program
-from jaxkv.models.sparse import Loaded, chosen_and_own, chosen_at
-from jaxkv.models.tokens import project
+from jaxkv.models.moving import Program
+from jaxkv.models.sparse import candidates_of, chosen_at
+from jaxkv.models.tokens import NewTokens, StepAngles
 from jaxkv.policies.reading import Reading
 from jaxkv.rope import angles
 from jaxkv.sampling import Sampling, argument
@@ -109,12 +110,12 @@ def _numbers(layers: tuple[int, ...], device: jax.Device) -> Int[Array, " n"]:
     return jax.device_put(np.asarray(layers, np.int32), device)
 
 
-def _tables(live: Live, layers: Int[Array, " n"]) -> Live:
+def _tables(cache: KVCache, layers: Int[Array, " n"]) -> KVCache:
     """The tables of a few layers."""
-    assert live.state is not None
-    state = dataclasses.replace(live.state, recent=live.state.recent[layers])
-    start, length, limit = (table[layers] for table in (live.start, live.length, live.limit))
-    return dataclasses.replace(live, state=state, start=start, length=length, limit=limit)
+    assert cache.state is not None
+    state = dataclasses.replace(cache.state, recent=cache.state.recent[layers])
+    start, length, limit = (table[layers] for table in (cache.start, cache.length, cache.limit))
+    return dataclasses.replace(cache, state=state, start=start, length=length, limit=limit)
 
 
 @partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
@@ -122,7 +123,7 @@ def run_stretch(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
     rings: tuple[Float[Array, "B K G R D"] | None, ...],
-    rest: Live,
+    rest: KVCache,
     x: Float[Array, "B N E"],
     loaded: Float[Array, "B n T 2 K D"] | None,
     chosen: Chosen | None,
@@ -138,7 +139,7 @@ def run_stretch(
         blocks: the layers' parameters.
         pools: their pools; donated.
         rings: the queries that they remember, if any.
-        rest: the cache's moving part before the step, without pools.
+        rest: the cache before the step, without pools.
         x: hidden states.
         loaded: chosen rows of these layers, if they are offloaded.
         chosen: which those are.
@@ -150,78 +151,81 @@ def run_stretch(
     Returns:
         Hidden states, pools, rings, and the filter's choice or None.
     """
-    positions = rest.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+    tokens = x.shape[1]
+    new = NewTokens(
+        positions=rest.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32),
+        count=count,
+        candidates=candidates_of(program, rest, tokens),
+    )
     after, remembering, mine = [], [], _tables(rest, layers)
-    by = angles(positions, program.config.rope, program.config.head_dim)
+    by = StepAngles(angles(new.positions, program.config.rope, program.config.head_dim), None)
     for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
-        block = program.graphs.block(leaves)
-        new = project(block, program, x, by)
-        if loaded is not None:
-            assert chosen is not None
-            rows: Loaded = loaded[:, index]
-            out, pool = chosen_and_own(new, pool, mine, index, chosen, rows, positions, count, program)
-        else:
-            out, pool, _ = over_rows(program, new, pool, segments_of(mine, index), count, positions)
-        x = block.finish(x, out)
-        after.append(pool)
-        remembering.append(None if ring is None else remembered(ring, new.q, positions, count))
+        rows = LayerRows(
+            pool=pool,
+            segments=segments_of(mine, index),
+            by=by,
+            ring=ring,
+            chosen=None if loaded is None else chosen,
+            loaded=None if loaded is None else loaded[:, index],
+        )
+        x, rows, *_ = layer_step(program.graphs.block(leaves), program, x, rows, new)
+        after.append(rows.pool)
+        remembering.append(rows.ring)
     choice = None
     if ahead is not None:
         filtering = program.graphs.block(ahead.leaves)
-        q = filtering.queries(filtering.normed(x), by)
-        queries = None if ahead.ring is None else remembered(ahead.ring, q, positions, count)
-        choice = chosen_at(_tables(rest, ahead.layer), 0, ahead.pool, q, queries, positions, count, program)
+        q = filtering.queries(filtering.normed(x), by.new)
+        queries = None if ahead.ring is None else remembered(ahead.ring, q, new.positions, count)
+        segments = segments_of(_tables(rest, ahead.layer), 0)
+        choice = chosen_at(program, ahead.pool, segments, q, queries, new)
     return x, tuple(after), tuple(remembering), choice
 
 
 def step(
     flat: Flat,
-    live: Live,
-    bank: Bank,
+    cache: KVCache,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     program: Program,
     traffic: Traffic,
-) -> tuple[Float[Array, "B V"], Live]:
+) -> tuple[Float[Array, "B V"], KVCache]:
     """Runs N new tokens per sequence through the model; several at once read everything.
 
     Args:
         flat: the decoder's parameters.
-        live: the cache's moving part, with room for N rows behind every segment; its pools are donated.
-        bank: what lies in host memory.
+        cache: with a bank, and room for N rows behind every segment; its pools are donated.
         tokens: ids, padded on the right.
         count: how many of the N are real; 0 leaves a sequence's cache as it is.
         program: what is static.
         traffic: counts transfers.
 
     Returns:
-        Float32 logits of each sequence's last real token, and the moving part with the new rows.
+        Float32 logits of each sequence's last real token, and the cache with the new rows.
     """
     reading, graphs = program.reading, program.graphs
-    assert reading is not None and live.state is not None
+    bank = cache.bank
+    assert reading is not None and cache.state is not None and bank is not None
     batch = tokens.shape[0]
     whole = tokens.shape[1] > 1 or not reading.filters
     cut = stretches(reading, program.config.layers, whole=whole)
-    rest = dataclasses.replace(live, pools=())
-    pools = list(live.pools)
+    rest = dataclasses.replace(cache.unnamed(), pools=())
+    pools = list(cache.pools)
     rings: list[Array | None] = [None] * len(pools)
-    for layer, ring in zip(reading.filters, live.state.rings, strict=False):
+    for layer, ring in zip(reading.filters, cache.state.rings, strict=False):
         rings[layer] = ring
-    device = next(iter(live.seen.devices()))
+    device = next(iter(cache.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
-    everything = Chosen(positions=jnp.zeros((batch, 1), jnp.int32), count=live.state.prompt)
-    waiting = [part.layers[0] for part in cut if part.loaded] if whole else []
-    coming: list[Array] = []
+    everything = Chosen(positions=jnp.zeros((batch, 1), jnp.int32), count=cache.state.prompt)
+    fetch = partial(fetch_whole, bank, batch=batch, device=device, traffic=traffic)
+    layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
     chosen: Chosen | None = None
     for part in cut:
         loaded, ahead = None, None
         if part.loaded and whole:
             # Whole layers are large: no more of them are on the device than the plan says.
             jax.block_until_ready(x)
-            while waiting and len(coming) <= reading.ahead:
-                coming.append(fetch_whole(bank, waiting.pop(0), batch, device, traffic))
-            loaded, chosen = coming.pop(0), everything
+            loaded, chosen = next(layers), everything
         elif part.loaded:
             assert chosen is not None
             # Only the choice is waited for: the filter's own stretch is under way.
@@ -249,10 +253,19 @@ def step(
         for layer, pool, ring in zip(part.layers, moved, remembering, strict=True):
             pools[layer], rings[layer] = pool, ring
         chosen = choice if part.ask is not None else chosen
-    state = dataclasses.replace(live.state, rings=tuple(ring for ring in rings if ring is not None))
+    state = dataclasses.replace(cache.state, rings=tuple(ring for ring in rings if ring is not None))
     logits = _logits(flat.ends, x, count, graphs=graphs)
-    seen, length = _advanced(live.seen, live.length, count)
-    return logits, dataclasses.replace(live, pools=tuple(pools), state=state, seen=seen, length=length)
+    seen, length = _advanced(cache.seen, cache.length, count)
+    return logits, dataclasses.replace(cache, pools=tuple(pools), state=state, seen=seen, length=length)
+
+
+def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int) -> Iterator[Array]:
+    """Whole layers in turn; while one is in use, so many of the next ones are on their way."""
+    coming: list[Array] = []
+    while layers or coming:
+        while layers and len(coming) <= ahead:
+            coming.append(fetch(layers.pop(0)))
+        yield coming.pop(0)
 
 
 @jax.jit
@@ -267,7 +280,6 @@ def decode(
     eos: Int[Array, " n"],
     steps: int,
     *,
-    bank: Bank,
     program: Program,
     sampling: Sampling,
     size: int,
@@ -281,7 +293,6 @@ def decode(
         draw: as there.
         eos: as there.
         steps: as there; with 0 everything is compiled and nothing changes.
-        bank: what lies in host memory.
         program: as there.
         sampling: as there.
         size: as there.
@@ -290,24 +301,25 @@ def decode(
     Returns:
         As there.
     """
-    live, batch = running.live, draw.done.shape[0]
-    draw = jax.device_put(draw, next(iter(live.seen.devices())))
+    cache, batch = running.cache, draw.done.shape[0]
+    draw = jax.device_put(draw, next(iter(cache.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
-        _, _, nothing = _draw(draw, live.seen, eos, argument(sampling))
+        _, _, nothing = _draw(draw, cache.seen, eos, argument(sampling))
         nothing = nothing * 0
-        logits, live = step(flat, live, bank, nothing[:, None], nothing, program=program, traffic=Traffic())
+        logits, cache = step(flat, cache, nothing[:, None], nothing, program=program, traffic=Traffic())
         jax.block_until_ready(logits)
-        return dataclasses.replace(running, live=live), draw, out, 0
+        return dataclasses.replace(running, cache=cache), draw, out, 0
     ran, ended = 0, np.asarray(draw.done)
     while ran < steps and not ended.all():
-        token, done, count = _draw(draw, live.seen, eos, argument(sampling))
-        logits, live = step(flat, live, bank, jnp.maximum(token, 0)[:, None], count, program=program, traffic=traffic)
+        token, done, count = _draw(draw, cache.seen, eos, argument(sampling))
+        fed = jnp.maximum(token, 0)[:, None]
+        logits, cache = step(flat, cache, fed, count, program=program, traffic=traffic)
         draw = Draw(logits=logits, done=done, key=draw.key)
         # Only now, with the step under way.
         out[:, ran], ended = np.asarray(token), np.asarray(done)
         ran += 1
-    return dataclasses.replace(running, live=live), draw, out, ran
+    return dataclasses.replace(running, cache=cache), draw, out, ran
 
 
 @jax.jit

@@ -11,10 +11,28 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
+from jaxkv.cache import KVCache
 from jaxkv.models.decoder import Block
-from jaxkv.models.moving import Live, Program
+from jaxkv.models.moving import Program
 from jaxkv.plan import QUERY_BLOCK
 from jaxkv.rope import Angles, angles, rotate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewTokens:
+    """What all layers of a step know of its N tokens.
+
+    Attributes:
+        positions: theirs in the text.
+        count: how many of the N are real; 0 leaves a sequence's rows as they are.
+        index: rows of the tails in use, where there are tails.
+        candidates: tokens at positions below which filter layers choose, and how many they do; None without filters.
+    """
+
+    positions: Int[Array, "B N"]
+    count: Int[Array, " B"]
+    index: Int[Array, ""] | None = None
+    candidates: tuple[Int[Array, " B"], Int[Array, " B"]] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -82,11 +100,11 @@ class StepAngles(NamedTuple):
     rows: Angles | None
 
 
-def step_angles(live: Live, positions: Int[Array, "B N"], program: Program) -> list[StepAngles]:
+def step_angles(cache: KVCache, positions: Int[Array, "B N"], program: Program) -> list[StepAngles]:
     """The angles of a step, made once for all layers that share them.
 
     Args:
-        live: the cache's moving part before the new tokens.
+        cache: before the new tokens.
         positions: their positions in the text.
         program: what is static.
 
@@ -97,11 +115,11 @@ def step_angles(live: Live, positions: Int[Array, "B N"], program: Program) -> l
     made = partial(angles, rope=config.rope, head_dim=config.head_dim)
     if not program.rolling:
         return [StepAngles(made(positions), None)] * config.layers
-    heads = live.start.shape[2]
-    sizes = [pool.rows // heads for pool in live.pools]
+    heads = cache.start.shape[2]
+    sizes = [pool.rows // heads for pool in cache.pools]
     by_size = {size: made(jnp.arange(size, dtype=jnp.int32)[None]) for size in sorted(set(sizes))}
     # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
-    places = [length[:, :1] + positions - live.seen[:, None] for length in live.length]
+    places = [length[:, :1] + positions - cache.seen[:, None] for length in cache.length]
     return [StepAngles(made(place), by_size[size]) for place, size in zip(places, sizes, strict=True)]
 
 

@@ -1,0 +1,142 @@
+"""Tokens drawn on top of a cache, a block of them at a time."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxkv._errors import require
+from jaxkv.bank import Traffic
+from jaxkv.cache import KVCache
+from jaxkv.models import loop, staged
+from jaxkv.models.decoder import Flat
+from jaxkv.models.moving import Program
+from jaxkv.models.room import make_room, steps_that_fit
+from jaxkv.policies.reading import Reading
+from jaxkv.sampling import Sampling
+
+
+class Drawing:
+    """Draws tokens on top of a cache, and makes room where there is none. It owns the cache, whose buffers it writes.
+
+    Attributes:
+        left: tokens still to be drawn of those it was made for.
+        size: tokens that one call of `draw` draws at most.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        cache: KVCache,
+        logits: Float[Array, "B V"],
+        *,
+        program: Program,
+        sampling: Sampling,
+        eos: tuple[int, ...],
+        key: PRNGKeyArray,
+        new: int,
+        size: int,
+        traffic: Traffic,
+    ):
+        """Takes the cache over, and compiles the loop.
+
+        Args:
+            flat: the decoder's parameters.
+            cache: consumed.
+            logits: of each sequence's next token.
+            program: what is static.
+            sampling: how to draw.
+            eos: ids that end a sequence.
+            key: for the sampling, and for policies that draw when they compress again.
+            new: tokens that will be drawn, for which room is made.
+            size: tokens that one call draws at most.
+            traffic: counts transfers.
+        """
+        self.left, self.size = new, size
+        self._flat, self._program, self._key, self._sampling = flat, program, key, sampling
+        self._draw = loop.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=key)
+        # -2 is no token: drawing then ends by its steps alone.
+        self._eos = jnp.asarray(sorted(set(eos)) or [-2], jnp.int32)
+        decode: Any = loop.decode if cache.bank is None else partial(staged.decode, traffic=traffic)
+        self._decode = partial(decode, program=program, sampling=sampling, size=size)
+        self._running: loop.Running
+        self._begin(cache)
+        # A run of no steps compiles and changes nothing.
+        self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, self._eos, 0)
+        self._begin(self._settled())
+
+    def _begin(self, cache: KVCache) -> None:
+        self._running = loop.begin(cache, program=self._program, size=self.size)
+        # Rows drawn since the last settling, and steps before the next.
+        self._held, self._fit = 0, steps_that_fit(cache)
+
+    def _settled(self) -> KVCache:
+        return loop.settle(self._running, program=self._program)
+
+    @property
+    def final(self) -> bool:
+        """Whether what a token does to other rows cannot be taken back."""
+        return self._program.evicts or self._program.scored
+
+    @property
+    def reading(self) -> Reading | None:
+        """Which layers read what; None if all read everything."""
+        return self._program.reading
+
+    @property
+    def done(self) -> Bool[np.ndarray, " B"]:
+        """Which sequences have ended."""
+        return np.asarray(self._draw.done)
+
+    def draw(self, steps: int) -> Int[np.ndarray, "B n"]:
+        """Draws tokens.
+
+        Args:
+            steps: how many per sequence at most; fewer where they do not fit, or all sequences end.
+
+        Returns:
+            The tokens, -1 behind a sequence's end.
+
+        Raises:
+            ValueError: if the sampling gives an id outside of the vocabulary.
+        """
+        steps = min(steps, self.size)
+        if self._fit < 1 or self._held + steps > self.size:
+            full, cache = self._fit < 1, self._settled()
+            self._begin(make_room(self._flat, cache, max(1, self.left), key=self._key) if full else cache)
+        steps = min(steps, self._fit)
+        if steps < 1:
+            policy = self._running.cache.policy
+            raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
+        self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, self._eos, steps)
+        tokens, ran, vocab = np.asarray(drawn), int(count), self._program.config.vocab
+        inside = bool((tokens < vocab).all())
+        require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")
+        self.left, self._held, self._fit = self.left - ran, self._held + ran, self._fit - ran
+        return tokens[:, :ran]
+
+    def take_back(self, tokens: Int[np.ndarray, " B"]) -> None:
+        """Forgets the last tokens of some sequences, none of them older than the last `draw`; end these sequences then.
+
+        Args:
+            tokens: how many of each.
+        """
+        # The token that ends a sequence is drawn but never becomes a row.
+        rows = tokens - ((tokens > 0) & self.done)
+        if rows.any():
+            self._running = self._running.rewound(jnp.asarray(rows, jnp.int32))
+
+    def end(self, which: Bool[np.ndarray, " B"]) -> None:
+        """Ends sequences.
+
+        Args:
+            which: those.
+        """
+        self._draw = dataclasses.replace(self._draw, done=self._draw.done | jnp.asarray(which))
+
+    def close(self) -> KVCache:
+        """The cache with all that was drawn, and the logits of what comes next; the drawing is over."""
+        return dataclasses.replace(self._settled(), logits=self._draw.logits)

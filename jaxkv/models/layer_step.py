@@ -1,0 +1,264 @@
+"""One layer's step: new tokens are projected, attend to the rows before them, join these, and the block is finished.
+
+It stands once; its drivers differ: a loop over tokens (`loop`), with rows beside pools that are only read where the
+program says so, several tokens at once (`decode`), and stretches of layers around transfers (`staged`).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv.attention import Heard
+from jaxkv.attention.xla import Form
+from jaxkv.cache import Pool, append
+from jaxkv.models.choosing import Chosen
+from jaxkv.models.decoder import Block
+from jaxkv.models.evict import Segments
+from jaxkv.models.limits import decay_of, scores_of, with_heard
+from jaxkv.models.moving import Program
+from jaxkv.models.sparse import Loaded, chosen_at, over_chosen, over_rest
+from jaxkv.models.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
+from jaxkv.rope import angles, rotate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tail:
+    """One layer's rows drawn since the pool was last written, for programs that only read it while drawing.
+
+    Attributes:
+        k: `f32[B, K, T, D]` keys as the pool stores them.
+        v: `f32[B, K, T, D]` values.
+    """
+
+    k: Float[Array, "B K T D"]
+    v: Float[Array, "B K T D"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRows:
+    """What one layer reads in a step, and writes.
+
+    Attributes:
+        pool: its pool; with room for the new rows behind every segment, unless they go to the tail.
+        segments: where its rows lie before the step.
+        by: the angles of the new tokens' places, and of the rows' if keys are rotated when they are read.
+        tail: rows beside the pool, which then is only read; None if rows join the pool.
+        ring: the queries that the layer remembers, if any.
+        likely: keys of the rows likely to go, if the program looks ahead.
+        chosen: the tokens of before that are read, beside those that need not be chosen; None for all.
+        loaded: the chosen rows, if they do not lie in the pool.
+    """
+
+    pool: Pool
+    segments: Segments
+    by: StepAngles
+    tail: Tail | None = None
+    ring: Float[Array, "B K G R D"] | None = None
+    likely: Float[Array, "B K D"] | None = None
+    chosen: Chosen | None = None
+    loaded: Loaded | None = None
+
+    @property
+    def keys(self) -> Float[Array, "B P D"]:
+        """The pool's keys as queries meet them."""
+        return self.pool.k if self.by.rows is None else rolled(self.pool.k, self.by.rows)
+
+    @property
+    def end(self) -> Int[Array, "B K"]:
+        """The first free row of each segment."""
+        return self.segments.start + self.segments.length
+
+
+class Stepped(NamedTuple):
+    """What a layer's step gives.
+
+    Attributes:
+        x: hidden states for the next layer.
+        rows: the layer's, the new ones among them.
+        out: one number of each head's attention output, for what must come after it.
+        products: of the keys with those of the rows likely to go, see `Heard`, if the program looks ahead.
+        chosen: what the layers above read, if this one is a filter.
+    """
+
+    x: Float[Array, "B N E"]
+    rows: LayerRows
+    out: Float[Array, "B K"]
+    products: Float[Array, "B K n"] | None
+    chosen: Chosen | None
+
+
+def layer_step(
+    block: Block, program: Program, x: Float[Array, "B N E"], rows: LayerRows, new: NewTokens, *, chooses: bool = False
+) -> Stepped:
+    """Runs one block over N new tokens, on top of the rows it has had.
+
+    Args:
+        block: the layer's parameters.
+        program: what is static.
+        x: hidden states.
+        rows: what the layer has had before.
+        new: what is known of the tokens.
+        chooses: this is a filter: choose what the layers above it read.
+
+    Returns:
+        Hidden states and rows after the step, and what is known from now on.
+    """
+    token = project(block, program, x, rows.by.new)
+    if rows.ring is not None:
+        rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new.positions, new.count))
+    out, rows, heard = attend(program, token, rows, new)
+    chosen = None
+    if chooses:
+        # From the pool as it is now: a reader of what it was before would cost a copy.
+        chosen = chosen_at(program, rows.pool, rows.segments, token.q, rows.ring, new)
+    x, products = block.finish(x, out), None
+    if heard is not None:
+        # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
+        counts = (new.count > 0) & ~jnp.isnan(x[:, 0, 0])
+        rows = dataclasses.replace(rows, pool=with_heard(rows.pool, heard, rows.segments.start, counts))
+        products = heard.products
+    return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
+
+
+def attend(
+    program: Program, token: Token, rows: LayerRows, new: NewTokens
+) -> tuple[Float[Array, "B K G N D"], LayerRows, Heard | None]:
+    """One layer's attention of N new tokens, whose rows join its own.
+
+    Args:
+        program: what is static.
+        token: the tokens as the layer sees them.
+        rows: what it has had before.
+        new: what is known of the tokens.
+
+    Returns:
+        The output; the layer's rows, the new ones among them; and what `attention.add_heard` makes their scores of, if
+        they are not yet.
+    """
+    if rows.tail is not None:
+        return *_beside(program, token, rows, new), None
+    if new.positions.shape[1] > 1:
+        return *_several(program, token, rows, new), None
+    # A single token simply joins the rows before it is its turn to look at them.
+    begun = scores_of(token.stored, token.v, program)
+    pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
+    rows, length = dataclasses.replace(rows, pool=pool), rows.segments.length + new.count[:, None]
+    if rows.chosen is not None:
+        rest = over_rest(program, token.q, pool, rows.segments, length)
+        return attention.merge(*_over_chosen(program, token, rows), *rest), rows, None
+    start = rows.segments.start
+    if not program.scored:
+        return pool_attention(token.q, rows.keys, pool.v, start, length, program)[0], rows, None
+    assert pool.score is not None
+    out, scores = attention.over_pool_scored(
+        token.q[..., 0, :],
+        rows.keys,
+        pool.v,
+        start,
+        length,
+        pool.score,
+        new.count > 0,
+        form=program.form,
+        widest=program.widest,
+        other=rows.likely,
+        implementation=program.implementation,
+    )
+    if isinstance(scores, Heard):
+        return out[..., None, :], rows, scores
+    return out[..., None, :], dataclasses.replace(rows, pool=dataclasses.replace(pool, score=scores)), None
+
+
+def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
+    """Several tokens attend to older rows and to one another; the scores of both go on, if any do."""
+    pool, scores = rows.pool, scores_of(token.stored, token.v, program)
+    # Together they choose among all that came before; only what lies elsewhere leaves something to be read here.
+    out, lse = _over_older(program, token, rows, rest=rows.loaded is not None)
+    own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
+    if program.scored:
+        score, scores = _scores(program, token, rows, new.count, jnp.logaddexp(lse, own_lse))
+        pool = dataclasses.replace(pool, score=score)
+    pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
+    return attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, pool=pool)
+
+
+def _scores(
+    program: Program, token: Token, rows: LayerRows, count: Int[Array, " B"], lse: Float[Array, "B K G N"]
+) -> tuple[Float[Array, "B P"], Float[Array, "B K N"]]:
+    """Scores of older rows and of the new ones, after attention whose log-sum-exp is known."""
+    pool, segments = rows.pool, rows.segments
+    assert pool.score is not None
+    tokens, group = token.q.shape[3], token.q.shape[2]
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    whole = jnp.where((index < count[:, None])[:, None, None], lse, jnp.inf)
+    decay = decay_of(program)
+    if decay is not None and decay != 1:
+        # A probability times a share is one over a sum that much larger: in logarithms, and infinitely so for none.
+        behind = jnp.maximum(count[:, None] - 1 - index, 0)
+        whole = whole - jnp.log(decay ** behind.astype(jnp.float32))[:, None, None]
+    flat = lambda a: a.reshape(*a.shape[:2], group * tokens, *a.shape[4:])  # noqa: E731
+    of = (flat(token.q), rows.keys, flat(whole), segments.start, segments.length, pool.score)
+    score = attention.pool_sums(*of, form=program.form, weight=1 / group)
+    sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
+    return score, sums.mean(axis=2)
+
+
+def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
+    """A token's row joins the tail, and the token attends to the pool and to the tail."""
+    tail, index, length = rows.tail, new.index, rows.segments.length
+    assert tail is not None and index is not None
+    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
+    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
+    tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
+    batch, heads, size, dim = tail.k.shape
+    keys = tail.k
+    if rows.by.rows is not None:
+        config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
+        keys = rotate(keys, angles(places, config.rope, config.head_dim))
+    flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
+    first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
+    drawn = jnp.broadcast_to(index + 1, (batch, heads))
+    equal = dataclasses.replace(program, form=Form.EQUAL)
+    own = pool_attention(token.q.astype(tail.k.dtype), flat(keys), flat(tail.v), first, drawn, equal)
+    older = _over_older(program, token, rows, rest=True)
+    return attention.merge(*older, *own), dataclasses.replace(rows, tail=tail)
+
+
+def _over_older(
+    program: Program, token: Token, rows: LayerRows, *, rest: bool
+) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
+    """Attention to rows of before the step: all; or those chosen, and the rest that need not be if it counts."""
+    pool, segments = rows.pool, rows.segments
+    if rows.chosen is None:
+        return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, program)
+    some = _over_chosen(program, token, rows)
+    if not rest:
+        return some
+    return attention.merge_with_lse(*over_rest(program, token.q, pool, segments, segments.length), *some)
+
+
+def _over_chosen(program: Program, token: Token, rows: LayerRows) -> tuple[Array, Array]:
+    assert rows.chosen is not None
+    return over_chosen(program, token.q, rows.pool, rows.segments, rows.chosen, rows.loaded)
+
+
+def remembered(
+    ring: Float[Array, "B K G R D"],
+    q: Float[Array, "B K G N D"],
+    positions: Int[Array, "B N"],
+    count: Int[Array, " B"],
+) -> Float[Array, "B K G R D"]:
+    """A ring with N new queries, of which `count` are real, in the slots of their positions."""
+    batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
+    offset = jnp.arange(tokens, dtype=jnp.int32)
+    # Of more queries than the ring holds only the last ones count.
+    real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
+    slot = jnp.where(real, positions % rows, rows)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    by_token = jnp.moveaxis(q, 3, 1).astype(ring.dtype)
+    return ring.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)

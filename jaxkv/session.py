@@ -1,0 +1,367 @@
+"""A model and a policy, ready to run: prompts become caches, caches take more tokens, and tokens are drawn."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PRNGKeyArray
+
+from jaxkv import arguments
+from jaxkv._errors import require
+from jaxkv._settings import settled
+from jaxkv.attention import Implementation, Implementations, choose, named
+from jaxkv.bank import Traffic
+from jaxkv.cache import KVCache, repack
+from jaxkv.compilation import Clocks
+from jaxkv.drawing import Drawing
+from jaxkv.loading import LanguageModel
+from jaxkv.models import chunked, staged
+from jaxkv.models import decode as decoding
+from jaxkv.models import prefill as prefilling
+from jaxkv.models.again import again, beyond, due
+from jaxkv.models.moving import program_for
+from jaxkv.models.room import MOST_AHEAD, first_room, make_room
+from jaxkv.plan import Plan, available_bytes, bucket, check_bytes, check_memory, plan
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import as_policy
+from jaxkv.prompts import Encoded, Prompt, encode
+from jaxkv.sampling import Sampling
+
+# Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
+_BLOCK = 256
+
+
+class Session:
+    """A model and a policy, ready to run: what `generate` is made of, a step at a time.
+
+    Caches are values: none that is given is changed, unless it is given up with `donate`.
+
+    ```python
+    session = jaxkv.Session(params, jaxkv.SnapKV(budget=256))
+    cache = session.prefill(document)
+    cache = session.extend(cache, question)
+    cache, tokens = session.draw(cache, 32)
+    ```
+
+    Attributes:
+        params: the model.
+        policy: the compression.
+        implementations: what computes attention.
+        key: for policies that draw, and for sampling.
+        clocks: what the session has taken so far.
+        read: what has been brought from host memory for tokens read on top of caches.
+        drawn: what has been brought for tokens drawn.
+    """
+
+    @settled
+    def __init__(
+        self,
+        params: LanguageModel,
+        policy: Method | type[Method] | str | None = None,
+        *,
+        implementation: Implementation | str | None = Implementation.AUTO,
+        key: PRNGKeyArray | int | None = None,
+    ):
+        """Makes ready.
+
+        Args:
+            params: from `jaxkv.load`.
+            policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
+            implementation: what computes attention; by default the fastest one here.
+            key: random key or seed, for policies that draw and for sampling.
+
+        Raises:
+            ValueError: for a policy that the model cannot honour.
+            TypeError: for an argument of the wrong kind, with what to give instead.
+        """
+        self.params = arguments.as_model(params)
+        self.policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
+        self.implementations = _implementations(params, self.policy, arguments.as_implementation(implementation))
+        self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
+        given = arguments.as_key(key)
+        with self.clocks.making:
+            self.key = jax.random.key(0) if given is None else given
+
+    def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> Plan:
+        """What prompts will need.
+
+        Args:
+            lengths: tokens of each.
+            new: tokens that will be drawn.
+
+        Returns:
+            The plan of a prefill with room for them.
+
+        Raises:
+            MemoryError: naming the plan's bytes, if they are not there.
+        """
+        config, policy = self.params.config, self.policy
+        of = partial(plan, config, policy, lengths.tolist(), dtype=self.params.dtype)
+        needed = of(room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        with self.clocks.making:
+            check_memory(needed)
+        if new > MOST_AHEAD and policy.parts().ongoing is None:
+            # It grows to that on the way, where a refusal would cost the answer.
+            check_bytes(of(room=bucket(new)).cache_bytes, f"the cache behind max_new_tokens={new}")
+        return needed
+
+    @settled
+    def prefill(
+        self,
+        ids: Prompt | Encoded,
+        *,
+        new: int = 0,
+        needed: Plan | None = None,
+        tick: Callable[..., object] = lambda layers=1.0: None,
+    ) -> KVCache:
+        """Runs prompts through the model, and compresses their keys and values.
+
+        Args:
+            ids: token ids of a prompt, or of several; plain text where the model has a tokenizer.
+            new: tokens to be drawn later, for which room is left.
+            needed: the plan, if it is to be another than `plan` gives.
+            tick: called on the way with the number of layers done.
+
+        Returns:
+            The cache, with the logits of each prompt's last token.
+
+        Raises:
+            ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+            MemoryError: naming the plan's bytes, if they are not there.
+        """
+        encoded, params = self._encoded(ids), self.params
+        self._check(encoded.lengths, new)
+        needed = self.plan(encoded.lengths, new) if needed is None else needed
+        with self.clocks.prefill:
+            options: dict[str, Any] = {"implementation": self.implementations.prefill, "tick": tick}
+            if not self._by_chunks:
+                options["key"] = self.key
+            of = (params.flat, params.config, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
+            cache, logits = self._way.prefill(*of, model=params.fingerprint, **options)
+            jax.block_until_ready(logits)
+        return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
+
+    @settled
+    def compile_ahead(self, needed: Plan, batch: int) -> None:
+        """Compiles what `prefill` will call, so that it has not to wait; once per model and shape.
+
+        Args:
+            needed: the prefill's plan.
+            batch: prompts.
+        """
+        params, implementation = self.params, self.implementations.prefill
+        with self.clocks.making:
+            of = (params.flat, params.config, batch, self.policy, needed)
+            self._way.compile_ahead(*of, implementation=implementation)
+
+    @property
+    def _way(self) -> Any:
+        """How prompts are read: each layer over the whole, or the whole model chunk by chunk."""
+        return chunked if self._by_chunks else prefilling
+
+    @property
+    def _by_chunks(self) -> bool:
+        read = self.policy.parts().read
+        return read is not None and read.by_chunks
+
+    @settled
+    def extend(
+        self, cache: KVCache, ids: Prompt | Encoded, *, new: int = 0, chunk: int | None = None, donate: bool = False
+    ) -> KVCache:
+        """Runs more tokens on top of a cache. They are only added to it, unless room is to be made for new ones.
+
+        Args:
+            cache: of this model and policy; one sequence serves many prompts.
+            ids: as for `prefill`, one prompt for each sequence.
+            new: tokens to be drawn later: what is due is compressed again, and room is made.
+            chunk: tokens at a time; by default 256, or all if they are fewer.
+            donate: give the cache up, so that its own buffers are written.
+
+        Returns:
+            The cache, with the logits of each prompt's last token.
+
+        Raises:
+            ValueError: for an empty or over-long prompt, or a cache of another policy or model.
+            MemoryError: if the copy does not fit.
+        """
+        encoded, flat = self._encoded(ids, cache), self.params.flat
+        self._check(encoded.lengths, new, cache)
+        batch, longest = len(encoded.ids), int(encoded.lengths.max())
+        with self.clocks.prefill:
+            if not donate or cache.batch != batch or cache.free().min() < longest:
+                cache = _forked(cache, batch, longest, new)
+        size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
+        tokens = encoded.padded(-(-longest // size) * size)
+        program = program_for(flat, cache, self.implementations.decode)
+        run: Any = partial(decoding.extend, flat, program=program)
+        if cache.bank is not None:
+            run = partial(staged.step, flat, program=program, traffic=self.read)
+        with self.clocks.prefill:
+            logits = cache.logits
+            for first in range(0, tokens.shape[1], size):
+                count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
+                part = jnp.asarray(tokens[:, first : first + size])
+                after, cache = run(cache, part, jnp.asarray(count))
+                logits = after if logits is None else jnp.where(jnp.asarray(count > 0)[:, None], after, logits)
+            jax.block_until_ready(logits)
+            if new and self.policy.parts().ongoing is not None:
+                # A long question leaves nothing behind but what the policy keeps of it.
+                cache = make_room(flat, cache, new, key=self.key)
+        return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
+
+    @settled
+    def draw(
+        self,
+        cache: KVCache,
+        steps: int,
+        *,
+        new: int | None = None,
+        sampling: Sampling | None = None,
+        eos: Iterable[int] = (),
+        donate: bool = False,
+    ) -> tuple[KVCache, Int[np.ndarray, "B n"]]:
+        """Draws tokens on top of a cache.
+
+        Args:
+            cache: from this session, or another of the same model and policy.
+            steps: tokens per sequence at most.
+            new: tokens that will be drawn in the end, by this call and by those that follow: they then share their
+                programs; by default as many as now.
+            sampling: how to draw; Greedy() if None.
+            eos: ids that end a sequence.
+            donate: give the cache up, so that its own buffers are written.
+
+        Returns:
+            The cache with the tokens, ready for the next ones; and the tokens, -1 behind a sequence's end.
+
+        Raises:
+            ValueError: for a cache without logits, or of another policy or model; for too many steps.
+        """
+        steps = arguments.as_count("steps", steps, "draw at least 1 token")
+        self._check(np.zeros(cache.batch, np.int32), steps, cache)
+        new = steps if new is None else max(steps, arguments.as_count("new", new, "draw at least 1 token"))
+        if not donate:
+            with self.clocks.decode:
+                cache = _forked(cache, cache.batch, 0, new)
+        drawing, parts = self.drawing(cache, new=new, sampling=sampling, eos=eos), []
+        with self.clocks.decode:
+            while steps and not drawing.done.all():
+                parts.append(drawing.draw(steps))
+                steps -= parts[-1].shape[1]
+            return drawing.close(), np.concatenate(parts, axis=1)
+
+    @settled
+    def drawing(
+        self, cache: KVCache, *, new: int, sampling: Sampling | None = None, eos: Iterable[int] = ()
+    ) -> Drawing:
+        """What draws tokens on top of a cache block by block, for callers that look at them in between.
+
+        Args:
+            cache: with logits; given up.
+            new: tokens that will be drawn.
+            sampling: how to draw; Greedy() if None.
+            eos: ids that end a sequence.
+
+        Returns:
+            The drawing.
+
+        Raises:
+            ValueError: for a cache without logits.
+        """
+        logits = cache.logits
+        require(logits is not None, "cache", "without logits", "give what a session's prefill, extend or draw returned")
+        assert logits is not None
+        with self.clocks.making:
+            return Drawing(
+                self.params.flat,
+                cache,
+                logits,
+                program=program_for(self.params.flat, cache, self.implementations.decode),
+                sampling=arguments.as_sampling(sampling),
+                eos=tuple(eos),
+                key=self.key,
+                new=new,
+                size=min(_BLOCK, bucket(new)),
+                traffic=self.drawn,
+            )
+
+    @settled
+    def compress_again(self, cache: KVCache, *, room: int = 0) -> KVCache:
+        """Compresses the sequences that are due: with `every=n`, those that have grown by n rows.
+
+        Args:
+            cache: of this model and policy.
+            room: rows to leave behind every segment.
+
+        Returns:
+            A new cache; the same one if no sequence is due.
+
+        Raises:
+            ValueError: for a cache of another policy or model.
+        """
+        self._check(np.zeros(cache.batch, np.int32), 0, cache)
+        if not due(cache).any():
+            return cache
+        with self.clocks.decode:
+            return jax.block_until_ready(again(self.params.flat, cache, key=self.key, room=room))
+
+    def _encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
+        if isinstance(ids, Encoded):
+            return ids
+        turn = {} if cache is None else {"turn": cache.turn}
+        return encode(ids, self.params.text, self.params.config, raw=True, close=False, **turn)
+
+    def _check(self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None) -> None:
+        if cache is not None:
+            arguments.require_ours(self.params, cache, self.policy)
+        arguments.require_fits(self.params.config, self.policy, lengths, new, cache)
+
+
+def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
+    needs, read = policy.parts().needs, policy.parts().read
+    chosen = choose(
+        asked,
+        platform=jax.default_backend(),
+        dtype=params.dtype,
+        head_dim=params.config.head_dim,
+        scores=needs.queries > 0 or needs.sums,
+        sums=needs.sums,
+    )
+    if read is None or not read.by_chunks:
+        return chosen
+    remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
+    require(named(asked) is not Implementation.CUDNN, "implementation", asked, remedy)
+    return dataclasses.replace(chosen, prefill=chosen.decode)
+
+
+def _forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
+    """A copy of a cache for so many prompts, with room for them and, where rows are only added, for new tokens."""
+    goes_on = given.policy.parts().ongoing is not None
+    wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
+    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
+    # has grown grows twofold, so that turn after turn meets few shapes.
+    grown = int(beyond(given).max())
+    fits = grown > 0 and given.free().min() >= wanted
+    room = 0 if fits else bucket(wanted)
+    twofold = room if fits or goes_on else bucket(max(wanted, grown))
+    available = available_bytes(next(iter(given.seen.devices())))
+    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
+        room = twofold
+    copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
+    check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}")
+    return repack(given, room=room, batch=batch)
+
+
+def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
+    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads."""
+    segments = given.config.layers * given.config.kv_heads
+    copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
+    if given.bank is not None:
+        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
+        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
+        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
+    return copied

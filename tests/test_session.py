@@ -1,0 +1,115 @@
+"""A session's pieces give what `generate` gives, change no cache that they are given, and refuse what is not theirs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import jaxkv
+from jaxkv import H2O, FullKV, OmniKV, Session, SnapKV
+
+GQA = tiny.MODELS["gqa3"]
+IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
+POLICIES = {
+    "full": FullKV(),
+    "every": SnapKV(budget=16, window=8, every=8),
+    "evicting": H2O(budget=20),
+    "offloaded": OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True),
+}
+PLAIN = {"stop_at_eos": False, "progress": False}
+
+
+def leaves(cache):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_its_pieces_give_what_generate_gives(name):
+    model, policy = tiny.tiny(GQA), POLICIES[name]
+    first = jaxkv.generate(model, IDS, policy=policy, max_new_tokens=12, **PLAIN)
+    second = jaxkv.generate(model, MORE, cache=first.cache, max_new_tokens=6, **PLAIN)
+    session = Session(model, policy)
+    prompt = session.prefill(IDS, new=12)
+    before = leaves(prompt)
+    answered, tokens = session.draw(prompt, 12)
+    np.testing.assert_array_equal(tokens, np.stack(first.tokens))
+    assert leaves(prompt) == before
+    asked = session.extend(session.compress_again(answered), MORE, new=6)
+    _, tokens = session.draw(asked, 6)
+    np.testing.assert_array_equal(tokens, np.stack(second.tokens))
+    assert np.asarray(answered.seen).tolist() == [37 + 12, 21 + 12]
+
+
+def test_draws_go_on_where_the_last_one_ended():
+    session = Session(tiny.tiny(GQA), FullKV())
+    cache = session.prefill(IDS)
+    _, whole = session.draw(cache, 12)
+    some, first = session.draw(cache, 5, new=12)
+    _, rest = session.draw(some, 7, new=12, donate=True)
+    np.testing.assert_array_equal(np.concatenate([first, rest], axis=1), whole)
+    assert all(pool.k.is_deleted() for pool in some.pools) and not any(pool.k.is_deleted() for pool in cache.pools)
+
+
+def test_a_sequence_that_has_ended_gets_no_rows():
+    session = Session(tiny.tiny(GQA), FullKV())
+    cache = session.prefill(IDS)
+    _, free = session.draw(cache, 8)
+    only_first = [token for token in free[0].tolist() if token not in free[1].tolist()]
+    assert only_first, "both sequences draw the same tokens: give other prompts"
+    ended, tokens = session.draw(cache, 8, eos=only_first[:1])
+    at = free[0].tolist().index(only_first[0])
+    assert tokens[0].tolist() == [*free[0, : at + 1].tolist(), *[-1] * (7 - at)]
+    assert np.asarray(ended.seen).tolist() == [37 + at, 21 + 8]
+    np.testing.assert_array_equal(tokens[1], free[1])
+
+
+def test_chunks_of_any_size_give_the_same_rows():
+    session = Session(tiny.tiny(GQA), FullKV())
+    cache = session.prefill(IDS)
+    before, whole = leaves(cache), session.extend(cache, MORE)
+    for chunk in (1, 4):
+        parts = session.extend(cache, MORE, chunk=chunk)
+        np.testing.assert_allclose(np.asarray(parts.logits), np.asarray(whole.logits), atol=1e-4)
+        assert tiny.kept(parts) == tiny.kept(whole)
+    assert leaves(cache) == before
+
+
+def test_one_cache_serves_many_prompts():
+    session = Session(tiny.tiny(GQA), FullKV())
+    document = session.prefill(IDS[:1])
+    together = session.extend(document, MORE)
+    alone = session.extend(document, MORE[1:])
+    np.testing.assert_allclose(np.asarray(together.logits)[1:], np.asarray(alone.logits), atol=1e-4)
+
+
+def test_what_is_not_its_own_is_refused():
+    model = tiny.tiny(GQA)
+    session = Session(model, SnapKV(budget=16, window=8))
+    cache = session.prefill(IDS)
+    with pytest.raises(ValueError, match="without logits"):
+        session.draw(dataclasses.replace(cache, logits=None), 3)
+    with pytest.raises(ValueError, match="policy=FullKV"):
+        Session(model).draw(cache, 3)
+    with pytest.raises(ValueError, match="another model"):
+        Session(tiny.tiny(GQA, seed=1), session.policy).extend(cache, MORE)
+    with pytest.raises(ValueError, match="the model was made for 512"):
+        session.draw(cache, 512)
+    with pytest.raises(ValueError, match="3 prompts"):
+        session.extend(cache, [*MORE, [1]])
+    with pytest.raises(ValueError, match="steps=0"):
+        session.draw(cache, 0)
+
+
+def test_a_model_is_taken_apart_once_and_anew_for_new_weights():
+    model = tiny.tiny(dataclasses.replace(GQA, hidden=40))
+    flat, before = model.flat, Session(model).prefill(IDS).logits
+    assert model.flat is flat and Session(model).params.flat is flat
+    scale = model.decoder.norm.scale
+    old = scale.get_value()
+    scale.set_value(2 * old)
+    try:
+        np.testing.assert_allclose(np.asarray(Session(model).prefill(IDS).logits), 2 * np.asarray(before), rtol=1e-5)
+    finally:
+        scale.set_value(old)
