@@ -30,13 +30,14 @@ def measure(device):
     from jaxkv import OmniKV
     from jaxkv.attention import Implementation
     from jaxkv.attention.xla import Form
-    from jaxkv.cache import Pool, State
+    from jaxkv.cache import State
     from jaxkv.models import staged
     from jaxkv.models.choosing import Chosen
     from jaxkv.models.layer import layer
     from jaxkv.models.moving import Program
     from jaxkv.plan import bucket
     from jaxkv.policies.protocol import Needs
+    from jaxkv.pools import Pool
     from jaxkv.rope import angles
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct

@@ -19,8 +19,8 @@ import numpy as np
 import jaxkv
 from jaxkv.attention import xla
 from jaxkv.attention.xla import Form
-from jaxkv.cache import lay_out
 from jaxkv.compilation import enable_compilation_cache
+from jaxkv.pools import lay_out
 
 ROWS = 3 * 4096  # pool rows per sequence, whatever K: equal bytes
 HEADS = ((3, 3), (8, 4), (32, 1))  # (kv heads, query heads each): SmolLM2, Llama 3, Llama 2

@@ -27,11 +27,11 @@ from benchmarks import shapes
 from jaxkv import attention, pallas_kernels
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, lay_out
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer import layer
 from jaxkv.policies.protocol import Needs
+from jaxkv.pools import Pool, lay_out
 from jaxkv.rope import angles
 
 GPU = jax.default_backend() == "gpu"

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool
+from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.models.moving import Program
+from jaxkv.pools import Pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from benchmarks import shapes
 from benchmarks.gpu import INTERPRET, many, ragged, random, timed
 from jaxkv import pallas_kernels
 from jaxkv.attention.xla import Form
-from jaxkv.cache import lay_out
 from jaxkv.pallas_kernels import tuning
 from jaxkv.pallas_kernels.tuning import Launch
+from jaxkv.pools import lay_out
 
 
 def fastest(candidates, run, count):

@@ -24,13 +24,14 @@ import numpy as np
 import jaxkv
 from benchmarks import record
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, repack
+from jaxkv.cache import repack
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import two_stage
 from jaxkv.models.choosing import asking, choose
 from jaxkv.models.prefill import read_layers
 from jaxkv.plan import bucket
 from jaxkv.policies.reading import WHOLE
+from jaxkv.pools import Pool
 
 MODEL = "smollm2-135m-instruct"
 SHARE = 0.3

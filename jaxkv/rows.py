@@ -15,8 +15,8 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool
-from jaxkv.cache import append as append_rows
+from jaxkv.pools import Pool
+from jaxkv.pools import append as append_rows
 
 
 @partial(

@@ -28,13 +28,13 @@ from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import lay_out
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
 from jaxkv.policies.budgets import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Observed
 from jaxkv.policies.registry import as_policy
+from jaxkv.pools import lay_out
 from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 
 

@@ -12,7 +12,6 @@ from jax import lax
 
 from jaxkv import TOVA, Method
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, lay_out, row_norms, take_rows
 from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
 from jaxkv.models.evict import Segments, evict
 from jaxkv.models.layer_step import LayerRows, attend
@@ -20,6 +19,7 @@ from jaxkv.models.limits import faded, with_heard
 from jaxkv.models.moving import Program
 from jaxkv.models.tokens import NewTokens, StepAngles, Token
 from jaxkv.policies import KeyNorm
+from jaxkv.pools import Pool, lay_out, row_norms, take_rows
 from jaxkv.rope import angles
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48

@@ -18,7 +18,7 @@ from jaxkv.cli import generating
 from jaxkv.policies import LinearLayers, MaxPool, NoPool
 from jaxkv.policies.registry import POLICIES
 
-NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "h2o", "d2o", "roco", "tova", "cam", "criticalkv"]
+NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "h2o", "roco", "tova", "d2o", "cam", "criticalkv"]
 NAMES += ["pyramidinfer", "omnikv", "brutaloffload", "localwindow", "knorm", "random"]
 TINY = str(running.GOLDEN / "models" / "llama_gqa")
 REAL = ["generate", "--prompt", "What is the capital of France?", "--policy", "adakv", "--budget", "24"]

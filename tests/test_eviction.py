@@ -15,7 +15,6 @@ from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, p
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, row_norms
 from jaxkv.models import evict as evicting
 from jaxkv.models.compress import merged
 from jaxkv.models.evict import Segments, evict
@@ -32,6 +31,7 @@ from jaxkv.policies import (
     UniformLayers,
 )
 from jaxkv.policies.merger import UNSET
+from jaxkv.pools import Pool, row_norms
 
 MERGES = {
     "plain": {},

@@ -22,6 +22,7 @@ LAYERS = (
     "jaxkv.rope",
     "jaxkv.attention",
     "jaxkv.bank",
+    "jaxkv.pools",
     "jaxkv.cache",
     "jaxkv.policies",
     "jaxkv.plan",

@@ -13,10 +13,10 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
-from jaxkv.cache import Pool
 from jaxkv.models import choosing, sparse
 from jaxkv.models.choosing import Asking, Chosen, choose, rows_of
 from jaxkv.policies import EntropyLayers
+from jaxkv.pools import Pool
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
 

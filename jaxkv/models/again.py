@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool, lay_out
+from jaxkv.cache import KVCache
 from jaxkv.models.compress import empty_pool, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
@@ -18,6 +18,7 @@ from jaxkv.plan import bucket
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer, checked
 from jaxkv.policies.select import HeadBudgets, sortable, top
+from jaxkv.pools import Pool, lay_out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

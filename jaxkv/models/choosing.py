@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import MASKED, Form, inside_segments
-from jaxkv.cache import Pool
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.select import sortable, top
+from jaxkv.pools import Pool
 
 # Logits that exist at once while tokens are scored.
 _LOGITS = 1 << 24

@@ -11,11 +11,11 @@ from jaxkv import attention
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
-from jaxkv.cache import Pool, lay_out, segment_of_row
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger
 from jaxkv.policies.protocol import Observed, Scorer, checked
 from jaxkv.policies.select import HeadBudgets
+from jaxkv.pools import Pool, lay_out, segment_of_row
 
 
 def observe(

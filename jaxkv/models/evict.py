@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
-from jaxkv.cache import Pool, put_cells, put_rows, row_norms, take_rows
 from jaxkv.policies.merger import Row
 from jaxkv.policies.parts import Ongoing
+from jaxkv.pools import Pool, put_cells, put_rows, row_norms, take_rows
 
 
 @jax.tree_util.register_dataclass

@@ -8,9 +8,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool, row_norms, take_rows
+from jaxkv.cache import KVCache
 from jaxkv.models.evict import Segments, evict, weakest
 from jaxkv.models.moving import Program
+from jaxkv.pools import Pool, row_norms, take_rows
 
 
 def segments_of(cache: KVCache, part: int | slice) -> Segments:

@@ -10,12 +10,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, append
+from jaxkv.cache import KVCache
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer_step import Tail
 from jaxkv.models.limits import with_scratch, without_scratch
 from jaxkv.models.moving import Program
+from jaxkv.pools import append
 from jaxkv.sampling import Sampling, argument
 
 

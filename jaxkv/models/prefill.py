@@ -18,7 +18,7 @@ from jaxkv._values import typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, committed, put_away
-from jaxkv.cache import KVCache, State, lay_out
+from jaxkv.cache import KVCache, State
 from jaxkv.config import ModelConfig
 from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -29,6 +29,7 @@ from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs, Observed, Scorer
 from jaxkv.policies.reading import Reading
+from jaxkv.pools import lay_out
 from jaxkv.rope import Angles, angles
 
 
@@ -117,7 +118,7 @@ def compile_ahead(
     scored = parts.ongoing is not None and parts.ongoing.scored
     key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, key, implementation)
-    if signature in compiled_shapes:
+    if signature in flat.compiled:
         return
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)

@@ -7,11 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import Form
-from jaxkv.cache import KVCache, Pool
+from jaxkv.cache import KVCache
 from jaxkv.models.choosing import Chosen, asking, choose, gathered, over_gathered, rows_of
 from jaxkv.models.evict import Segments
 from jaxkv.models.moving import Program
 from jaxkv.models.tokens import NewTokens, in_blocks
+from jaxkv.pools import Pool
 
 # One layer's chosen rows of the prompt as they come from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.bank import Traffic, fetch_rows, fetch_whole
-from jaxkv.cache import KVCache, Pool
+from jaxkv.cache import KVCache
 from jaxkv.models.choosing import Chosen
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer_step import LayerRows, layer_step, remembered
@@ -25,6 +25,7 @@ from jaxkv.models.moving import Program
 from jaxkv.models.sparse import candidates_of, chosen_at
 from jaxkv.models.tokens import NewTokens, StepAngles
 from jaxkv.policies.reading import Reading
+from jaxkv.pools import Pool
 from jaxkv.rope import angles
 from jaxkv.sampling import Sampling, argument
 

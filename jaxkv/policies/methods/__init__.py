@@ -2,7 +2,7 @@
 
 # isort: off
 from jaxkv.policies.methods.full import FullKV
-from jaxkv.policies.methods.streaming import LocalWindow, StreamingLLM
+from jaxkv.policies.methods.streaming import StreamingLLM
 from jaxkv.policies.methods.snapkv import SnapKV
 from jaxkv.policies.methods.pyramidkv import PyramidKV
 from jaxkv.policies.methods.adakv import AdaKV
@@ -12,7 +12,7 @@ from jaxkv.policies.methods.cam import CaM
 from jaxkv.policies.methods.criticalkv import CriticalKV
 from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.omnikv import BrutalOffload, OmniKV
-from jaxkv.policies.methods.controls import KNorm, Random
+from jaxkv.policies.methods.controls import KNorm, LocalWindow, Random
 # isort: on
 
 __all__ = [

@@ -6,7 +6,21 @@ from typing import ClassVar
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import KeyNorm, Uniform01
+from jaxkv.policies.scorers import KeyNorm, Position, Uniform01
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalWindow(Method):
+    """The most recent tokens alone: the control that shows what sinks are worth."""
+
+    budget: int | float | None = 1024
+
+    paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
+
+    def parts(self) -> Parts:
+        """Recency alone."""
+        return self.compose(scorer=Position())
 
 
 @register

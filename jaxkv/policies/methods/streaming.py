@@ -1,4 +1,4 @@
-"""StreamingLLM and the local window: what is recent, with or without the first tokens."""
+"""StreamingLLM: the first tokens and the most recent ones."""
 
 import dataclasses
 from typing import ClassVar
@@ -45,17 +45,3 @@ class StreamingLLM(Method):
         """Recency; the newest token always stays, for without it the next one could not go on."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions)
-
-
-@register
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalWindow(Method):
-    """The most recent tokens alone: the control that shows what sinks are worth."""
-
-    budget: int | float | None = 1024
-
-    paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
-
-    def parts(self) -> Parts:
-        """Recency alone."""
-        return self.compose(scorer=Position())
