@@ -1,5 +1,6 @@
 """A session's pieces give what `generate` gives, change no cache that they are given, and refuse what is not theirs."""
 
+import copy
 import dataclasses
 
 import jax
@@ -113,3 +114,6 @@ def test_a_model_is_taken_apart_once_and_anew_for_new_weights():
         np.testing.assert_allclose(np.asarray(Session(model).prefill(IDS).logits), 2 * np.asarray(before), rtol=1e-5)
     finally:
         scale.set_value(old)
+    copied = copy.deepcopy(model)
+    assert copied.flat is not model.flat
+    np.testing.assert_array_equal(np.asarray(Session(copied).prefill(IDS).logits), np.asarray(before))

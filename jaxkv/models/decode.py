@@ -80,8 +80,9 @@ def step(
         rings += [] if rows.ring is None else [rows.ring]
         written += [] if rows.tail is None else [rows.tail]
         products += [] if product is None else [product]
-    last = jnp.maximum(count - 1, 0)
-    logits = outer.logits(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
+    if tokens.shape[1] > 1:
+        x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    logits = outer.logits(x[:, 0])
     state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))
     cache = dataclasses.replace(cache, pools=tuple(pools), state=state)
     if tails:

@@ -144,6 +144,10 @@ class Flat:
             Graph(ends_graph, jax.tree.structure(ends)), Graph(parts[0][0], jax.tree.structure(parts[0][1]))
         )
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a model, or what is pickled of it, leaves this behind: it takes its own arrays apart."""
+        return type(None), ()
+
     def is_of(self, decoder: Decoder) -> bool:
         """Whether these are still the decoder's arrays: whoever trains it replaces them."""
         now = tuple(parameters(decoder))
