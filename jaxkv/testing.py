@@ -21,7 +21,7 @@ from jaxkv.config import ModelConfig
 from jaxkv.generate import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
-from jaxkv.plan import Plan, plan
+from jaxkv.plan import Plan, bucket, plan
 from jaxkv.policies.methods import FullKV
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -162,8 +162,9 @@ def check_policy(policy: Method, *, model: LanguageModel | None = None, seed: in
     model = tiny_model() if model is None else model
     policy = policy.for_model(model.config.layers, model.filter_layers)
     budget, rng = policy.parts().budget, np.random.default_rng(seed)
-    longest = 2 * budget if isinstance(budget, int) else 96
-    lengths = (max(longest, 24), max(longest * 3 // 4, 17))
+    longest = max(2 * budget + 1, 24) if isinstance(budget, int) else 97
+    # The shorter one lies in a smaller bucket when it is alone, and still has a row to drop.
+    lengths = (longest, bucket(longest) // 2)
     prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
     case = _Case(policy, model, prompts)
     for check in _CHECKS:

@@ -139,7 +139,7 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
     expected = answers()
     monkeypatch.setattr(rooms, "MOST_AHEAD", 16)
-    monkeypatch.setattr(sys.modules["jaxkv.answering"], "MOST_AHEAD", 16)
+    monkeypatch.setattr(sys.modules["jaxkv.session"], "MOST_AHEAD", 16)
     with Listener() as heard:
         found = answers()
     # 16, 32, 64 ... rows: two programs a size, not one for every 16 tokens; fewer where sizes were met before.
@@ -196,9 +196,8 @@ class RollingPyramid(jaxkv.StreamingLLM):
 
     rolling_positions: bool = True
 
-    @property
-    def layers(self):
-        return LinearLayers(beta=4)
+    def parts(self):
+        return dataclasses.replace(super().parts(), layers=LinearLayers(beta=4))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

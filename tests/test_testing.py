@@ -39,7 +39,7 @@ class LooksAtMates(Scorer):
 
     def observe(self, seen):
         own = KeyNorm().observe(seen)
-        return own * jnp.where(jnp.arange(own.shape[0])[:, None, None] % 2 == 0, own.mean(), 1.0)
+        return own + own[::-1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,6 +88,9 @@ def test_a_policy_without_parts_says_so():
         type("Nothing", (Method,), {})(budget=20)
     with pytest.raises(TypeError, match=r"Less\.parts\(\)=3: return Parts"):
         type("Less", (Method,), {"parts": lambda self: 3})(budget=20)
+    for name in ("scorer", "heads", "keep"):
+        with pytest.raises(TypeError, match=rf"Mute\.{name}: nobody reads it: write `parts`"):
+            type("Mute", (SnapKV,), {name: property(lambda self: None)})(budget=40)
     with pytest.raises(TypeError, match="Around: write its method `wrap`"):
         type("Around", (Wrapper,), {})(base=SnapKV(budget=40))
 

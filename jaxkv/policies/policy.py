@@ -44,6 +44,7 @@ class Method(Value):
         object.__setattr__(self, "protect", as_spans(self.protect))
         check_merger("merge", self.merge)
         self._check()
+        _check_read(type(self))
         parts = self.parts()
         if not isinstance(parts, Parts):
             name = type(self).__name__
@@ -107,6 +108,19 @@ class Method(Value):
             ValueError: if the model cannot honour it.
         """
         return self
+
+
+_PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
+
+
+def _check_read(cls: type[Method]) -> None:
+    """Refuses a class that says a part where nobody reads it: as an attribute, beside parts that are made elsewhere."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for each in cls.__mro__[: cls.__mro__.index(Method)]:
+        said = set() if {"parts", "wrap"} & vars(each).keys() else _PARTS & vars(each).keys() - fields
+        for name in sorted(said):
+            remedy = f"nobody reads it: write `parts`, returning dataclasses.replace(super().parts(), {name}=...)"
+            raise TypeError(f"{each.__name__}.{name}: {remedy}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
