@@ -119,7 +119,7 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
     expected = answers()
     monkeypatch.setattr(rooms, "MOST_AHEAD", 16)
-    monkeypatch.setattr(sys.modules["jaxkv.answering"], "MOST_AHEAD", 16)
+    monkeypatch.setattr(sys.modules["jaxkv.session"], "MOST_AHEAD", 16)
     with Listener() as heard:
         found = answers()
     # 16, 32, 64 ... rows: two programs a size, not one for every 16 tokens; fewer where sizes were met before.
