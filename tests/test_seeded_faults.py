@@ -6,14 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import oracles as o
 import pytest
+import test_eviction as eviction
 import test_invariants as invariants
 import test_oracle_agreement as agreement
+import test_session
 import tiny
 from policy_table import BY_NAME
 
-from jaxkv import attention
+from jaxkv import AdaKV, Merge, attention, drawing
+from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
-from jaxkv.models import compress, prefill
+from jaxkv.models import compress, limits, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.scorers import WindowAttention
 
@@ -118,7 +121,47 @@ def window_of_the_bucket(patch):
     patch.setattr(prefill, "_run_layer", run)
 
 
+def nothing_is_forgotten(patch):
+    patch.setattr(limits, "decay_of", lambda program: 1.0 if program.scored else None)
+
+
+def single_rows_are_dropped(patch):
+    real = Merge.merge_one
+
+    def merge_one(self, index, cosine, dropped, nearest, goes, tau):
+        found = real(self, index, cosine, dropped, nearest, goes, tau)
+        return found._replace(joins=jnp.zeros_like(goes))
+
+    patch.setattr(Merge, "merge_one", merge_one)
+
+
+def a_wrapper_loses_the_window(patch):
+    real = AdaKV.wrap
+    patch.setattr(AdaKV, "wrap", lambda self, base: dataclasses.replace(real(self, base), keep=parts.Keep()))
+
+
+def stale_logits(patch):
+    begin = drawing.Drawing.__init__
+
+    def first(self, flat, cache, logits, **options):
+        begin(self, flat, cache, logits, **options)
+        self._first = logits
+
+    real = drawing.Drawing.close
+    patch.setattr(drawing.Drawing, "__init__", first)
+    patch.setattr(drawing.Drawing, "close", lambda self: dataclasses.replace(real(self), logits=self._first))
+
+
+def steps(name, **options):
+    """Eviction and merging, step by step."""
+    assert any([eviction.check_steps(name, seed, 2, 16, Form.EQUAL, like=0.7, **options) for seed in SEEDS])
+
+
 FAULTS = (
+    (nothing_is_forgotten, lambda: steps("fading")),
+    (single_rows_are_dropped, lambda: steps("d2o-plain")),
+    (a_wrapper_loses_the_window, lambda: in_order("adakv")),
+    (stale_logits, test_session.test_draws_go_on_where_the_last_one_ended),
     (highest_first, ties),
     (window_not_forced, lambda: in_order("snapkv")),
     (window_not_forced, lambda: agrees("snapkv-avg")),
