@@ -25,6 +25,7 @@ from jaxkv.plan import Plan, bucket, plan
 from jaxkv.policies.methods import FullKV
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import as_policy
 
 _NEW = 12
 _ROUNDING = 1e-4
@@ -143,7 +144,7 @@ class _Case:
         return generate(self.model, prompts, progress=False, **(given | options))
 
 
-def check_policy(policy: Method, *, model: LanguageModel | None = None, seed: int = 0) -> None:
+def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0) -> None:
     """Holds a policy to what every policy of jaxkv promises, on a tiny model and prompts of unequal lengths.
 
     Kept rows are the prompt's, in order and each once; what must stay does; as many stay as the plan says, and the
@@ -152,7 +153,7 @@ def check_policy(policy: Method, *, model: LanguageModel | None = None, seed: in
     and equal policies make equal caches.
 
     Args:
-        policy: an instance. A budget in rows should leave something to drop: prompts are twice as long.
+        policy: a policy, or its name or class. Prompts are longer than a budget in rows, so that something is dropped.
         model: any small model; `tiny_model()` by default.
         seed: of the prompts.
 
@@ -160,7 +161,7 @@ def check_policy(policy: Method, *, model: LanguageModel | None = None, seed: in
         AssertionError: naming the property that does not hold, and where.
     """
     model = tiny_model() if model is None else model
-    policy = policy.for_model(model.config.layers, model.filter_layers)
+    policy = as_policy(policy).for_model(model.config.layers, model.filter_layers)
     budget, rng = policy.parts().budget, np.random.default_rng(seed)
     longest = max(2 * budget + 1, 24) if isinstance(budget, int) else 97
     # The shorter one lies in a smaller bucket when it is alone, and still has a row to drop.

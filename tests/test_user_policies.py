@@ -9,7 +9,18 @@ import tiny
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, Keep, Merge, Method, Policy, SnapKV
-from jaxkv.policies import ByAge, KeyNorm, Scorer, UniformHeads, Wrapper
+from jaxkv.policies import (
+    ByAge,
+    CumulativeAttention,
+    Joined,
+    KeyNorm,
+    Merged,
+    Merger,
+    Rank,
+    Scorer,
+    UniformHeads,
+    Wrapper,
+)
 from jaxkv.policies.select import top
 
 GQA = tiny.MODELS["gqa3"]
@@ -48,7 +59,7 @@ def test_what_users_may_write():
         ({"kept_first": 4}, "unexpected keyword argument 'kept_first'"),
         ({"scorer": KeyNorm}, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
         ({"scorer": "attention"}, r"scorer='attention': a scorer has queries, sums, rank, observe, scores, too"),
-        ({"keep": 4}, "keep=4|replace"),
+        ({"keep": 4}, r"keep=4: give Keep\(sinks=4\)"),
         ({"heads": UniformHeads}, "heads=.*: give budgets over heads"),
         ({"layers": None}, "layers=None: give budgets over layers"),
         ({"rolling": "no"}, "rolling='no': give True or False"),
@@ -172,6 +183,77 @@ def test_a_scorer_need_not_be_derived():
     assert tiny.kept(kept) == tiny.kept(other)
     with pytest.raises(TypeError, match="scorer=Silent: it says nothing of rows: write its method `observe`"):
         policy_of(type("Silent", (Scorer,), {})())
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(Rank):
+    """A rank that gives whatever it is told to."""
+
+    start: object = None
+    order: object = None
+    decay: float | None = 1.0
+
+    def begin(self, k, v):
+        return super().begin(k, v) if self.start is None else self.start(k)
+
+    def rank(self, score, age):
+        return score if self.order is None else self.order(score)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strange(Merger):
+    """A merger likewise."""
+
+    all: object = None
+    one: object = None
+    compares = ("k",)
+
+    def merge(self, k, v, kept, inside, mass, tau, key):
+        return Merged(k, v, tau) if self.all is None else self.all(k, v)
+
+    def merge_one(self, index, cosine, dropped, nearest, goes, tau):
+        return Joined(goes, None, None, tau) if self.one is None else self.one(goes, dropped)
+
+
+def evicting(rank, merge=None):
+    policy = Policy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
+    return jaxkv.generate(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=policy, max_new_tokens=6, stop_at_eos=False)
+
+
+@pytest.mark.parametrize(
+    "rank, merge, message",
+    [
+        (Odd(start=lambda k: k[..., 0, 0]), None, r"Odd\.begin=float32\[2, 2\]: give one float32 for each new row"),
+        (Odd(start=lambda k: jnp.zeros(k.shape[:3], int)), None, r"Odd\.begin=int32\[2, 2, 1\]: give one float32"),
+        (Odd(order=lambda score: score[0]), None, r"Odd\.rank=float32\[2, 21\]: give one float32 for each row = "),
+        (Odd(order=lambda score: score > 0), None, r"Odd\.rank=bool\["),
+        (Odd(decay=1.5), None, r"rank\.decay=1\.5: give a share"),
+        (Odd(), Strange(all=lambda k, v: k), r"Strange\.merge=.*: return Merged\(k, v, tau\)"),
+        (Odd(), Strange(all=lambda k, v: Merged(k[:, :1], v, None)), r"Strange\.merge\.k=float32\[2, 1, 64, 8\]"),
+        (Odd(), Strange(one=lambda goes, row: goes), r"Strange\.merge_one=.*: return Joined\(joins, k, v, tau\)"),
+        (Odd(), Strange(one=lambda goes, row: Joined(row.k, None, None, None)), r"Strange\.merge_one\.joins=float32"),
+        (
+            Odd(),
+            Strange(one=lambda goes, row: Joined(goes, row.k[0], None, None)),
+            r"Strange\.merge_one\.k=float32\[2, 8",
+        ),
+        (
+            Odd(),
+            type("Mute", (Merger,), {"compares": ("k",), "merge": Strange.merge})(),
+            "merge=Mute: write its method",
+        ),
+        (Odd(), type("Both", (Strange,), {"compares": ("q",)})(), r"merge\.compares=\('q',\): give"),
+    ],
+)
+def test_ranks_and_mergers_that_give_something_else(rank, merge, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        evicting(rank, merge)
+
+
+def test_rows_of_no_rank_go_first():
+    # Were they never to go, segments would grow over one another.
+    out = evicting(Odd(order=lambda score: jnp.where(score > jnp.float32(0.5), jnp.nan, score)))
+    assert (out.cache.kept == 20).all()
 
 
 # --- names and classes ------------------------------------------------------------------------------------------------

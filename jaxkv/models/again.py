@@ -11,12 +11,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._values import Value
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
-from jaxkv.models.compress import empty_pool, pack, pack_shared
+from jaxkv.models.compress import ROWS, empty_pool, merged_whole, pack, pack_shared
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
 from jaxkv.plan import bucket
+from jaxkv.policies.after import ranked
+from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Observed, Scorer, checked
+from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.select import HeadBudgets, sortable, top
 from jaxkv.pools import Pool, lay_out
 
@@ -225,8 +227,9 @@ def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, 
         layer=layer.layer,
         key=layer.key,
     )
-    mass = checked(parts.scorer, "observe", parts.scorer.observe(seen), seen.k)
-    scores = checked(parts.scorer, "scores", parts.scorer.scores(mass, length), seen.k)
+    rows = seen.k.shape[:3]
+    mass = checked(parts.scorer, "observe", parts.scorer.observe(seen), rows, ROWS)
+    scores = checked(parts.scorer, "scores", parts.scorer.scores(mass, length), rows, ROWS)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 
@@ -239,7 +242,7 @@ def _mask(leaves: Leaves, layer: _Layer, *, parts: _Parts) -> Bool[Array, "B K M
     if rank is None:
         scores, _ = _observed(layer, k, v, parts)
     else:
-        scores = rank.rank(jnp.zeros(pos.shape, jnp.float32) if score is None else score, seen - pos)
+        scores = ranked(rank, jnp.zeros(pos.shape, jnp.float32) if score is None else score, seen - pos)
     forced = parts.ongoing.keep.protected(pos, layer.prompt[:, None, None])
     forced = inside & (forced | (pos >= seen - layer.recent[:, None, None]))
     candidates = inside & ~forced
@@ -267,6 +270,6 @@ def _kept(leaves: Leaves, layer: _Layer, mask: Bool[Array, "B K M"], *, parts: _
     if not merge.compares:
         _, mass = _observed(layer, k, v, parts)
     key = jax.random.fold_in(layer.key, layer.layer)
-    new = merge.merge(k, v, mask, inside, mass, layer.tau, key)
+    new = merged_whole(merge, k, v, mask, inside, mass, layer.tau, key)
     now = layer.now[:, None, None, None]
     return jnp.where(now, new.k, k), jnp.where(now, new.v, v), pos, score, new.tau

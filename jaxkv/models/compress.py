@@ -12,10 +12,14 @@ from jaxkv._values import Typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
 from jaxkv.policies.budgets import LayerBudgets
+from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger
-from jaxkv.policies.protocol import Observed, Scorer, checked
+from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.select import HeadBudgets
 from jaxkv.pools import Pool, lay_out, segment_of_row
+
+# What a scorer gives one number for.
+ROWS = "kv head and row, [B, K, S]"
 
 
 def observe(
@@ -41,11 +45,12 @@ def observe(
 @partial(jax.jit, static_argnames=("scorer", "layers"))
 def _observe(seen: Observed, forced: Array, *, scorer: Typed, layers: Typed):
     matters, spread, weight = scorer.part, layers.part, None
-    mass = checked(matters, "observe", matters.observe(seen), seen.k)
+    rows = seen.k.shape[:3]
+    mass = checked(matters, "observe", matters.observe(seen), rows, ROWS)
     if spread.from_scores:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
         weight = spread.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
-    return checked(matters, "scores", matters.scores(mass, seen.length), seen.k), mass, weight
+    return checked(matters, "scores", matters.scores(mass, seen.length), rows, ROWS), mass, weight
 
 
 @jax.jit
@@ -124,12 +129,20 @@ def merged(
     return _merged(k, v, kept, length, mass, key, merge=Typed(merge))
 
 
+def merged_whole(merger: Merger, k: Array, v: Array, *of: Array | None) -> Merged:
+    """What a merger makes of all rows of a layer, checked; see `Merger.merge`."""
+    found = checked_tuple(merger, "merge", merger.merge(k, v, *of), Merged)  # type: ignore[arg-type]
+    for name, new, old in (("k", found.k, k), ("v", found.v, v)):
+        checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
+    return found
+
+
 @partial(jax.jit, static_argnames=("merge",))
 def _merged(k, v, kept, length, mass, key, *, merge: Typed) -> Merged:
     merger, (batch, heads, slots, _) = merge.part, k.shape
     inside = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32) < length[:, None, None], kept.shape)
     tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32) if merger.thresholds else None
-    return merger.merge(k, v, kept, inside, mass, tau, key)
+    return merged_whole(merger, k, v, kept, inside, mass, tau, key)
 
 
 @partial(jax.jit, static_argnames=("rows", "form", "implementation"))

@@ -16,7 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
-from jaxkv.policies.merger import Row
+from jaxkv.policies.after import ranked
+from jaxkv.policies.checks import checked, checked_tuple
+from jaxkv.policies.merger import Joined, Merger, Row
 from jaxkv.policies.parts import Ongoing
 from jaxkv.pools import Pool, put_cells, put_rows, row_norms, take_rows
 
@@ -142,7 +144,7 @@ def weakest(
         lowest, latest, *_ = best
         may = inside & ~ongoing.keep.protected(pos, prompt)
         free = may & (pos < last)
-        every = rank.rank(score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
+        every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
         if ongoing.one_set:
             layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
             every = jnp.broadcast_to(layers.mean(axis=2, keepdims=True), layers.shape).reshape(free.shape)
@@ -269,6 +271,17 @@ def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Arra
     return dot(q, rows, (((2,), (3,)), ((0, 1), (0, 1))))
 
 
+def _as_joined(merge: Merger, found: Joined, shape: tuple[int, ...], heads: int, dim: int) -> Joined:
+    """What a merger says of single rows, checked."""
+    checked_tuple(merge, "merge_one", found, Joined)
+    by_layer = (shape[0] * shape[1] // heads, heads)
+    checked(merge, "merge_one.joins", found.joins, by_layer, "kv head, [N, K]", jnp.bool_)
+    for name, new in (("k", found.k), ("v", found.v)):
+        if new is not None:
+            checked(merge, f"merge_one.{name}", new, (*by_layer, dim), "number of a row, [N, K, D]")
+    return found
+
+
 def evict(
     pool: Pool,
     segments: Segments,
@@ -326,6 +339,7 @@ def evict(
                 by_layer(over),
                 None if tau is None else by_layer(tau),
             )
+            found = _as_joined(merge, found, target.shape, heads, dropped.k.shape[-1])
             tau = None if tau is None or found.tau is None else found.tau.reshape(tau.shape)
             joins = found.joins.reshape(over.shape) & over
             for name, new in (("k", found.k), ("v", found.v)):

@@ -11,6 +11,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models.evict import Segments, evict, weakest
 from jaxkv.models.moving import Program
+from jaxkv.policies.checks import checked
 from jaxkv.pools import Pool, row_norms, take_rows
 
 
@@ -140,4 +141,4 @@ def scores_of(new_k: Float[Array, "B K N D"], new_v: Float[Array, "B K N D"], pr
     ongoing = program.ongoing
     if ongoing is None or not ongoing.scored or ongoing.rank is None:
         return None
-    return ongoing.rank.begin(new_k, new_v)
+    return checked(ongoing.rank, "begin", ongoing.rank.begin(new_k, new_v), new_k.shape[:3], "new row, [B, K, N]")

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value, count, flag, real
+from jaxkv.policies.checks import checked
 
 
 @runtime_checkable
@@ -122,6 +123,26 @@ class Again(Value):
 
 
 After = Append | Evict | Again
+
+
+def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
+    """What rows are compared by, checked.
+
+    Args:
+        rank: the policy's.
+        score: of each row.
+        age: of each row; its axes of one stand for any number.
+
+    Returns:
+        float32 of the rows' shape; what is not a number goes first.
+
+    Raises:
+        TypeError: for a rank of another shape or dtype.
+    """
+    shape = jnp.broadcast_shapes(score.shape, age.shape)
+    given = rank.rank(jnp.broadcast_to(score, shape), jnp.broadcast_to(age, shape))
+    ranks = checked(rank, "rank", given, shape, "row")
+    return jnp.where(jnp.isnan(ranks), -jnp.inf, ranks)
 
 
 def check_rank(label: str, rank: object) -> None:

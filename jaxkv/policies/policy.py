@@ -76,6 +76,9 @@ class Method(Value):
         Returns:
             The parts.
         """
+        keep = Keep() if keep is None else keep
+        if not isinstance(keep, Keep):
+            raise TypeError(f"keep={keep!r}: give Keep(sinks=4), say")
         every = self.every
         after: After = Append() if evict is None else Evict(rank=evict)
         if every is not None:
@@ -85,7 +88,7 @@ class Method(Value):
             "budget": self.budget,
             "min_budget": self.min_budget,
             "merge": self.merge,
-            "keep": dataclasses.replace(keep or Keep(), protect=self.protect),
+            "keep": dataclasses.replace(keep, protect=self.protect),
             "after": after,
         }
         return Parts(scorer=scorer, **(given | parts))

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import is_whole
@@ -139,27 +138,3 @@ def check_scorer(label: str, scorer: Any) -> None:
     except TypeError as error:
         remedy = f"programs are kept by it ({error}): make it a frozen dataclass of numbers and tuples"
         raise TypeError(f"{label}={type(scorer).__name__}: {remedy}") from None
-
-
-def checked(scorer: Scorer, method: str, given: Any, rows: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
-    """What a scorer gave, if it is what scorers give; while a program is traced, so that it costs nothing.
-
-    Args:
-        scorer: whose it is.
-        method: of which method.
-        given: what it returned.
-        rows: the keys that it was asked about.
-
-    Returns:
-        The same.
-
-    Raises:
-        TypeError: naming the scorer, what it gave and what is wanted.
-    """
-    wanted = rows.shape[:3]
-    shape, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
-    if shape != wanted or dtype != jnp.float32:
-        gave = type(given).__name__ if shape is None else f"{dtype}{list(shape)}"
-        remedy = f"give one float32 for each kv head and row, [B, K, S] = {list(wanted)}"
-        raise TypeError(f"{type(scorer).__name__}.{method}={gave}: {remedy}")
-    return given
