@@ -1,0 +1,64 @@
+"""What tests of the transform share: random arrays, and looks into the rows that come out."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import AdaKV, PyramidKV, SnapKV
+from jaxkv.attention.xla import Form
+from jaxkv.policies import EntropyLayers
+
+SLOTS, WINDOW = 64, 8
+LENGTHS = (50, 37)
+SNAP = SnapKV(budget=16, window=WINDOW)
+ADA = AdaKV(base=SNAP)
+ENTROPY = PyramidKV(budget=16, window=WINDOW, allocation=EntropyLayers())
+
+
+def draw(seed=0, *, batch=2, heads=2, group=3, slots=SLOTS, dim=8, dtype=jnp.float32):
+    """Random k, v `[B, K, S, D]` and all queries `[B, H, S, D]`."""
+    rng = np.random.default_rng(seed)
+    shapes = ((batch, heads, slots, dim), (batch, heads, slots, dim), (batch, heads * group, slots, dim))
+    k, v, q = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return k, v, 1.5 * q
+
+
+def segments(rows: jaxkv.Rows):
+    """Every segment as `(layer, sequence, head, k, v, pos)` of its rows."""
+    start, length = np.asarray(rows.start), np.asarray(rows.length)
+    for at in np.ndindex(*start.shape):
+        layer, row, _ = at
+        index = 0 if rows.form is Form.SHARED else layer
+        span = slice(start[at], start[at] + length[at])
+        yield *at, *(np.asarray(leaf[index])[row, span] for leaf in (rows.k, rows.v, rows.pos))
+
+
+def kept(rows: jaxkv.Rows) -> list:
+    """Positions by layer, sequence and head."""
+    layers, batch, heads = rows.start.shape
+    out = [[[None] * heads for _ in range(batch)] for _ in range(layers)]
+    for layer, row, head, _, _, pos in segments(rows):
+        out[layer][row][head] = pos.tolist()
+    return out
+
+
+def attended(q, rows: jaxkv.Rows, *, last: int = 1, layer: int = 0) -> np.ndarray:
+    """Float64 attention of the last queries `[B, H, N, D]` over a layer's rows, each over those that come no later."""
+    q = np.asarray(q, np.float64)
+    batch, heads, _, dim = q.shape
+    out = np.zeros(q.shape)
+    for at, row, head, k, v, pos in segments(rows):
+        group = heads // rows.start.shape[2]
+        for h in range(head * group, head * group + group) if at == layer else ():
+            for n in range(last):
+                here = pos <= np.asarray(rows.seen)[layer, row] - last + n
+                weights = np.exp(k[here].astype(np.float64) @ q[row, h, n] / np.sqrt(dim))
+                out[row, h, n] = weights @ v[here].astype(np.float64) / weights.sum()
+    return out
+
+
+def one_step(k, v, q, length, *, policy):
+    """One compression, one token, one attention."""
+    rows = jaxkv.compress(k, v, queries=q, length=length, policy=policy, room=1)
+    rows = jaxkv.append(rows, k[:, :, :1], v[:, :, :1])
+    return rows, jaxkv.attend(q[:, :, :1], rows)
