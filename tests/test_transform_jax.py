@@ -206,7 +206,7 @@ def test_kv_heads_can_lie_on_several_devices(policy, checked):
 @pytest.mark.parametrize("policy", [SNAP, ADA], ids=["equal", "ragged"])
 def test_sixteen_bits(policy):
     arrays = draw(dtype=jnp.bfloat16)
-    rows, out = jax.jit(step, static_argnames=("policy",))(*arrays, jnp.asarray(LENGTHS), policy=policy)
+    rows, out = jax.jit(one_step, static_argnames=("policy",))(*arrays, jnp.asarray(LENGTHS), policy=policy)
     assert out.dtype == rows.k[0].dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), attended(arrays[2][:, :, :1], rows), atol=0.03)
 
