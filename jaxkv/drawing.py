@@ -12,6 +12,7 @@ from jaxkv._errors import require
 from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache
 from jaxkv.models import loop, staged
+from jaxkv.models.again import due
 from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Program
 from jaxkv.models.room import make_room, steps_that_fit
@@ -63,7 +64,9 @@ class Drawing:
         decode: Any = loop.decode if cache.bank is None else partial(staged.decode, traffic=traffic)
         self._decode = partial(decode, program=program, sampling=sampling, size=size)
         self._running: loop.Running
-        self._begin(cache)
+        self._taken_back = False
+        # A question that was read before may have left more rows than a step may find.
+        self._begin(make_room(flat, cache, new, key=key) if due(cache).any() else cache)
         # A run of no steps compiles and changes nothing.
         self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, self._eos, 0)
         self._begin(self._settled())
@@ -127,6 +130,7 @@ class Drawing:
         # The token that ends a sequence is drawn but never becomes a row.
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
+            self._taken_back = True
             self._running = self._running.rewound(jnp.asarray(rows, jnp.int32))
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
@@ -138,5 +142,8 @@ class Drawing:
         self._draw = dataclasses.replace(self._draw, done=self._draw.done | jnp.asarray(which))
 
     def close(self) -> KVCache:
-        """The cache with all that was drawn, and the logits of what comes next; the drawing is over."""
-        return dataclasses.replace(self._settled(), logits=self._draw.logits)
+        """The cache with all that was drawn, and the logits of what comes next; the drawing is over.
+
+        Without logits where tokens were taken back: nothing is known of what would come in their place.
+        """
+        return dataclasses.replace(self._settled(), logits=None if self._taken_back else self._draw.logits)

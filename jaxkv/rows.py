@@ -145,8 +145,11 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
     grouped = as_grouped("q", q, batch, heads, pool.k)
     tokens = grouped.shape[3]
     written = as_counts("count", count, batch, tokens)
-    # Rows are only ever appended: what came after a token is the end of each segment.
-    after = jnp.maximum(written - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
+    # Rows are only ever appended: what came after a token is the end of each segment, but for what found no room there.
+    last = jnp.take_along_axis(pool.pos, jnp.maximum(start + length - 1, 0), axis=1)
+    last = jnp.where(length > 0, last, -1).max(axis=1)
+    taken = jnp.clip(last + 1 - (rows.seen[layer] - written), 0, written)
+    after = jnp.maximum(taken - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         held = jnp.maximum(length - after[:, None], 0)
@@ -223,14 +226,15 @@ def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]
     """
     if given is None:
         return jnp.full((batch,), most, jnp.int32)
-    counts = jnp.asarray(given)
-    fits = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
+    # Numbers on the host are looked at as they are: on the device they would be cut to 32 bits.
+    counts = given if isinstance(given, jax.Array) else np.asarray(given)
+    fits = counts.shape == (batch,) and np.issubdtype(counts.dtype, np.integer)
     require(fits, field, shown(counts), f"give one whole number for each of {batch} sequences, i32[B]")
     if known(counts):
         numbers = np.asarray(counts)
         inside = bool(((numbers >= 0) & (numbers <= most)).all())
         require(inside, field, numbers.tolist(), f"there are {most} tokens: give 0 to {most} for each sequence")
-    return counts.astype(jnp.int32)
+    return jnp.asarray(counts, jnp.int32)
 
 
 def _require_layer(rows: Rows, layer: int) -> None:
@@ -238,11 +242,11 @@ def _require_layer(rows: Rows, layer: int) -> None:
     require(is_whole(plain(layer)) and layer < layers, "layer", layer, f"these rows hold layers 0 to {layers - 1}")
 
 
-def shown(array: Array) -> str:
+def shown(array: Array | np.ndarray) -> str:
     """An array's dtype and shape, for error messages."""
     return f"{array.dtype}{list(array.shape)}"
 
 
-def known(*arrays: Array) -> bool:
+def known(*arrays: Array | np.ndarray) -> bool:
     """Whether all of these are numbers, not parts of a trace."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)

@@ -29,7 +29,7 @@ from jaxkv.plan import Plan, available_bytes, bucket, check_bytes, check_memory,
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.prompts import Encoded, Prompt, encode
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Greedy, Sampling
 
 # Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
 _BLOCK = 256
@@ -83,6 +83,7 @@ class Session:
         self.implementations = _implementations(params, self.policy, arguments.as_implementation(implementation))
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
+        self._keyed = given is not None
         with self.clocks.making:
             self.key = jax.random.key(0) if given is None else given
 
@@ -178,7 +179,8 @@ class Session:
             cache: of this model and policy; one sequence serves many prompts.
             ids: as for `prefill`, one prompt for each sequence.
             new: tokens to be drawn later: what is due is compressed again, and room is made.
-            chunk: tokens at a time; by default 256, or all if they are fewer.
+            chunk: tokens at a time; by default 256, or all if they are fewer. One at a time are read as drawn ones are:
+                where a row goes for each new one, it does then.
             donate: give the cache up, so that its own buffers are written.
 
         Returns:
@@ -188,6 +190,7 @@ class Session:
             ValueError: for an empty or over-long prompt, or a cache of another policy or model.
             MemoryError: if the copy does not fit.
         """
+        chunk = None if chunk is None else arguments.as_count("chunk", chunk, "read at least 1 token at a time")
         encoded, flat = self._encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
@@ -222,6 +225,7 @@ class Session:
         new: int | None = None,
         sampling: Sampling | None = None,
         eos: Iterable[int] = (),
+        key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> tuple[KVCache, Int[np.ndarray, "B n"]]:
         """Draws tokens on top of a cache.
@@ -233,6 +237,7 @@ class Session:
                 programs; by default as many as now.
             sampling: how to draw; Greedy() if None.
             eos: ids that end a sequence.
+            key: for the sampling, in place of the session's: another key is another sample.
             donate: give the cache up, so that its own buffers are written.
 
         Returns:
@@ -247,7 +252,7 @@ class Session:
         if not donate:
             with self.clocks.decode:
                 cache = _forked(cache, cache.batch, 0, new)
-        drawing, parts = self.drawing(cache, new=new, sampling=sampling, eos=eos), []
+        drawing, parts = self.drawing(cache, new=new, sampling=sampling, eos=eos, key=key), []
         with self.clocks.decode:
             while steps and not drawing.done.all():
                 parts.append(drawing.draw(steps))
@@ -256,7 +261,13 @@ class Session:
 
     @settled
     def drawing(
-        self, cache: KVCache, *, new: int, sampling: Sampling | None = None, eos: Iterable[int] = ()
+        self,
+        cache: KVCache,
+        *,
+        new: int,
+        sampling: Sampling | None = None,
+        eos: Iterable[int] = (),
+        key: PRNGKeyArray | int | None = None,
     ) -> Drawing:
         """What draws tokens on top of a cache block by block, for callers that look at them in between.
 
@@ -265,6 +276,7 @@ class Session:
             new: tokens that will be drawn.
             sampling: how to draw; Greedy() if None.
             eos: ids that end a sequence.
+            key: as for `draw`.
 
         Returns:
             The drawing.
@@ -272,6 +284,10 @@ class Session:
         Raises:
             ValueError: for a cache without logits.
         """
+        self._check(np.zeros(cache.batch, np.int32), 0, cache)
+        sampling, given = arguments.as_sampling(sampling), arguments.as_key(key)
+        keyed = isinstance(sampling, Greedy) or self._keyed or given is not None
+        require(keyed, "key", key, f"{sampling} needs jax.random.key(...)")
         logits = cache.logits
         require(logits is not None, "cache", "without logits", "give what a session's prefill, extend or draw returned")
         assert logits is not None
@@ -281,9 +297,9 @@ class Session:
                 cache,
                 logits,
                 program=program_for(self.params.flat, cache, self.implementations.decode),
-                sampling=arguments.as_sampling(sampling),
+                sampling=sampling,
                 eos=tuple(eos),
-                key=self.key,
+                key=self.key if given is None else given,
                 new=new,
                 size=min(_BLOCK, bucket(new)),
                 traffic=self.drawn,

@@ -93,9 +93,10 @@ def compress(
         layers,
         f"{name}'s budget differs by layer: give layer= and layers=, or all layers to jaxkv.compress_layers",
     )
-    require(layers is None or is_whole(plain(layers), 1), "layers", layers, "give how many layers the model has")
+    layer, layers = plain(layer), plain(layers)
+    require(layers is None or is_whole(layers, 1), "layers", layers, "give how many layers the model has")
     below = "" if layers is None else f", below layers={layers}"
-    exists = is_whole(plain(layer)) and (layers is None or layer < layers)
+    exists = is_whole(layer) and (layers is None or layer < layers)
     require(exists, "layer", layer, f"give the layer's index{below}")
     return _compressed([(k, v, queries)], parts, length, room, key, first=layer, layers=layers or layer + 1)
 
@@ -195,7 +196,8 @@ class _Scored:
 
 def _compressed(arrays, parts: Parts, length, room, key, *, first: int, layers: int) -> Rows:
     """Rows of some layers, from `first` on: observed one after the other, and chosen then or when all are."""
-    require(is_whole(plain(room)), "room", room, "give how many tokens will be appended, 0 or more")
+    room = plain(room)
+    require(is_whole(room), "room", room, "give how many tokens will be appended, 0 or more")
     k, v = as_keys_values(*arrays[0][:2])
     batch, heads, slots, _ = k.shape
     length = as_counts("length", length, batch, slots)

@@ -10,6 +10,7 @@ import tiny
 
 import jaxkv
 from jaxkv import H2O, FullKV, OmniKV, Session, SnapKV
+from jaxkv.testing import segments
 
 GQA = tiny.MODELS["gqa3"]
 IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
@@ -117,3 +118,75 @@ def test_a_model_is_taken_apart_once_and_anew_for_new_weights():
     copied = copy.deepcopy(model)
     assert copied.flat is not model.flat
     np.testing.assert_array_equal(np.asarray(Session(copied).prefill(IDS).logits), np.asarray(before))
+
+
+def apart(cache):
+    """Every segment holds positions of its own text, each once."""
+    for part in segments(cache):
+        assert len(set(part.pos.tolist())) == len(part.pos) and part.pos.min() >= 0
+        assert part.pos.max() < int(cache.seen[part.sequence])
+
+
+@pytest.mark.parametrize(
+    "policy", [H2O(budget=16), jaxkv.TOVA(budget=16), jaxkv.D2O(budget=16, merge=None)], ids=lambda p: type(p).__name__
+)
+def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy):
+    model = tiny.tiny(GQA)
+    session, more = Session(model, policy), tiny.prompts(5, (90, 70))
+    for donate in (False, True):
+        cache = session.prefill(IDS, new=8)
+        grown = session.extend(cache, more, donate=donate)
+        assert (grown.kept > np.asarray(grown.limit)).any()
+        drawn, tokens = session.draw(grown, 12, donate=donate)
+        apart(drawn)
+        assert (drawn.kept <= np.asarray(drawn.limit)).all()
+        ready = session.extend(session.prefill(IDS, new=8), more, new=12)
+        np.testing.assert_array_equal(tokens, session.draw(ready, 12)[1])
+    one = session.extend(session.prefill(IDS, new=8), [[3], [4]], donate=True)
+    for _ in range(3):
+        one, _ = session.draw(one, 1, donate=True)
+        apart(one)
+
+
+@pytest.mark.parametrize("policy", [FullKV(), OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True)])
+def test_logits_behind_an_end_are_those_of_the_last_row(policy):
+    session = Session(tiny.tiny(GQA), policy)
+    cache = session.prefill(IDS)
+    _, free = session.draw(cache, 8)
+    only_first = [token for token in free[0].tolist() if token not in free[1].tolist()]
+    ended, tokens = session.draw(cache, 8, eos=only_first[:1])
+    stop = tokens[0].tolist().index(only_first[0])
+    kept = [row[:count].tolist() for row, count in zip(tokens, (stop, 8), strict=True)]
+    if not kept[0]:
+        kept[0] = [0]
+        expected = np.asarray(cache.logits)[0]
+    else:
+        expected = np.asarray(session.extend(cache, kept).logits)[0]
+    np.testing.assert_allclose(np.asarray(ended.logits)[0], expected, atol=1e-4)
+    assert ended.seen.tolist() == [37 + stop, 21 + 8]
+
+
+def test_samples_need_a_key_and_another_key_is_another_sample():
+    model = tiny.tiny(GQA)
+    plain, keyed, hot = Session(model), Session(model, key=3), jaxkv.Temperature(temperature=2.0)
+    cache = plain.prefill(IDS)
+    with pytest.raises(ValueError, match=r"key=None: Temperature.* needs jax\.random\.key"):
+        plain.draw(cache, 4, sampling=hot)
+    same = [keyed.draw(cache, 12, sampling=hot)[1] for _ in range(2)]
+    np.testing.assert_array_equal(*same)
+    other = [plain.draw(cache, 12, sampling=hot, key=key)[1] for key in (3, 4)]
+    np.testing.assert_array_equal(other[0], same[0])
+    assert not np.array_equal(*other)
+
+
+@pytest.mark.parametrize("chunk", [0, -4, 1.5])
+def test_chunks_are_numbers_of_tokens(chunk):
+    session = Session(tiny.tiny(GQA))
+    with pytest.raises(ValueError, match=f"chunk={chunk}: read at least 1 token"):
+        session.extend(session.prefill(IDS), MORE, chunk=chunk)
+
+
+def test_a_drawing_takes_no_other_models_cache():
+    cache = Session(tiny.tiny(GQA)).prefill(IDS)
+    with pytest.raises(ValueError, match="made by another model"):
+        Session(tiny.tiny(GQA, seed=1)).drawing(cache, new=3)

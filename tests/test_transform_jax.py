@@ -218,3 +218,22 @@ def test_a_process_may_have_chosen_64_bits():
         rows, out = run(jnp.asarray(LENGTHS, jnp.int32))
     assert out.dtype == jnp.float32 and rows.length.dtype == jnp.int32
     assert kept(rows) == kept(one_step(k, v, q, jnp.asarray(LENGTHS), policy=ADA)[0])
+
+
+def test_tokens_that_find_room_see_themselves_beside_some_that_do_not():
+    k, v, _ = draw()
+    new_k, new_v, q = (each[:, :, :4] for each in draw(seed=1))
+    rows = jaxkv.compress(k, v, policy=KNorm(budget=8), room=2)
+    traced = jax.jit(lambda k, v, q: jaxkv.attend(q, jaxkv.append(rows, k, v)))(new_k, new_v, q)
+    for token in range(2):
+        alone = jaxkv.append(rows, new_k[:, :, : token + 1], new_v[:, :, : token + 1])
+        expected = jaxkv.attend(q[:, :, token : token + 1], alone)
+        np.testing.assert_allclose(traced[:, :, token : token + 1], expected, atol=1e-5)
+
+
+def test_numbers_are_looked_at_before_they_are_cut():
+    k, v, _ = draw()
+    with pytest.raises(ValueError, match=r"length=\[4294967316, 33\]: there are"):
+        jaxkv.compress(k, v, policy=KNorm(budget=8), length=np.asarray([2**32 + 20, 33]))
+    for room in (jnp.int32(2), np.int64(2)):
+        assert jaxkv.compress(k, v, policy=KNorm(budget=8), room=room).k[0].shape[1] == 2 * 10

@@ -10,8 +10,10 @@ import tiny
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, Keep, Merge, Method, Policy, SnapKV
 from jaxkv.policies import (
+    AdaptiveHeads,
     ByAge,
     CumulativeAttention,
+    EntropyLayers,
     Joined,
     KeyNorm,
     Merged,
@@ -70,6 +72,9 @@ def test_what_users_may_write():
         ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
         ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
         ({"read": 3}, "read=3: give what layers read"),
+        ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
     ],
 )
 def test_parts_that_cannot_be_meant_are_refused(parts, message):
@@ -89,6 +94,25 @@ def test_parts_that_cannot_be_meant_are_refused(parts, message):
 def test_what_cannot_be_kept_is_refused(keep, message):
     with pytest.raises(ValueError, match=message):
         Keep(**keep)
+
+
+def test_what_a_class_says_in_vain_is_refused():
+    made = dataclasses.dataclass(frozen=True, kw_only=True)
+    unnoted = type("Unnoted", (SnapKV,), {"budget": 64})
+    unmade = type("Unmade", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64})
+    part = type("Part", (SnapKV,), {"__annotations__": {"heads": object}, "heads": UniformHeads()})
+    for cls, message in (
+        (made(unnoted), r"Unnoted\.budget: dataclasses take no default without a type: write `budget: \.\.\. = 64`"),
+        (made(type("Kept", (Policy,), {"keep": Keep(sinks=4)})), r"Kept\.keep: dataclasses take no default without"),
+        (unmade, r"Unmade: write @dataclasses\.dataclass\(frozen=True, kw_only=True\)"),
+        (made(part), r"Part\.heads: nobody reads it: write `parts`"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            cls()
+    noted = made(type("Noted", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64}))
+    assert noted().parts().budget == 64
+    ours = made(type("Ours", (Policy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()}))
+    assert ours(budget=8).parts().scorer == KeyNorm()
 
 
 def test_a_policy_without_parts_says_so():
@@ -215,6 +239,10 @@ class Strange(Merger):
         return Joined(goes, None, None, tau) if self.one is None else self.one(goes, dropped)
 
 
+def twice(self, index, cosine, dropped, nearest, goes, tau):
+    return Joined(goes, None, nearest.v + 1, tau)
+
+
 def evicting(rank, merge=None):
     policy = Policy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
     return jaxkv.generate(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=policy, max_new_tokens=6, stop_at_eos=False)
@@ -241,6 +269,11 @@ def evicting(rank, merge=None):
             Odd(),
             type("Mute", (Merger,), {"compares": ("k",), "merge": Strange.merge})(),
             "merge=Mute: write its method",
+        ),
+        (
+            Odd(),
+            type("Twice", (Strange,), {"compares": ("k", "v"), "merge_one": twice})(),
+            "merge=.*Twice.*: two of its",
         ),
         (Odd(), type("Both", (Strange,), {"compares": ("q",)})(), r"merge\.compares=\('q',\): give"),
     ],

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._errors import require
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
 from jaxkv.policies.after import ranked
@@ -345,6 +346,8 @@ def evict(
             for name, new in (("k", found.k), ("v", found.v)):
                 if new is None:
                     continue
+                remedy = f"two of its comparisons change {name} of one row: let one of them"
+                require(not updates[name], "merge", type(merge).__name__, remedy)
                 joined = new.reshape(one.shape)
                 # The newest row may itself be the one that takes the dropped one in.
                 newest = (joins & (target == last))[..., None]

@@ -111,6 +111,10 @@ class Draw:
     done: Bool[Array, " B"]
     key: PRNGKeyArray
 
+    def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "Draw":
+        """Where it stands after a step. What ends a sequence becomes no row: its logits stay those of the last row."""
+        return Draw(logits=jnp.where(done[:, None], self.logits, logits), done=done, key=self.key)
+
 
 def drawn(
     draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling
@@ -218,7 +222,7 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
             store = tails, cache.state
         else:
             logits, store, _ = one(store)
-        return index + 1, store, Draw(logits=logits, done=done, key=draw.key), fed + count, out
+        return index + 1, store, draw.after(logits, done), fed + count, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))

@@ -75,7 +75,7 @@ def steps_that_fit(cache: KVCache) -> int:
         # One spare row is all that a segment at its limit needs.
         to_limit = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
-        return int(np.where(free > to_limit, endless, free).min())
+        return int(np.where((free > 0) & (free > to_limit), endless, free).min())
     return int(min(free.min(), (parts.every or 1) - beyond(cache).max()))
 
 

@@ -316,7 +316,7 @@ def decode(
         token, done, count = _draw(draw, cache.seen, eos, argument(sampling))
         fed = jnp.maximum(token, 0)[:, None]
         logits, cache = step(flat, cache, fed, count, program=program, traffic=traffic)
-        draw = Draw(logits=logits, done=done, key=draw.key)
+        draw = draw.after(logits, done)
         # Only now, with the step under way.
         out[:, ran], ended = np.asarray(token), np.asarray(done)
         ran += 1

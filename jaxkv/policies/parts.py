@@ -223,6 +223,10 @@ class Parts(Value):
             first, last = self.keep.sinks, self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget >= first + last, "budget", budget, remedy)
+        remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
+        require(not self.rolling or self.form is Form.EQUAL, "rolling", self.rolling, remedy)
+        one_set = shares_positions(self.heads)
+        require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
         keeps = "this policy keeps everything: leave it out"
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)

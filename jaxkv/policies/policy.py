@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
@@ -118,12 +119,23 @@ _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
 
 def _check_read(cls: type[Method]) -> None:
     """Refuses a class that says a part where nobody reads it: as an attribute, beside parts that are made elsewhere."""
-    fields = {field.name for field in dataclasses.fields(cls)}
     for each in cls.__mro__[: cls.__mro__.index(Method)]:
-        said = set() if {"parts", "wrap"} & vars(each).keys() else _PARTS & vars(each).keys() - fields
-        for name in sorted(said):
+        mine, noted = vars(each).keys(), inspect.get_annotations(each).keys()
+        above = {
+            field.name
+            for base in each.__bases__
+            if dataclasses.is_dataclass(base)
+            for field in dataclasses.fields(base)
+        }
+        unread = set() if {"parts", "wrap"} & mine else _PARTS & (mine | noted) - above
+        for name in sorted(unread):
             remedy = f"nobody reads it: write `parts`, returning dataclasses.replace(super().parts(), {name}=...)"
             raise TypeError(f"{each.__name__}.{name}: {remedy}")
+        remedy = "dataclasses take no default without a type: write"
+        for name in sorted(above & mine - noted):
+            raise TypeError(f"{each.__name__}.{name}: {remedy} `{name}: ... = {vars(each)[name]!r}`")
+        if above & noted and "__dataclass_fields__" not in mine:
+            raise TypeError(f"{each.__name__}: write @dataclasses.dataclass(frozen=True, kw_only=True) above the class")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
