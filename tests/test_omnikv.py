@@ -48,7 +48,7 @@ def test_whole_layers_hold_the_share_the_paper_says(shape, share):
 )
 def test_mem_is_solved_for_the_budget(shape, mem, share):
     filters, layers = shape
-    tokens = OmniKV(filter_layers=filters, mem=mem).tokens(np.asarray([128_000, 739]), layers)
+    tokens = OmniKV(filter_layers=filters, mem=mem).parts().read.tokens(np.asarray([128_000, 739]), layers)
     assert tokens[0] / 128_000 == pytest.approx(share, abs=5e-5)
     whole = Fraction(len(whole_layers(filters, 1, layers)), layers)
     assert tokens[1] == int(739 * (Fraction(repr(mem)) - whole) / (1 - whole))
@@ -56,9 +56,9 @@ def test_mem_is_solved_for_the_budget(shape, mem, share):
 
 def test_tokens_read_are_the_budget_at_most_the_prompt_and_at_least_the_window():
     lengths = np.asarray([100, 7])
-    assert omni(12).tokens(lengths, 8).tolist() == [12, 7]
-    assert omni(0.1).tokens(lengths, 8).tolist() == [10, 1]
-    assert omni(0.04, selector="uniform").tokens(lengths, 8).tolist() == [16, 7]
+    assert omni(12).parts().read.tokens(lengths, 8).tolist() == [12, 7]
+    assert omni(0.1).parts().read.tokens(lengths, 8).tolist() == [10, 1]
+    assert omni(0.04, selector="uniform").parts().read.tokens(lengths, 8).tolist() == [16, 7]
 
 
 @both

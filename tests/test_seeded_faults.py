@@ -18,6 +18,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models import compress, limits, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
+from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
 
 SEEDS = range(3)
@@ -51,8 +52,12 @@ def highest_first(patch):
 
 
 def window_not_forced(patch):
-    real = parts.Keep.mask
-    patch.setattr(parts.Keep, "mask", lambda self, *a: real(dataclasses.replace(self, window=0), *a))
+    real = WindowMethod.observed
+
+    def observed(self, **options):
+        return dataclasses.replace(real(self, **options), keep=parts.Keep(sinks=self.sinks))
+
+    patch.setattr(WindowMethod, "observed", observed)
 
 
 def window_sees_the_future(patch):

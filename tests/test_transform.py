@@ -52,7 +52,7 @@ def layers():
     for row, each in enumerate(ids):
         tokens[row, : len(each)] = each
     length = jnp.asarray(LENGTHS, jnp.int32)
-    read = prefilling.read_layers(tiny.flat(model), jnp.asarray(tokens), length, queries=needed.slots)
+    read = prefilling.read_layers(model.flat, jnp.asarray(tokens), length, queries=needed.slots)
     out = []
     for pool, (q, _, _) in zip(cache.pools, read, strict=True):
         k, v = (leaf.reshape(2, GQA.kv_heads, needed.slots, GQA.head_dim) for leaf in (pool.k, pool.v))

@@ -231,6 +231,7 @@ def test_tokens_that_find_room_see_themselves_beside_some_that_do_not():
         np.testing.assert_allclose(traced[:, :, token : token + 1], expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("as_users_call")
 def test_numbers_are_looked_at_before_they_are_cut():
     k, v, _ = draw()
     with pytest.raises(ValueError, match=r"length=\[4294967316, 33\]: there are"):
