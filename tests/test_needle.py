@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.models import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
+from jaxkv.policies.protocol import Needs
 
 pytestmark = pytest.mark.real
 
@@ -39,17 +40,16 @@ def remembered():
     """
     outputs = {}
 
-    def run_layer(flat, index, x, length, table, policy, implementation):
+    def run_layer(flat, index, x, length, table, needs, implementation):
         if not np.asarray(length).any():
-            return RUN_LAYER(flat, index, x, length, table, policy, implementation)  # a run over no tokens, to compile
+            return RUN_LAYER(flat, index, x, length, table, needs, implementation)  # a run over no tokens, to compile
         if index not in outputs:
-            widest = SnapKV(budget=WINDOW, window=WINDOW)
-            outputs[index] = RUN_LAYER(flat, index, x, length, table, widest, implementation)
+            outputs[index] = RUN_LAYER(flat, index, x, length, table, Needs(queries=WINDOW), implementation)
             x = outputs[index].x
         elif index == len(flat.blocks) - 1:
             x = outputs[index].x
         # Else x passes by: the layer's own was given up to the layer after, and only the top one's is looked at.
-        cut = WINDOW - (0 if policy.parts().scorer is None else policy.parts().scorer.queries)
+        cut = WINDOW - needs.queries
         out = outputs[index]
         return dataclasses.replace(out, x=x, q=out.q[..., cut:, :], q_positions=out.q_positions[:, cut:])
 
