@@ -338,7 +338,8 @@ class Session:
 
 
 def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    needs, read = policy.parts().needs, policy.parts().read
+    parts = policy.parts()
+    needs, read = parts.needs, parts.read
     chosen = choose(
         asked,
         platform=jax.default_backend(),

@@ -136,18 +136,18 @@ class Reads(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredReads(Value):
-    """A few filter layers choose, for every new token, what the layers above them read. Fields are `OmniKV`'s."""
+    """A few filter layers choose, for every new token, what those above them read. `OmniKV` has the defaults."""
 
-    filter_layers: tuple[int, ...] | None = None
-    budget: int | float | None = None
-    mem: float | None = None
-    selector: Selector | str = Selector.LAST
-    window: int = 16
-    adjacent: int = 1
-    include_generated: bool = False
-    offload: bool = False
-    prefill_ratio: int | float | None = None
-    prefill_chunk: int = 1024
+    filter_layers: tuple[int, ...] | None
+    budget: int | float | None
+    mem: float | None
+    selector: Selector | str
+    window: int
+    adjacent: int
+    include_generated: bool
+    offload: bool
+    prefill_ratio: int | float | None
+    prefill_chunk: int
 
     def __post_init__(self) -> None:
         choice(self, "selector", Selector)
