@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
 from jaxkv._errors import require
@@ -27,14 +27,14 @@ from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
-from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
+from jaxkv.models.compress import Candidates, Source, observe, of_prompt, unordered
+from jaxkv.models.compress import compress as compress_all
+from jaxkv.models.packing import Unpacked
 from jaxkv.policies.budgets import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Observed
+from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.registry import as_policy
-from jaxkv.pools import lay_out
 from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 
 
@@ -183,116 +183,109 @@ def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
     return _Sizes(capacity=capacity, budget=whole(budget), forced=whole(forced), rows=whole(rows), recent=whole(recent))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """One layer whose rows are known, and not yet chosen."""
+class _Given(Source):
+    """Arrays of some layers: the source of what the engine's `compress` chooses from."""
 
-    k: Array
-    v: Array
-    scores: Array | None = None
-    mass: Array | None = None
-    claim: Array | None = None
+    def __init__(
+        self,
+        arrays: list[tuple[Any, Any, Any]],
+        parts: Parts,
+        length: Any,
+        room: int,
+        key: PRNGKeyArray,
+        first: int,
+        layers: int,
+    ):
+        """Looks at arguments and sizes; arrays are those of the layers from `first` on."""
+        self.arrays, self.parts, self.room, self.key, self.first = arrays, parts, room, key, first
+        self.indices = range(first, first + len(arrays))
+        self.like = as_keys_values(*arrays[0][:2])[0]
+        batch, _, slots, _ = self.like.shape
+        self.length = as_counts("length", length, batch, slots)
+        self.sizes = _sizes(parts, layers, slots)
+        self.forced = parts.keep.mask(self.length, slots)
+        self.prompts = of_prompt(None, self.forced, self.length)
+        self.held: dict[int, Unpacked] = {}
+        if known(self.length) and parts.scorer is not None:
+            # What a trace cannot refuse.
+            lengths = np.asarray(self.length, np.int64)
+            parts.budgets(lengths, self.sizes.forced[lengths])
+
+    def candidates(self, index: int) -> Candidates:
+        """One layer's rows with what the policy's scorer says of them; nothing of that is differentiated."""
+        parts, scorer, length = self.parts, self.parts.scorer, self.length
+        k, v = as_keys_values(*self.arrays[index - self.first][:2])
+        like = self.like
+        require(k.shape == like.shape and k.dtype == like.dtype, "k", shown(k), f"the first layer's is {shown(like)}")
+        rows = Unpacked(k, v, self.prompts.inside)
+        if scorer is None:
+            self.held[index] = rows
+            return dataclasses.replace(self.prompts, inside=jnp.broadcast_to(self.prompts.inside, k.shape[:3]))
+        seen = self._observed(index, scorer, k, v)
+        scores, mass, claim = observe(lax.stop_gradient(seen), self.forced, scorer=scorer, layers=parts.layers)
+        if known(scores, length):
+            remedy = f"{scorer} gave rows of layer {index} what is not a number: mend it, or the arrays"
+            require(not unordered(scores, length), "scores", "NaN", remedy)
+        if parts.merge is not None:
+            rows = rows._replace(k=_finite(k, length), v=_finite(v, length), mass=mass)
+        self.held[index] = rows
+        return dataclasses.replace(self.prompts, scores=scores, claim=claim)
+
+    def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
+        queries, sums, length, (batch, heads, slots, dim) = scorer.queries, None, self.length, k.shape
+        positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
+        q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
+        if queries or self.parts.needs.sums:
+            q = _queries(self.arrays[index - self.first][2], k, self.parts)
+            if self.parts.needs.sums:
+                all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
+                sums = attention.prompts(all_q, all_k, all_v, length, sums=True, implementation=Implementation.XLA)[1]
+            if q.shape[3] == slots:
+                at = jnp.maximum(positions, 0)[:, None, None, :, None]
+                q = jnp.take_along_axis(q, at, axis=3)
+            q = q[..., q.shape[3] - queries :, :]
+            q = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
+        of = {"length": length, "layer": jnp.int32(index), "key": self.key}
+        return Observed(q=q, q_positions=positions, k=k, v=v, sums=sums, **of)
+
+    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
+        """Rows of prompts of these lengths, from tables, or by what layers claim."""
+        sizes = self.sizes
+        if self.parts.layers.from_scores:
+            return _by_claims(self.parts, sizes, self.length, claims)
+        assert sizes.rows is not None and sizes.recent is not None
+        of = slice(group[0], group[-1] + 1)
+        rows, recent = (jnp.asarray(table[of])[:, self.length] for table in (sizes.rows, sizes.recent))
+        return rows, recent
+
+    def pool_rows(self, group: Sequence[int], kept: Array) -> int:
+        """As many as prompts of any length can keep, and the room."""
+        layer = 0 if self.parts.layers.from_scores else group[0]
+        return self.like.shape[1] * (self.sizes.capacity[layer] + len(group) * self.room)
+
+    def rows(self, index: int) -> Unpacked:
+        """What was held of a layer."""
+        return self.held.pop(index)
 
 
-def _compressed(arrays, parts: Parts, length, room, key, *, first: int, layers: int) -> Rows:
-    """Rows of some layers, from `first` on: observed one after the other, and chosen then or when all are."""
+def _compressed(
+    arrays: list[tuple[Any, Any, Any]], parts: Parts, length: Any, room: Any, key: Any, *, first: int, layers: int
+) -> Rows:
+    """Rows of some layers, from `first` on."""
     room = plain(room)
     require(is_whole(room), "room", room, "give how many tokens will be appended, 0 or more")
-    k, v = as_keys_values(*arrays[0][:2])
-    batch, heads, slots, _ = k.shape
-    length = as_counts("length", length, batch, slots)
-    sizes, key = _sizes(parts, layers, slots), as_key(0 if key is None else key)
-    forced = parts.keep.mask(length, slots)
-    if known(length) and parts.scorer is not None:
-        # What a trace cannot refuse.
-        parts.budgets(np.asarray(length, np.int64), sizes.forced[np.asarray(length)])
-    every = ((first + at, given) for at, given in enumerate(arrays))
-    scored = ((index, _scored(parts, index, given, length, forced, key, k)) for index, given in every)
-    if parts.layers.from_scores:
-        pools, start, kept = _into_one_pool(parts, sizes, [layer for _, layer in scored], length, forced, room, key)
-    else:
-        assert sizes.rows is not None and sizes.recent is not None
-        packed, below = [], None
-        for index, layer in scored:
-            rows, recent = (jnp.asarray(table[index])[length] for table in (sizes.rows, sizes.recent))
-            mask = _mask(parts, layer, length, forced, rows, recent, below)
-            below = mask[:, 0] if parts.nested else None
-            total = heads * (sizes.capacity[index] + room)
-            packed.append(pack(*_folded(parts, layer, mask, length, index, key), mask, rows=total, form=parts.form))
-        pools, starts, counts = zip(*packed, strict=True)
-        start, kept = jnp.stack(starts), jnp.stack(counts)
+    key = as_key(0 if key is None else key)
+    given = _Given(arrays, parts, length, room, key, first, layers)
+    made = compress_all(given, parts, key=key)
     return Rows(
-        k=tuple(pool.k for pool in pools),
-        v=tuple(pool.v for pool in pools),
-        pos=tuple(pool.pos for pool in pools),
-        start=start,
-        length=kept,
-        seen=jnp.broadcast_to(length, (len(arrays), batch)),
+        k=tuple(pool.k for pool in made.pools),
+        v=tuple(pool.v for pool in made.pools),
+        pos=tuple(pool.pos for pool in made.pools),
+        start=made.start,
+        length=made.length,
+        seen=jnp.broadcast_to(given.length, (len(arrays), len(given.length))),
         form=parts.form,
     )
-
-
-def _into_one_pool(parts: Parts, sizes: _Sizes, held: list[_Scored], length, forced, room: int, key):
-    """All layers' rows in the pool that they share, once every layer has said what it claims."""
-    layers, (batch, heads, _, dim) = len(held), held[0].k.shape
-    rows, recent = _by_claims(parts, sizes, length, [layer.claim for layer in held])
-    masks = [_mask(parts, layer, length, forced, *each) for layer, *each in zip(held, rows, recent, strict=True)]
-    kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
-    total = heads * (sizes.capacity[0] + layers * room)
-    start = lay_out(jnp.moveaxis(kept, 0, 1).reshape(batch, -1), total, form=Form.SHARED)
-    start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
-    pool = empty_pool(batch, total, dim, held[0].k.dtype, scored=False)
-    for index, (layer, mask) in enumerate(zip(held, masks, strict=True)):
-        pool = pack_shared(pool, *_folded(parts, layer, mask, length, index, key), mask, start[index])
-    return (pool,), start, kept
-
-
-def _scored(parts: Parts, index: int, given, length, forced, key, like) -> _Scored:
-    """One layer's rows with what the policy's scorer says of them; nothing of that is differentiated."""
-    k, v = as_keys_values(*given[:2])
-    require(k.shape == like.shape and k.dtype == like.dtype, "k", shown(k), f"the first layer's is {shown(like)}")
-    scorer = parts.scorer
-    if scorer is None:
-        return _Scored(k=k, v=v)
-    queries, sums, (batch, heads, slots, dim) = scorer.queries, None, k.shape
-    positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-    q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
-    if queries or parts.needs.sums:
-        q = _queries(given[2], k, parts)
-        if parts.needs.sums:
-            all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
-            whole = attention.prompts(all_q, all_k, all_v, length, sums=True, implementation=Implementation.XLA)
-            sums = whole[1]
-        if q.shape[3] == slots:
-            at = jnp.maximum(positions, 0)[:, None, None, :, None]
-            q = jnp.take_along_axis(q, at, axis=3)
-        q = q[..., q.shape[3] - queries :, :]
-        q = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
-    seen = Observed(q=q, q_positions=positions, k=k, v=v, length=length, layer=jnp.int32(index), key=key, sums=sums)
-    scores, mass, claim = observe(lax.stop_gradient(seen), forced, scorer=scorer, layers=parts.layers)
-    if known(scores, length):
-        remedy = f"{scorer} gave rows of layer {index} what is not a number: mend it, or the arrays"
-        require(not unordered(scores, length), "scores", "NaN", remedy)
-    return _Scored(k=k, v=v, scores=scores, mass=mass, claim=claim)
-
-
-def _mask(parts: Parts, layer: _Scored, length, forced, rows, recent, below=None) -> Bool[Array, "B K S"]:
-    """Which rows of a layer stay."""
-    if layer.scores is None:
-        inside = jnp.arange(layer.k.shape[2], dtype=jnp.int32) < length[:, None, None]
-        return jnp.broadcast_to(inside, layer.k.shape[:3])
-    return choose(layer.scores, forced, length, rows, recent, None, below, heads=parts.heads)
-
-
-def _folded(parts: Parts, layer: _Scored, mask, length, index: int, key) -> tuple[Array, Array]:
-    """A layer's keys and values, dropped rows merged in."""
-    merge = parts.merge
-    if merge is None:
-        return layer.k, layer.v
-    assert layer.mass is not None
-    k, v = (_finite(each, length) for each in (layer.k, layer.v))
-    k, v, _ = merged(k, v, mask, length, layer.mass, jax.random.fold_in(key, index), merge=merge)
-    return k, v
 
 
 def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Array, "... S D"]:

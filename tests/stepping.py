@@ -12,11 +12,12 @@ from jax import lax
 
 from jaxkv import TOVA, Method
 from jaxkv.attention.xla import Form
-from jaxkv.models.compress import choose, empty_pool, merged, pack_shared
+from jaxkv.models.compress import choose, merged, of_prompt
 from jaxkv.models.evict import Segments, evict
 from jaxkv.models.layer_step import LayerRows, attend
 from jaxkv.models.limits import faded, with_heard
 from jaxkv.models.moving import Program
+from jaxkv.models.packing import Unpacked, empty_pool, pack_shared
 from jaxkv.models.tokens import NewTokens, StepAngles, Token
 from jaxkv.policies import KeyNorm
 from jaxkv.pools import Pool, lay_out, row_norms, take_rows
@@ -95,17 +96,18 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
         mass = -jnp.sqrt((jnp.asarray(drawn.k) ** 2).sum(axis=-1))
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
-    mask = choose(scores, jnp.asarray(forced), length, count, last, heads=parts.heads)
-    k, v, tau = jnp.asarray(drawn.k), jnp.asarray(drawn.v), None
+    layer = of_prompt(scores, jnp.asarray(forced), length)
+    mask = choose(layer, count, last, heads=parts.heads)
+    taken = Unpacked(jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass)
     if parts.merge is not None:
-        k, v, tau = merged(k, v, mask, length, mass, jax.random.key(0), merge=parts.merge)
+        taken = merged(taken, mask, jax.random.key(0), merge=parts.merge)
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     around = 0 if form is Form.EQUAL else 7
     each = int(max(limit.max(), lengths.max())) + 1
     rows_in_all = HEADS * each + 2 * around
     start = lay_out(kept, HEADS * each, form=Form.EQUAL) + around
     pool = empty_pool(len(lengths), rows_in_all, DIM, jnp.dtype(jnp.float32), scored=True)
-    pool = pack_shared(pool, k, v, mask, start, mass)
+    pool = pack_shared(pool, taken, mask, start)
     segments = Segments(
         start=start,
         length=kept,
@@ -113,7 +115,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
         recent=jnp.broadcast_to(
             jnp.asarray(parts.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None], kept.shape
         ),
-        tau=tau,
+        tau=taken.tau,
         prompt=length,
         seen=length,
     )

@@ -18,6 +18,7 @@ from jaxkv.attention.xla import Form
 from jaxkv.models import evict as evicting
 from jaxkv.models.compress import merged
 from jaxkv.models.evict import Segments, evict
+from jaxkv.models.packing import Unpacked
 from jaxkv.models.tokens import Token
 from jaxkv.policies import (
     ByAttention,
@@ -259,7 +260,8 @@ def test_the_sum_of_rows_weighted_by_merging_is_that_of_the_prompt():
     kept = jnp.broadcast_to(kept, (2, HEADS, SLOTS))
     always = Merge(weights="average", threshold=-np.inf)
     k, v = jnp.asarray(drawn.k), jnp.asarray(drawn.v)
-    new = merged(k, v, kept, length, jnp.zeros(kept.shape), jax.random.key(0), merge=always)
+    inside = jnp.arange(SLOTS) < length[:, None, None]
+    new = merged(Unpacked(k, v, inside), kept, jax.random.key(0), merge=always)
     for row, n in enumerate(LENGTHS):
         stay = [[i for i in range(n) if i % 3 == 0]] * HEADS
         gone = [[i for i in range(n) if i % 3]] * HEADS

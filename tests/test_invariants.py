@@ -17,7 +17,8 @@ from policy_table import BY_NAME, DECODED, TABLE, Row
 
 import jaxkv
 from jaxkv.attention.xla import Form
-from jaxkv.models.compress import choose, pack, pack_shared
+from jaxkv.models.compress import choose, of_prompt
+from jaxkv.models.packing import Unpacked, pack, pack_shared
 from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
 from jaxkv.rope import angles, rotate
 
@@ -251,10 +252,11 @@ def test_packing_is_the_same_with_and_without_jit(name):
     parts = BY_NAME[name].policy(20).parts()
 
     def both():
-        mask = choose(scores, forced, length, rows, heads=parts.heads)
-        pool, start, count = pack(k, v, mask, rows=40, form=parts.form)
+        layer = of_prompt(scores, forced, length)
+        mask, taken = choose(layer, rows, heads=parts.heads), Unpacked(k, v, layer.inside)
+        pool, start = pack(taken, mask, rows=40, form=parts.form)
         empty = jax.tree.map(jnp.copy, pool)
-        return mask, pool, count, pack_shared(empty, k, v, mask, start)
+        return mask, pool, start, pack_shared(empty, taken, mask, start)
 
     compiled = both()
     with jax.disable_jit():

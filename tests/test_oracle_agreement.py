@@ -1,5 +1,7 @@
 """Kept sets against the float64 oracles, index for index; ties; and Ada-KV's theorems on the library's selection."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ from policy_table import TABLE, Row
 from table_oracles import critical_norms
 
 from jaxkv import attention
-from jaxkv.models.compress import choose, observe
+from jaxkv.models import compress
+from jaxkv.models.packing import Unpacked
 from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, UniformHeads, select
 
 SLOTS, DIM, LAYERS = 48, 8, 3
@@ -32,50 +35,68 @@ def draw_layers(seed: int, group: int, lengths):
     return q.astype(np.float32), k.astype(np.float32)
 
 
+@dataclasses.dataclass
+class _Drawn(compress.Source):
+    """Layers of queries and keys, as `compress` takes them."""
+
+    policy: object
+    q: np.ndarray
+    k: np.ndarray
+    lengths: np.ndarray
+
+    def __post_init__(self):
+        self.indices, self.parts = range(len(self.k)), self.policy.parts()
+        self.length = jnp.asarray(self.lengths, jnp.int32)
+        self.forced = self.parts.keep.mask(self.lengths, SLOTS)
+        self.prompts = compress.of_prompt(None, jnp.asarray(self.forced), self.length)
+
+    def candidates(self, index):
+        parts, window = self.parts, self.parts.scorer.queries
+        positions = (self.lengths - window)[:, None] + np.arange(window)
+        at = np.maximum(positions, 0)[:, None, None, :, None]
+        k = self.k[index]
+        seen = Observed(
+            q=jnp.asarray(np.take_along_axis(self.q[index], at, axis=3)),
+            q_positions=jnp.asarray(positions, jnp.int32),
+            k=jnp.asarray(k),
+            v=jnp.asarray(k),
+            length=self.length,
+            layer=jnp.int32(index),
+            key=jax.random.key(0),
+            sums=all_sums(self.q[index], k, self.lengths) if parts.needs.sums else None,
+        )
+        norms = jnp.asarray(critical_norms(k)) if parts.needs.norms else None
+        of = {"scorer": parts.scorer, "layers": parts.layers}
+        scores, _, claim = compress.observe(seen, jnp.asarray(self.forced), **of)
+        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
+
+    def wanted(self, group, claims):
+        parts, lengths, forced = self.parts, self.lengths, self.forced.sum(axis=1)
+        weights = np.stack(claims) if parts.layers.from_scores else None
+        of = {"layers": len(self.k), "window": parts.keep.window, "weights": weights}
+        rows = parts.layers.rows(parts.budgets(lengths, forced), lengths, forced, **of)
+        recent = parts.recents(rows, lengths, forced, weights)
+        return tuple(jnp.asarray(a[group[0] : group[-1] + 1], jnp.int32) for a in (rows, recent))
+
+    def pool_rows(self, group, kept):
+        return len(group) * self.k.shape[2] * SLOTS
+
+    def rows(self, index):
+        k = jnp.asarray(self.k[index])
+        return Unpacked(k, k, self.prompts.inside)
+
+
 def library_kept(policy, q, k, lengths):
-    """Kept positions `[L][B][K]` by the library's own pieces, as prefill puts them together."""
-    lengths = np.asarray(lengths)
-    parts = policy.parts()
-    forced = parts.keep.mask(lengths, SLOTS)
-    budget = parts.budgets(lengths, forced.sum(axis=1))
+    """Kept positions `[L][B][K]` by the library's own `compress`; what is merged into them is another oracle's."""
+    lengths, parts = np.asarray(lengths), dataclasses.replace(policy.parts(), merge=None)
     if parts.scorer is None:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
-    window = parts.scorer.queries
-    positions = (lengths - window)[:, None] + np.arange(window)
-    scores, weights, norms = [], [], [None] * len(k)
-    for layer in range(len(k)):
-        at = np.maximum(positions, 0)[:, None, None, :, None]
-        seen = Observed(
-            q=jnp.asarray(np.take_along_axis(q[layer], at, axis=3)),
-            q_positions=jnp.asarray(positions, jnp.int32),
-            k=jnp.asarray(k[layer]),
-            v=jnp.asarray(k[layer]),
-            length=jnp.asarray(lengths, jnp.int32),
-            layer=jnp.int32(layer),
-            key=jax.random.key(0),
-            sums=all_sums(q[layer], k[layer], lengths) if parts.needs.sums else None,
-        )
-        if parts.needs.norms:
-            norms[layer] = jnp.asarray(critical_norms(k[layer]))
-        score, _, weight = observe(seen, jnp.asarray(forced), scorer=parts.scorer, layers=parts.layers)
-        scores.append(score)
-        weights.append(weight)
-    rows = parts.layers.rows(
-        budget,
-        lengths,
-        forced.sum(axis=1),
-        layers=len(k),
-        window=parts.keep.window,
-        weights=np.stack(weights) if parts.layers.from_scores else None,
-    )
-    recent = parts.recents(rows, lengths, forced.sum(axis=1), np.stack(weights) if parts.layers.from_scores else None)
-    length, below, masks = jnp.asarray(lengths, jnp.int32), None, []
-    for layer, score in enumerate(scores):
-        count, last = (jnp.asarray(a[layer], jnp.int32) for a in (rows, recent))
-        mask = choose(score, jnp.asarray(forced), length, count, last, norms[layer], below, heads=parts.heads)
-        below = mask[:, 0] if parts.nested else None
-        masks.append(np.asarray(mask))
-    return [[[np.flatnonzero(head).tolist() for head in row] for row in mask] for mask in masks]
+    made = compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
+    start, count = np.asarray(made.start), np.asarray(made.length)
+    pos = [np.asarray(pool.pos) for pool in made.pools] * (len(k) // len(made.pools))
+    segment = lambda at: pos[at[0]][at[1], start[at] : start[at] + count[at]].tolist()  # noqa: E731
+    layers, batch, heads = start.shape
+    return [[[segment((i, row, head)) for head in range(heads)] for row in range(batch)] for i in range(layers)]
 
 
 @jax.jit
@@ -133,9 +154,10 @@ def _tied_scores(seed, levels):
 
 def library_choice(heads, scores, base, forced=FORCED):
     """Kept positions of one layer of one sequence, the forced ones included."""
-    mask = np.isin(np.arange(scores.shape[1]), forced)[None]
+    mask = jnp.asarray(np.isin(np.arange(scores.shape[1]), forced)[None])
     length, rows = jnp.asarray([scores.shape[1]], jnp.int32), jnp.asarray([base + len(forced)], jnp.int32)
-    chosen = choose(jnp.asarray(scores, jnp.float32)[None], jnp.asarray(mask), length, rows, heads=heads)
+    layer = compress.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
+    chosen = compress.choose(layer, rows, heads=heads)
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
 

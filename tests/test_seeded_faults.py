@@ -16,7 +16,7 @@ from policy_table import BY_NAME
 from jaxkv import AdaKV, Merge, attention, drawing
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
-from jaxkv.models import compress, limits, prefill
+from jaxkv.models import compress, limits, packing, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
@@ -93,10 +93,10 @@ def layers_rounded_down(patch):
 def padding_competes(patch):
     real = compress.choose
 
-    def choose(scores, forced, length, *rest, heads):
-        return real(scores, forced, jnp.full_like(length, scores.shape[-1]), *rest, heads=heads)
+    def choose(layer, *rest, heads):
+        return real(dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)), *rest, heads=heads)
 
-    patch.setattr(prefill, "choose", choose)
+    patch.setattr(compress, "choose", choose)
 
 
 def positions_from_length(patch):
@@ -105,13 +105,13 @@ def positions_from_length(patch):
 
 
 def segments_one_row_early(patch):
-    real = compress.lay_out
+    real = packing.lay_out
 
     def lay_out(length, rows, **options):
         start = real(length, rows, **options)
         return start - (start > 0).astype(jnp.int32)
 
-    patch.setattr(compress, "lay_out", lay_out)
+    patch.setattr(packing, "lay_out", lay_out)
 
 
 def window_of_the_bucket(patch):
@@ -188,7 +188,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (compress._observe, compress._choose, compress.pack, compress.pack_shared):
+    for compiled in (compress._observe, compress._choose, packing.pack, packing.pack_shared):
         compiled.clear_cache()
 
 

@@ -1,6 +1,7 @@
 """A cache compressed once more: its policy chooses anew among the rows of prompt and answer, in order of position."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -11,21 +12,22 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._values import Value
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
-from jaxkv.models.compress import ROWS, empty_pool, merged_whole, pack, pack_shared
+from jaxkv.models.compress import ROWS, Candidates, Source, compress
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
+from jaxkv.models.packing import Unpacked
 from jaxkv.plan import bucket
 from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer
-from jaxkv.policies.select import HeadBudgets, sortable, top
-from jaxkv.pools import Pool, lay_out
+from jaxkv.policies.select import HeadBudgets
+from jaxkv.pools import Pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Parts(Value):
-    """What is static when a layer is compressed again."""
+class _Static(Value):
+    """What programs that look at a layer are compiled for."""
 
     graphs: Graphs
     ongoing: Ongoing
@@ -37,21 +39,18 @@ class _Parts(Value):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "start", "length", "recent", "tau", "ring", "rows", "now", "seen", "prompt", "layer", "key"],
+    data_fields=["pool", "start", "length", "tau", "ring", "seen", "prompt", "layer", "key"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """One layer as it stands: segments `[B, K]`, and for each sequence the rows wanted and whether it is due."""
+    """One layer as it stands: segments `[B, K]`, and what the policy remembers of it."""
 
     pool: Pool
     start: Int[Array, "B K"]
     length: Int[Array, "B K"]
-    recent: Int[Array, " B"]
     tau: Float[Array, "B K n"] | None
     ring: Float[Array, "B K G R D"] | None
-    rows: Int[Array, " B"]
-    now: Bool[Array, " B"]
     seen: Int[Array, " B"]
     prompt: Int[Array, " B"]
     layer: Int[Array, ""]
@@ -78,6 +77,64 @@ def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:
     return (np.asarray(cache.length, np.int64) - np.asarray(cache.limit)).max(axis=(0, 2))
 
 
+class _Held(Source):
+    """The layers of a cache: the source of what `compress` chooses from."""
+
+    def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"]):
+        """Looks at budgets and sizes."""
+        parts = cache.policy.parts()
+        assert parts.scorer is not None and parts.ongoing is not None
+        self.flat, self.cache, self.key, self.room = flat, cache, key, room
+        self.indices, self.wants = range(len(room)), _rows(parts, cache)
+        self.static = _Static(
+            graphs=flat.graphs,
+            ongoing=parts.ongoing,
+            scorer=parts.scorer,
+            heads=parts.heads,
+            form=cache.form,
+            # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
+            slots=min(bucket(int(np.asarray(cache.seen).max())), _widest(cache)),
+        )
+
+    def candidates(self, index: int) -> Candidates:
+        """One layer's rows, by the scores they have, or asked for anew."""
+        return _candidates(self.flat.blocks[index], self._layer(index), static=self.static)
+
+    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
+        """What the policy says of the text so far."""
+        assert self.cache.state is not None
+        of = slice(group[0], group[-1] + 1)
+        return jnp.asarray(self.wants[of], jnp.int32), self.cache.state.recent[of]
+
+    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
+        """What is wanted, or where sequences hold more that are not due a size that repeats."""
+        of = slice(group[0], group[-1] + 1)
+        held, heads = np.asarray(kept, np.int64), kept.shape[2]
+        most = held.max(axis=2) * heads if self.cache.form is Form.EQUAL else held.sum(axis=2)
+        rows, target = int(most.sum(axis=0).max()), int(heads * self.wants[of].sum(axis=0).max())
+        size = heads * bucket(-(-rows // heads))
+        return (min(target, size) if rows <= target else size) + heads * int(self.room[of].sum())
+
+    def rows(self, index: int) -> Unpacked:
+        """One layer's rows, taken out of their segments."""
+        return _unpacked(self._layer(index), static=self.static)
+
+    def _layer(self, index: int) -> _Layer:
+        cache, state = self.cache, self.cache.state
+        assert state is not None
+        return _Layer(
+            pool=cache.pools[0 if cache.form is Form.SHARED else index],
+            start=cache.start[index],
+            length=cache.length[index],
+            tau=None if state.tau is None else state.tau[index],
+            ring=state.rings[index] if state.rings else None,
+            seen=cache.seen,
+            prompt=state.prompt,
+            layer=jnp.int32(index),
+            key=self.key,
+        )
+
+
 def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.ndarray, " L"] = 0) -> KVCache:
     """Compresses the sequences that are due; the others stay as they are, moved into the new buffers.
 
@@ -90,67 +147,21 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
     Returns:
         The new cache, each of whose pools is as small as its fullest sequence allows.
     """
-    policy, state, form = cache.policy.parts(), cache.state, cache.form
-    assert state is not None and policy.scorer is not None and policy.ongoing is not None
-    layers, batch, heads = cache.start.shape
-    now, rows = due(cache), _rows(policy, cache)
-    parts = _Parts(
-        graphs=flat.graphs,
-        ongoing=policy.ongoing,
-        scorer=policy.scorer,
-        heads=policy.heads,
-        form=form,
-        # As many slots as the text, or a segment, could fill: a number that content does not change, and rarely time.
-        slots=min(bucket(int(np.asarray(cache.seen).max())), _widest(cache)),
-    )
-
-    def layer(index: int) -> _Layer:
-        return _Layer(
-            pool=cache.pools[0 if form is Form.SHARED else index],
-            start=cache.start[index],
-            length=cache.length[index],
-            recent=state.recent[index],
-            tau=None if state.tau is None else state.tau[index],
-            ring=state.rings[index] if state.rings else None,
-            rows=jnp.asarray(rows[index], jnp.int32),
-            now=jnp.asarray(now),
-            seen=cache.seen,
-            prompt=state.prompt,
-            layer=jnp.int32(index),
-            key=key,
-        )
-
-    masks = [_mask(flat.blocks[index], layer(index), parts=parts) for index in range(layers)]
-    kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
-    rooms = np.broadcast_to(np.asarray(room, np.int64), (layers,))
-    pool_rows = _pool_rows(np.asarray(kept, np.int64), rows, rooms, form)
-    pools, starts, taus = [], [], []
-    if form is Form.SHARED:
-        table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
-        behind = jnp.asarray(np.repeat(rooms, heads), jnp.int32)
-        start = lay_out(table, pool_rows[0], form=form, room=behind).reshape(batch, layers, heads)
-        starts = list(jnp.moveaxis(start, 0, 1))
-        old = cache.pools[0]
-        scored = old.score is not None
-        pools = [empty_pool(batch, pool_rows[0], cache.config.head_dim, old.k.dtype, scored=scored)]
-    for index, mask in enumerate(masks):
-        k, v, pos, score, tau = _kept(flat.blocks[index], layer(index), mask, parts=parts)
-        taus.append(tau)
-        if form is Form.SHARED:
-            pools = [pack_shared(pools[0], k, v, mask, starts[index], score, pos)]
-        else:
-            packed, start, _ = pack(k, v, mask, score, pos, rows=pool_rows[index], form=form)
-            pools.append(packed)
-            starts.append(start)
-        jax.block_until_ready(pools[-1])
-    target = kept if not policy.heads.uniform else jnp.asarray(np.broadcast_to(rows[..., None], kept.shape), jnp.int32)
+    parts, state = cache.policy.parts(), cache.state
+    assert state is not None
+    held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)))
+    now = jnp.asarray(due(cache))
+    made = compress(held, parts, key=key, room=held.room, due=now)
+    target = made.length
+    if parts.heads.uniform:
+        target = jnp.asarray(np.broadcast_to(held.wants[..., None], target.shape), jnp.int32)
     return dataclasses.replace(
         cache,
-        pools=tuple(pools),
-        start=jnp.stack(starts),
-        length=kept,
-        limit=jnp.where(jnp.asarray(now)[:, None], target, cache.limit),
-        state=dataclasses.replace(state, tau=None if state.tau is None else jnp.stack(taus)),
+        pools=made.pools,
+        start=made.start,
+        length=made.length,
+        limit=jnp.where(now[:, None], target, cache.limit),
+        state=dataclasses.replace(state, tau=made.tau),
     )
 
 
@@ -172,26 +183,10 @@ def _rows(parts: Parts, cache: KVCache) -> Int[np.ndarray, "L B"]:
     return parts.layers.rows(now, seen, forced, layers=len(limit), window=parts.keep.window, weights=None)
 
 
-def _pool_rows(
-    kept: Int[np.ndarray, "L B K"], wanted: Int[np.ndarray, "L B"], rooms: Int[np.ndarray, " L"], form: Form
-) -> list[int]:
-    """P of each pool: what was wanted, or where sequences hold more that are not due a size that repeats."""
-    heads = kept.shape[2]
-    held = kept.max(axis=2) * heads if form is Form.EQUAL else kept.sum(axis=2)
-    most, wanted = held, heads * wanted
-    if form is Form.SHARED:
-        most, wanted, rooms = (each.sum(axis=0, keepdims=True) for each in (most, wanted, rooms))
-    pools = []
-    for rows, target, room in zip(most.max(axis=1).tolist(), wanted.max(axis=1).tolist(), rooms.tolist(), strict=True):
-        size = heads * bucket(-(-rows // heads))
-        pools.append((min(target, size) if rows <= target else size) + heads * room)
-    return pools
-
-
-def _unpacked(layer: _Layer, parts: _Parts) -> tuple[Array, Array, Array, Array | None, Array]:
-    """Keys, values, positions and scores in order of position, and which of the slots hold a row: `[B, K, M]`."""
+def _taken(layer: _Layer, static: _Static) -> Unpacked:
+    """Rows in order of position, in slots of which the first ones hold one."""
     pool, (batch, heads) = layer.pool, layer.start.shape
-    slots = min(parts.slots, pool.rows // heads if parts.form is Form.EQUAL else pool.rows)
+    slots = min(static.slots, pool.rows // heads if static.form is Form.EQUAL else pool.rows)
     index = jnp.arange(slots, dtype=jnp.int32)
     inside = index < layer.length[..., None]
     row = jnp.where(inside, layer.start[..., None] + index, 0).reshape(batch, heads * slots)
@@ -201,13 +196,29 @@ def _unpacked(layer: _Layer, parts: _Parts) -> tuple[Array, Array, Array, Array 
     row = jnp.take_along_axis(row.reshape(inside.shape), order, axis=-1).reshape(batch, heads * slots)
     rows = lambda leaf: jnp.take_along_axis(leaf, row[..., None], axis=1).reshape(*inside.shape, -1)  # noqa: E731
     score = None if pool.score is None else jnp.take_along_axis(pool.score, row, axis=1).reshape(inside.shape)
-    return rows(pool.k), rows(pool.v), jnp.take_along_axis(pos, order, axis=-1), score, inside
+    return Unpacked(
+        k=rows(pool.k),
+        v=rows(pool.v),
+        inside=inside,
+        score=score,
+        positions=jnp.take_along_axis(pos, order, axis=-1),
+        tau=layer.tau,
+    )
 
 
-def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, Array]:
+@partial(jax.jit, static_argnames=("static",))
+def _unpacked(layer: _Layer, *, static: _Static) -> Unpacked:
+    """What is packed of a layer; with what a merger wants that does not compare rows: what is observed of them now."""
+    rows, merge = _taken(layer, static), static.ongoing.merge
+    if merge is None or merge.compares:
+        return rows
+    return rows._replace(mass=_observed(layer, rows, static)[1])
+
+
+def _observed(layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
     """Scores and mass by the policy's scorer, asked again: the last queries over the rows there are."""
-    batch, heads = layer.length.shape
-    window = parts.scorer.queries
+    (batch, heads), k, scorer = layer.length.shape, rows.k, static.scorer
+    window = scorer.queries
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
     else:
@@ -215,61 +226,40 @@ def _observed(layer: _Layer, k: Array, v: Array, parts: _Parts) -> tuple[Array, 
         slot = position % layer.ring.shape[3]
         q = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3).astype(k.dtype)
     # Where heads hold rows of their own number, each is a sequence of its own to the scorer.
-    fold = not parts.heads.uniform
+    fold = not static.heads.uniform
     flat = (lambda a: a.reshape(batch * heads, 1, *a.shape[2:])) if fold else (lambda a: a)
     length = layer.length.reshape(-1) if fold else layer.length[:, 0]
     seen = Observed(
         q=flat(q),
         q_positions=(length - window)[:, None] + jnp.arange(window, dtype=jnp.int32),
         k=flat(k),
-        v=flat(v),
+        v=flat(rows.v),
         length=length,
         layer=layer.layer,
         key=layer.key,
     )
-    rows = seen.k.shape[:3]
-    mass = checked(parts.scorer, "observe", parts.scorer.observe(seen), rows, ROWS)
-    scores = checked(parts.scorer, "scores", parts.scorer.scores(mass, length), rows, ROWS)
+    shape = seen.k.shape[:3]
+    mass = checked(scorer, "observe", scorer.observe(seen), shape, ROWS)
+    scores = checked(scorer, "scores", scorer.scores(mass, length), shape, ROWS)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 
-@partial(jax.jit, static_argnames=("parts",))
-def _mask(leaves: Leaves, layer: _Layer, *, parts: _Parts) -> Bool[Array, "B K M"]:
-    """Which rows stay, in order of position."""
-    k, v, pos, score, inside = _unpacked(layer, parts)
-    rank, heads = parts.ongoing.rank, layer.length.shape[1]
-    seen = layer.seen[:, None, None]
-    if rank is None:
-        scores, _ = _observed(layer, k, v, parts)
+@partial(jax.jit, static_argnames=("static",))
+def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
+    """A layer's rows, as a choice among them sees them."""
+    rows, ongoing = _taken(layer, static), static.ongoing
+    pos, seen = rows.positions, layer.seen
+    assert pos is not None
+    if ongoing.rank is None:
+        scores, _ = _observed(layer, rows, static)
     else:
-        scores = ranked(rank, jnp.zeros(pos.shape, jnp.float32) if score is None else score, seen - pos)
-    forced = parts.ongoing.keep.protected(pos, layer.prompt[:, None, None])
-    forced = inside & (forced | (pos >= seen - layer.recent[:, None, None]))
-    candidates = inside & ~forced
-    anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
-    most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // heads
-    base = jnp.clip(layer.rows - anyway, 0, most)
-    norms = value_norms(parts.graphs.block(leaves), v) if parts.heads.needs_norms else None
-    chosen = parts.heads.choose(scores, candidates, base, anyway, norms) & candidates
-    if not parts.heads.uniform:
-        # A head's share can be more than it has; what it leaves goes to the best rows of the others.
-        left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
-        missing = heads * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
-        chosen = chosen | top(left, missing).reshape(chosen.shape)
-    return jnp.where(layer.now[:, None, None], forced | chosen, inside)
-
-
-@partial(jax.jit, static_argnames=("parts",))
-def _kept(leaves: Leaves, layer: _Layer, mask: Bool[Array, "B K M"], *, parts: _Parts):
-    """Rows in order of position, dropped ones merged into those that stay, and the thresholds."""
-    k, v, pos, score, inside = _unpacked(layer, parts)
-    merge = parts.ongoing.merge
-    if merge is None:
-        return k, v, pos, score, layer.tau
-    mass = jnp.zeros(pos.shape, jnp.float32)
-    if not merge.compares:
-        _, mass = _observed(layer, k, v, parts)
-    key = jax.random.fold_in(layer.key, layer.layer)
-    new = merged_whole(merge, k, v, mask, inside, mass, layer.tau, key)
-    now = layer.now[:, None, None, None]
-    return jnp.where(now, new.k, k), jnp.where(now, new.v, v), pos, score, new.tau
+        score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
+        scores = ranked(ongoing.rank, score, seen[:, None, None] - pos)
+    return Candidates(
+        scores=scores,
+        inside=rows.inside,
+        forced=ongoing.keep.protected(pos, layer.prompt[:, None, None]),
+        positions=pos,
+        seen=seen,
+        norms=value_norms(static.graphs.block(leaves), rows.v) if static.heads.needs_norms else None,
+    )

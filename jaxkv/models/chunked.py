@@ -12,10 +12,10 @@ from jaxkv.attention import Implementation
 from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
-from jaxkv.models.compress import empty_pool
 from jaxkv.models.decode import extend
 from jaxkv.models.decoder import Flat
 from jaxkv.models.moving import Program, reading_state
+from jaxkv.models.packing import empty_pool
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading

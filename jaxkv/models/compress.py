@@ -1,25 +1,195 @@
-"""Compression of one layer: score its rows, choose those that stay, merge the others, gather them into a pool."""
+"""Compression, one function: observe, choose, merge, pack. Prompts, caches and anybody's arrays go through it.
 
+A source says what is known of one layer's rows after the other; where layers share a pool all are looked at before the
+first is packed.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv import attention
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Form
+from jaxkv.models.packing import Unpacked, empty_pool_for, pack, pack_shared
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
-from jaxkv.policies.select import HeadBudgets
-from jaxkv.pools import Pool, lay_out, segment_of_row
+from jaxkv.policies.select import HeadBudgets, sortable, top
+from jaxkv.pools import Pool, lay_out
 
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scores", "inside", "forced", "positions", "seen", "norms", "claim"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """One layer's rows, in order of position, as a choice among them sees them.
+
+    Attributes:
+        scores: `f32[B, K, S]` higher stays; None where everything does.
+        inside: `bool[B, K|1, S]` slots that hold a row.
+        forced: `bool[B, K|1, S]` rows that stay whatever their score, the most recent ones left out.
+        positions: `i32[B|1, K|1, S]` of the rows.
+        seen: `i32[B]` tokens of the text: the most recent rows count from there.
+        norms: `f32[B, K, S]` of the values, for choices that look at them.
+        claim: `f32[B]` the layer's claim on the budget, where budgets follow from what layers claim.
+    """
+
+    scores: Float[Array, "B K S"] | None
+    inside: Bool[Array, "B _ S"]
+    forced: Bool[Array, "B _ S"]
+    positions: Int[Array, "_ _ S"]
+    seen: Int[Array, " B"]
+    norms: Float[Array, "B K S"] | None = None
+    claim: Float[Array, " B"] | None = None
+
+
+def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
+    """A prompt's rows, every head's alike.
+
+    Args:
+        scores: float32, higher stays; None where everything does.
+        forced: rows that stay whatever their score.
+        length: tokens of each sequence.
+
+    Returns:
+        The rows, without norms and claim.
+    """
+    positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
+    inside = positions < length[:, None, None]
+    return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
+
+
+class Source(abc.ABC):
+    """Layers that are to be compressed. Each is looked at, and then packed, once and in order.
+
+    Attributes:
+        indices: which layers of the model.
+    """
+
+    indices: Sequence[int]
+
+    @abc.abstractmethod
+    def candidates(self, index: int) -> Candidates:
+        """One layer's rows, to choose from."""
+
+    @abc.abstractmethod
+    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
+        """Rows per kv head that each layer of a group is to keep, and the most recent ones that stay among them."""
+
+    @abc.abstractmethod
+    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
+        """P of the pool for a group of layers that keep so many rows."""
+
+    @abc.abstractmethod
+    def rows(self, index: int) -> Unpacked:
+        """One layer's rows, to be packed."""
+
+
+class Compressed(NamedTuple):
+    """What is left of some layers.
+
+    Attributes:
+        pools: one per layer, or one for all.
+        start: `i32[L, B, K]` first row of each segment.
+        length: `i32[L, B, K]` its rows.
+        tau: `f32[L, B, K, n]` merging's thresholds, or None.
+    """
+
+    pools: tuple[Pool, ...]
+    start: Int[Array, "L B K"]
+    length: Int[Array, "L B K"]
+    tau: Float[Array, "L B K n"] | None
+
+
+def compress(
+    source: Source,
+    parts: Parts,
+    *,
+    key: PRNGKeyArray,
+    room: Int[np.ndarray, " L"] | None = None,
+    due: Bool[Array, " B"] | None = None,
+    implementation: Implementation = Implementation.XLA,
+) -> Compressed:
+    """Chooses the rows of each layer that stay, merges the others into them, and packs what is left.
+
+    Args:
+        source: the layers.
+        parts: of the policy.
+        key: for mergers that draw.
+        room: rows to leave behind each layer's segments where layers share a pool; by default it is spread evenly.
+        due: sequences to compress, the others only move; all by default.
+        implementation: what gathers rows.
+
+    Returns:
+        Pools and segments.
+    """
+    shared = parts.form is Form.SHARED
+    pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
+    taus, below = list[Array](), None
+    for group in [source.indices] if shared else [[index] for index in source.indices]:
+        masks = _masks(source, group, parts, below, due)
+        below = masks[-1][:, 0] if parts.nested else None
+        kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
+        total, pool = source.pool_rows(group, kept), None
+        start = _in_one_pool(kept, total, room) if shared else None
+        for at, index in enumerate(group):
+            rows = source.rows(index)
+            if parts.merge is not None:
+                rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge)
+                taus += [] if rows.tau is None else [rows.tau]
+            if start is None:
+                pool, first = pack(rows, masks[at], rows=total, form=parts.form, implementation=implementation)
+                starts.append(first[None])
+            else:
+                pool = empty_pool_for(rows, total) if pool is None else pool
+                pool = pack_shared(pool, rows, masks[at], start[at])
+            # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
+            if not isinstance(pool.k, jax.core.Tracer):
+                jax.block_until_ready(pool)
+        assert pool is not None
+        pools.append(pool)
+        lengths.append(kept)
+        starts += [] if start is None else [start]
+    tau = jnp.stack(taus) if taus else None
+    return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau)
+
+
+def _masks(
+    source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
+) -> list[Bool[Array, "B K S"]]:
+    """Which rows of a group's layers stay; whatever else is known of them is let go."""
+    seen = [source.candidates(index) for index in group]
+    rows, recent = source.wanted(group, [layer.claim for layer in seen])
+    masks = list[Array]()
+    for at, layer in enumerate(seen):
+        masks.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads))
+        below = masks[-1][:, 0] if parts.nested else None
+    return masks
+
+
+def _in_one_pool(kept: Int[Array, "L B K"], rows: int, room: Int[np.ndarray, " L"] | None) -> Int[Array, "L B K"]:
+    """First rows of all layers' segments in the pool that they share."""
+    layers, batch, heads = kept.shape
+    behind = None if room is None else jnp.asarray(np.repeat(room, heads), jnp.int32)
+    table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
+    start = lay_out(table, rows, form=Form.SHARED, room=behind)
+    return jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
 
 
 def observe(
@@ -61,200 +231,93 @@ def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"]) -> Bool[A
 
 
 def choose(
-    scores: Float[Array, "B K S"],
-    forced: Bool[Array, "B S"],
-    length: Int[Array, " B"],
+    layer: Candidates,
     rows: Int[Array, " B"],
     recent: Int[Array, " B"] | None = None,
-    norms: Float[Array, "B K S"] | None = None,
     allowed: Bool[Array, "B S"] | None = None,
+    due: Bool[Array, " B"] | None = None,
     *,
     heads: HeadBudgets,
 ) -> Bool[Array, "B K S"]:
     """Chooses the rows of one layer that stay.
 
     Args:
-        scores: float32, higher stays.
-        forced: rows that stay whatever their score.
-        length: tokens of each sequence.
+        layer: what is known of its rows.
         rows: rows per kv head in this layer, forced ones included; K times as many stay.
         recent: last rows that stay, too.
-        norms: of the values, for choices that look at them.
         allowed: the only rows that can be chosen, if not all.
+        due: sequences whose rows are chosen, all rows of the others stay; all by default.
         heads: how they spread over heads.
 
     Returns:
         The mask; ties go to the lowest head, then to the lowest position.
     """
-    return _choose(scores, forced, length, rows, recent, norms, allowed, heads=Typed(heads))
+    if layer.scores is None:
+        return layer.inside
+    return _choose(layer, rows, recent, allowed, due, heads=Typed(heads))
 
 
 @partial(jax.jit, static_argnames=("heads",))
-def _choose(scores, forced, length, rows, recent, norms, allowed, *, heads: Typed):
-    position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    inside = position < length[:, None]
+def _choose(layer: Candidates, rows, recent, allowed, due, *, heads: Typed):
+    scores, inside, budgets = layer.scores, layer.inside, heads.part
+    assert scores is not None
+    forced = layer.forced
     if recent is not None:
-        forced = forced | (position >= (length - recent)[:, None])
+        forced = forced | (layer.positions >= (layer.seen - recent)[:, None, None])
     forced = forced & inside
-    anyway = forced.sum(axis=1, dtype=jnp.int32)
-    base = jnp.minimum(rows, length) - anyway
-    candidates = inside & ~forced if allowed is None else inside & ~forced & allowed
-    return forced[:, None] | heads.part.choose(scores, candidates[:, None], base, anyway, norms)
+    candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
+    anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
+    most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
+    base = jnp.clip(rows - anyway, 0, most)
+    chosen = budgets.choose(scores, candidates, base, anyway, layer.norms)
+    if candidates.shape[1] > 1 and not budgets.uniform:
+        # A head's share can be more than it has; what it leaves goes to the best rows of the others.
+        chosen = chosen & candidates
+        left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
+        missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
+        chosen = chosen | top(left, missing).reshape(chosen.shape)
+    mask = forced | chosen
+    return mask if due is None else jnp.where(due[:, None, None], mask, inside)
 
 
 def merged(
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
+    rows: Unpacked,
     kept: Bool[Array, "B K S"],
-    length: Int[Array, " B"],
-    mass: Float[Array, "B K S"],
     key: PRNGKeyArray,
+    due: Bool[Array, " B"] | None = None,
     *,
     merge: Merger,
-) -> Merged:
-    """Merges a prompt's dropped rows of one layer into those that stay.
+) -> Unpacked:
+    """Merges dropped rows of one layer into those that stay.
 
     Args:
-        k: keys.
-        v: values.
+        rows: of the layer.
         kept: rows that stay.
-        length: tokens of each sequence.
-        mass: what was observed of each row.
         key: for mergers that draw.
+        due: sequences that are compressed; all by default.
         merge: the policy's.
 
     Returns:
-        Keys, values and thresholds.
+        The rows, with the thresholds that the merger goes on with.
+
+    Raises:
+        TypeError: if what the merger gives does not have the rows' shape and dtype.
     """
-    return _merged(k, v, kept, length, mass, key, merge=Typed(merge))
-
-
-def merged_whole(merger: Merger, k: Array, v: Array, *of: Array | None) -> Merged:
-    """What a merger makes of all rows of a layer, checked; see `Merger.merge`."""
-    found = checked_tuple(merger, "merge", merger.merge(k, v, *of), Merged)  # type: ignore[arg-type]
-    for name, new, old in (("k", found.k, k), ("v", found.v, v)):
-        checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
-    return found
+    k, v, tau = _merged(rows.k, rows.v, kept, rows.inside, rows.mass, rows.tau, key, due, merge=Typed(merge))
+    return rows._replace(k=k, v=v, tau=tau)
 
 
 @partial(jax.jit, static_argnames=("merge",))
-def _merged(k, v, kept, length, mass, key, *, merge: Typed) -> Merged:
-    merger, (batch, heads, slots, _) = merge.part, k.shape
-    inside = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32) < length[:, None, None], kept.shape)
-    tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32) if merger.thresholds else None
-    return merged_whole(merger, k, v, kept, inside, mass, tau, key)
-
-
-@partial(jax.jit, static_argnames=("rows", "form", "implementation"))
-def pack(
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
-    mask: Bool[Array, "B K S"],
-    score: Float[Array, "B K S"] | None = None,
-    positions: Int[Array, "B K S"] | None = None,
-    *,
-    rows: int,
-    form: Form,
-    implementation: Implementation = Implementation.XLA,
-) -> tuple[Pool, Int[Array, "B K"], Int[Array, "B K"]]:
-    """Gathers one layer's chosen rows into its pool, in the order they come.
-
-    Args:
-        k: keys as the pool stores them.
-        v: values.
-        mask: rows that stay.
-        score: what goes with each row, for pools that keep scores.
-        positions: of the rows; 0 to S by default.
-        rows: P.
-        form: how the segments lie; room is spread evenly behind them.
-        implementation: kernels gather in one pass.
-
-    Returns:
-        The pool, and each segment's first row and length.
-    """
-    batch, heads, slots, _ = k.shape
-    length = mask.sum(axis=-1, dtype=jnp.int32)
-    start = lay_out(length, rows, form=form)
-    segment = segment_of_row(start, rows)
-    offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
-    real = offset < jnp.take_along_axis(length, segment, axis=1)
-    # The offset-th chosen position of a segment is the first whose running count exceeds the offset: bisect for it.
-    count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * slots)
-    low, high = jnp.zeros_like(offset), jnp.full_like(offset, slots - 1)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low + high) // 2
-        enough = jnp.take_along_axis(count, segment * slots + middle, axis=1) > offset
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
-    source = jnp.where(real, segment * slots + position, -1)
-    packed_k, packed_v, pos = attention.packed(k, v, source, implementation=implementation)
-    cells = lambda a, empty: jnp.where(  # noqa: E731
-        real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), axis=1), empty
-    )
-    if positions is not None:
-        pos = cells(positions, -1)
-    return Pool(k=packed_k, v=packed_v, pos=pos, score=None if score is None else cells(score, 0.0)), start, length
-
-
-@partial(jax.jit, donate_argnums=(0,))
-def pack_shared(
-    pool: Pool,
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
-    mask: Bool[Array, "B K S"],
-    start: Int[Array, "B K"],
-    score: Float[Array, "B K S"] | None = None,
-    positions: Int[Array, "B K S"] | None = None,
-) -> Pool:
-    """Scatters one layer's chosen rows into the pool that all layers share.
-
-    Args:
-        pool: the shared pool, donated.
-        k: keys as the pool stores them.
-        v: values.
-        mask: rows that stay.
-        start: first row of this layer's segments.
-        score: what goes with each row, for pools that keep scores.
-        positions: of the rows; 0 to S by default.
-
-    Returns:
-        The pool with this layer's rows in place.
-    """
-    batch, heads, slots, dim = k.shape
-    rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
-    put = lambda to, what: to.at[index, row].set(what, mode="drop", unique_indices=True)  # noqa: E731
-    flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
-    return Pool(
-        k=put(pool.k, flat(k)),
-        v=put(pool.v, flat(v)),
-        pos=put(pool.pos, positions.reshape(row.shape)),
-        score=None if pool.score is None or score is None else put(pool.score, score.reshape(row.shape)),
-    )
-
-
-def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: bool) -> Pool:
-    """A pool without rows.
-
-    Args:
-        batch: B.
-        rows: P.
-        dim: D.
-        dtype: of keys and values.
-        scored: whether it keeps scores.
-
-    Returns:
-        The pool.
-    """
-    return Pool(
-        k=jnp.zeros((batch, rows, dim), dtype),
-        v=jnp.zeros((batch, rows, dim), dtype),
-        pos=jnp.full((batch, rows), -1, jnp.int32),
-        score=jnp.zeros((batch, rows), jnp.float32) if scored else None,
-    )
+def _merged(k, v, kept, inside, mass, tau, key, due, *, merge: Typed) -> Merged:
+    merger, (batch, heads, *_) = merge.part, k.shape
+    inside = jnp.broadcast_to(inside, kept.shape)
+    if tau is None and merger.thresholds:
+        tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32)
+    mass = jnp.zeros(kept.shape, jnp.float32) if mass is None else mass
+    found = checked_tuple(merger, "merge", merger.merge(k, v, kept, inside, mass, tau, key), Merged)
+    for name, new, old in (("k", found.k, k), ("v", found.v, v)):
+        checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
+    if due is None:
+        return found
+    now = due[:, None, None, None]
+    return found._replace(k=jnp.where(now, found.k, k), v=jnp.where(now, found.v, v))

@@ -5,13 +5,13 @@ so padding costs memory but no time. Alive at once: hidden states, one layer's K
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv._values import typed
@@ -20,16 +20,26 @@ from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache, State
 from jaxkv.config import ModelConfig
-from jaxkv.models.compress import choose, empty_pool, merged, observe, pack, pack_shared, unordered
+from jaxkv.models.compress import (
+    Candidates,
+    Compressed,
+    Source,
+    choose,
+    compress,
+    merged,
+    observe,
+    of_prompt,
+    unordered,
+)
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import LayerOut, layer
 from jaxkv.models.moving import reading_state
+from jaxkv.models.packing import Unpacked, pack
 from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Needs, Observed, Scorer
+from jaxkv.policies.protocol import Needs, Observed
 from jaxkv.policies.reading import Reading
-from jaxkv.pools import lay_out
 from jaxkv.rope import Angles, angles
 
 
@@ -127,19 +137,20 @@ def compile_ahead(
     for index in sorted({0, config.layers - 1}):
         out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
         x = out.x
-    mask, mass = jnp.zeros(out.k.shape[:3], bool), None
-    k, v = out.k, out.v
+    mask, layer = jnp.zeros(out.k.shape[:3], bool), of_prompt(None, forced, length)
+    rows = Unpacked(out.k, out.v, layer.inside)
     if parts.scorer is not None:
         seen = _observed(out, parts.scorer.queries, length, 0, jax.random.key(0), implementation)
-        scores, mass, _ = observe(seen, forced, scorer=parts.scorer, layers=parts.layers)
+        scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers)
         unordered(scores, length)
-        allowed = forced if parts.nested else None
-        mask = choose(scores, forced, length, length, length, out.norms, allowed, heads=parts.heads)
+        layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)
+        mask = choose(layer, length, length, forced if parts.nested else None, heads=parts.heads)
+        rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
-            k, v, _ = merged(k, v, mask, length, mass, jax.random.key(0), merge=parts.merge)
+            rows = merged(rows, mask, jax.random.key(0), merge=parts.merge)
     if needed.form is not Form.SHARED:
-        for rows in set(pool_rows):
-            pack(k, v, mask, mass if scored else None, rows=rows, form=needed.form, implementation=implementation)
+        for count in set(pool_rows):
+            pack(rows, mask, rows=count, form=needed.form, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
     flat.compiled.add(signature)
 
@@ -162,52 +173,100 @@ def _observed(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """A layer whose rows are known, and not yet chosen."""
+class _Prompts(Source):
+    """Prompts on their way through the model: the source of what `compress` chooses from, a layer at a time."""
 
-    k: Array
-    v: Array
-    scores: Array
-    mass: Array
-    norms: Array | None
+    def __init__(
+        self,
+        flat: Flat,
+        tokens: Int[np.ndarray, "B S"],
+        lengths: Int[np.ndarray, " B"],
+        parts: Parts,
+        needed: Plan,
+        key: PRNGKeyArray,
+        implementation: Implementation,
+        tick: Callable[[], None],
+    ):
+        """Embeds the prompts."""
+        layers, heads = flat.config.layers, flat.config.kv_heads
+        self.flat, self.parts, self.needed, self.lengths = flat, parts, needed, np.asarray(lengths, np.int64)
+        self.key, self.implementation, self.tick = key, implementation, tick
+        self.indices = range(layers)
+        self.length = jnp.asarray(lengths, jnp.int32)
+        self.forced = jnp.asarray(parts.keep.mask(lengths, needed.slots))
+        # Of every layer what is known before it is looked at; and of layers that keep everything.
+        self.prompts = of_prompt(None, self.forced, self.length)
+        everything = jnp.broadcast_to(self.prompts.inside, (len(lengths), heads, needed.slots))
+        self.whole = dataclasses.replace(self.prompts, inside=everything)
+        self.reading = parts.reading(layers, needed.slots)
+        self.remembered = _remembering(parts.ongoing, self.reading, layers)
+        self.x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=flat.graphs)
+        self.table = _table(slots=needed.slots, config=flat.config)
+        self.kept_rows, self.recents = needed.rows, np.zeros((layers, len(lengths)), np.int64)
+        if needed.rows is not None:
+            self.recents = parts.recents(needed.rows, lengths, needed.forced)
+        self.held: dict[int, Unpacked] = {}
+        self.banked, self.rings, self.torn = list[Array](), list[Array](), list[Array]()
 
+    def candidates(self, index: int) -> Candidates:
+        """Runs a layer. Its rows are held until they are packed, or put away into host memory."""
+        parts, scorer, length = self.parts, self.parts.scorer, self.length
+        if index:
+            self.tick()
+        out = _run_layer(self.flat, index, self.x, length, self.table, parts.needs, self.implementation)
+        self.x = out.x
+        k = out.k if out.unrotated is None else out.unrotated
+        if self.remembered[index]:
+            last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
+            self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index])))
+        if self.reading is not None and index in self.reading.offloaded:
+            # Before the next but one begins: two layers' rows are on their way at most.
+            jax.block_until_ready(self.banked[-1:])
+            self.banked.append(put_away(k, out.v))
+            self.held[index] = Unpacked(k, out.v, self.whole.inside)
+            return dataclasses.replace(self.whole, inside=jnp.zeros_like(self.whole.inside))
+        rows = Unpacked(k, out.v, self.prompts.inside)
+        if scorer is None:
+            self.held[index] = rows
+            return self.whole
+        seen = _observed(out, scorer.queries, length, index, self.key, self.implementation)
+        scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers)
+        self.torn.append(unordered(scores, length))
+        scored = parts.ongoing is not None and parts.ongoing.scored
+        self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
+        return dataclasses.replace(self.prompts, scores=scores, norms=out.norms, claim=claim)
 
-class _Chooser:
-    """Chooses and merges the rows of one layer after the other."""
+    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
+        """The plan's rows, or what layers claim of them."""
+        if self.parts.layers.from_scores:
+            self.require_ordered()
+            weights = np.stack([np.asarray(claim) for claim in claims])
+            self.kept_rows = self.parts.layers.rows(
+                self.needed.budget,
+                self.lengths,
+                self.needed.forced,
+                layers=len(group),
+                window=self.parts.keep.window,
+                weights=weights,
+            )
+            self.recents = self.parts.recents(self.kept_rows, self.lengths, self.needed.forced, weights)
+        of = slice(group[0], group[-1] + 1)
+        rows = self.recents if self.kept_rows is None else self.kept_rows
+        return jnp.asarray(rows[of], jnp.int32), jnp.asarray(self.recents[of], jnp.int32)
 
-    def __init__(self, parts: Parts, length: Array, forced: Array, key: PRNGKeyArray):
-        self.parts, self.length, self.forced, self.key = parts, length, forced, key
-        self.taus: list[Array] = []
-        self._below: Array | None = None
+    def pool_rows(self, group: Sequence[int], kept: Array) -> int:
+        """As many as the plan says, whatever is kept."""
+        return self.needed.pool_rows(self.flat.config.kv_heads)[group[0]]
 
-    def mask(self, layer: _Scored, index: int, rows: np.ndarray, recent: np.ndarray) -> Array:
-        """Which rows of a layer stay."""
-        parts = self.parts
-        mask = choose(
-            layer.scores,
-            self.forced,
-            self.length,
-            jnp.asarray(rows, jnp.int32),
-            jnp.asarray(recent, jnp.int32),
-            layer.norms,
-            self._below if parts.nested and index else None,
-            heads=parts.heads,
-        )
-        if parts.nested:
-            self._below = mask[:, 0]
-        return mask
+    def rows(self, index: int) -> Unpacked:
+        """What was held of a layer."""
+        return self.held.pop(index)
 
-    def rows(self, layer: _Scored, index: int, mask: Array) -> tuple[Array, Array]:
-        """A layer's keys and values, dropped rows merged in."""
-        merge = self.parts.merge
-        if merge is None:
-            return layer.k, layer.v
-        key = jax.random.fold_in(self.key, index)
-        k, v, tau = merged(layer.k, layer.v, mask, self.length, layer.mass, key, merge=merge)
-        if tau is not None:
-            self.taus.append(tau)
-        return k, v
+    def require_ordered(self) -> None:
+        """Refuses scores that are not numbers, once for all layers: nothing waits for them before."""
+        layers = np.flatnonzero(np.asarray(self.torn, bool)).tolist()
+        remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
+        require(not layers, "scores", "NaN", remedy + "that is not finite")
 
 
 def prefill(
@@ -240,125 +299,52 @@ def prefill(
     Returns:
         The cache, and float32 logits of each prompt's last token.
     """
-    parts, layers = policy.parts(), config.layers
-    scorer, ongoing = parts.scorer, parts.ongoing
-    graphs, batch = flat.graphs, len(lengths)
-    forced = jnp.asarray(parts.keep.mask(lengths, needed.slots))
-    length = jnp.asarray(lengths, jnp.int32)
-    pool_rows = needed.pool_rows(config.kv_heads)
-    shared = needed.form is Form.SHARED
-    scored = ongoing is not None and ongoing.scored
-    choosing = _Chooser(parts, length, forced, key)
-    recents = np.zeros((layers, batch), np.int64)
-    if needed.rows is not None:
-        recents = parts.recents(needed.rows, lengths, needed.forced)
-    inside = jnp.broadcast_to(
-        (jnp.arange(needed.slots, dtype=jnp.int32) < length[:, None])[:, None],
-        (batch, config.kv_heads, needed.slots),
-    )
-    x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=graphs)
-    pools, starts, counts, held, weights, rings, torn = [], [], [], [], [], [], []
-    reading, banked = parts.reading(layers, needed.slots), list[Array]()
-    remembering = _remembering(ongoing, reading, layers)
-    table = _table(slots=needed.slots, config=config)
-    for index in range(layers):
-        out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
-        x = out.x
-        k = out.k if out.unrotated is None else out.unrotated
-        v, mask, mass = out.v, inside, None
-        if remembering[index]:
-            last = out.q[..., out.q.shape[3] - remembering[index] :, :]
-            rings.append(_ring(last, length, rows=ring_rows(remembering[index])))
-        if scorer is not None:
-            seen = _observed(out, scorer.queries, length, index, key, implementation)
-            scores, mass, weight = observe(seen, forced, scorer=scorer, layers=parts.layers)
-            torn.append(unordered(scores, length))
-            layer = _Scored(k=k, v=v, scores=scores, mass=mass, norms=out.norms)
-            if shared:
-                held.append(layer)
-                weights.append(weight)
-                tick()
-                continue
-            assert needed.rows is not None
-            mask = choosing.mask(layer, index, needed.rows[index], recents[index])
-            k, v = choosing.rows(layer, index, mask)
-        if reading is not None and index in reading.offloaded:
-            # Before the next but one begins: two layers' rows are on their way at most.
-            jax.block_until_ready(banked[-1:])
-            banked.append(put_away(k, v))
-            mask = jnp.zeros_like(mask)
-        pool, start, count = pack(
-            k,
-            v,
-            mask,
-            mass if scored else None,
-            rows=pool_rows[index],
-            form=needed.form,
-            implementation=implementation,
-        )
-        pools.append(pool)
-        starts.append(start)
-        counts.append(count)
-        # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
-        jax.block_until_ready(pool)
-        tick()
-    _require_ordered(scorer, torn)
-    rows = needed.rows
-    if shared:
-        claims = np.stack([np.asarray(weight) for weight in weights])
-        rows = parts.layers.rows(
-            needed.budget,
-            np.asarray(lengths, np.int64),
-            needed.forced,
-            layers=layers,
-            window=parts.keep.window,
-            weights=claims,
-        )
-        recents = parts.recents(rows, lengths, needed.forced, claims)
-        pool, start, kept = _into_shared(held, choosing, config, needed, pool_rows[0], rows, recents, scored)
-        pools = [pool]
-    else:
-        start, kept = jnp.stack(starts), jnp.stack(counts)
-    limit, state = jnp.copy(kept), None
-    if ongoing is not None:
-        assert rows is not None
-        may_hold = parts.may_hold(lengths, needed.budget)
-        limit = _limits(parts, rows, may_hold, lengths, kept)
-        targets = np.where(may_hold > lengths, may_hold, rows)
-        state = State(
-            prompt=length,
-            budget=jnp.asarray(may_hold, jnp.int32),
-            recent=jnp.asarray(
-                np.where(may_hold > lengths, parts.recents(targets, lengths, needed.forced), recents), jnp.int32
-            ),
-            tau=jnp.stack(choosing.taus) if choosing.taus else None,
-            rings=tuple(rings),
-        )
-    elif reading is not None:
-        state = reading_state(parts, lengths, layers, tuple(rings))
+    parts = policy.parts()
+    prompts = _Prompts(flat, tokens, lengths, parts, needed, key, implementation, tick)
+    room = np.asarray(needed.room, np.int32)
+    made = compress(prompts, parts, key=key, room=room, implementation=implementation)
+    tick()
+    prompts.require_ordered()
+    limit, state = jnp.copy(made.length), None
+    if parts.ongoing is not None:
+        limit, state = _going_on(prompts, made)
+    elif prompts.reading is not None:
+        state = reading_state(parts, lengths, config.layers, tuple(prompts.rings))
     cache = KVCache(
-        pools=tuple(pools),
-        start=start,
-        length=kept,
+        pools=made.pools,
+        start=made.start,
+        length=made.length,
         limit=limit,
-        seen=jnp.copy(length),
+        seen=jnp.copy(prompts.length),
         state=state,
         form=needed.form,
         policy=policy,
         config=config,
         model=model,
     )
-    if reading is not None and reading.offloaded:
-        bank = Bank(rows=tuple(banked), layers=reading.offloaded)
+    if prompts.banked:
+        assert prompts.reading is not None
+        bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
-    return cache, _logits(flat.ends, x, graphs=graphs)
+    return cache, _logits(flat.ends, prompts.x, graphs=flat.graphs)
 
 
-def _require_ordered(scorer: Scorer | None, torn: list[Array]) -> None:
-    """Refuses scores that are not numbers, once for all layers: nothing waits for them before."""
-    layers = np.flatnonzero(np.asarray(torn, bool)).tolist()
-    remedy = f"{scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if that is not finite"
-    require(not layers, "scores", "NaN", remedy)
+def _going_on(prompts: _Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
+    """Target sizes, and what policies remember that go on after the prompt."""
+    parts, lengths, needed, rows = prompts.parts, prompts.lengths, prompts.needed, prompts.kept_rows
+    assert rows is not None
+    may_hold = parts.may_hold(lengths, needed.budget)
+    short = may_hold > lengths
+    targets = np.where(short, may_hold, rows)
+    recent = np.where(short, parts.recents(targets, lengths, needed.forced), prompts.recents)
+    state = State(
+        prompt=prompts.length,
+        budget=jnp.asarray(may_hold, jnp.int32),
+        recent=jnp.asarray(recent, jnp.int32),
+        tau=made.tau,
+        rings=tuple(prompts.rings),
+    )
+    return _limits(parts, targets, short, made.length), state
 
 
 def _remembering(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
@@ -369,15 +355,16 @@ def _remembering(ongoing: Ongoing | None, reading: Reading | None, layers: int) 
     return [reading.ring if reading is not None and layer in asked else 0 for layer in range(layers)]
 
 
-def _limits(parts, rows, may_hold, lengths, kept):
+def _limits(
+    parts: Parts, targets: Int[np.ndarray, "L B"], short: Bool[np.ndarray, " B"], kept: Int[Array, "L B K"]
+) -> Int[Array, "L B K"]:
     """Target sizes: what was kept, or for prompts shorter than the budget the budget; layers that go on growing."""
     most = np.iinfo(np.int32).max // 2
-    per_layer = np.where(may_hold > lengths, may_hold, rows)
-    per_layer = np.where(parts.layers.unlimited(len(rows))[:, None], most, per_layer)
+    per_layer = np.where(parts.layers.unlimited(len(targets))[:, None], most, targets)
     spread = jnp.asarray(np.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
         return spread
-    grown = jnp.asarray((may_hold > lengths)[None, :, None] | (per_layer == most)[..., None])
+    grown = jnp.asarray(short[None, :, None] | (per_layer == most)[..., None])
     return jnp.where(grown, spread, kept)
 
 
@@ -391,21 +378,3 @@ def _ring(q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int) 
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     by_token = jnp.moveaxis(q, 3, 1).astype(jnp.float32)
     return jnp.moveaxis(ring.at[index, slot].set(by_token, mode="drop", unique_indices=True), 1, 3)
-
-
-def _into_shared(held, choosing, config, needed, pool_rows, rows, recents, scored):
-    """One layer after the other into the shared pool, each freed in turn."""
-    layers, heads, batch = config.layers, config.kv_heads, rows.shape[1]
-    masks = [choosing.mask(layer, index, rows[index], recents[index]) for index, layer in enumerate(held)]
-    kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
-    table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
-    room = jnp.asarray(np.repeat(np.asarray(needed.room, np.int32), heads))
-    start = lay_out(table, pool_rows, form=Form.SHARED, room=room)
-    start = jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
-    pool = empty_pool(batch, pool_rows, config.head_dim, held[0].k.dtype, scored=scored)
-    for index in range(layers):
-        k, v = choosing.rows(held[index], index, masks[index])
-        pool = pack_shared(pool, k, v, masks[index], start[index], held[index].mass if scored else None)
-        held[index] = None
-        jax.block_until_ready(pool)
-    return pool, start, kept

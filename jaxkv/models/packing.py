@@ -1,0 +1,142 @@
+"""Rows that stay, gathered into pools: each layer's own, or one for all of them."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import attention
+from jaxkv.attention import Implementation
+from jaxkv.attention.xla import Form
+from jaxkv.pools import Pool, lay_out, segment_of_row
+
+
+class Unpacked(NamedTuple):
+    """One layer's rows as they are packed.
+
+    Attributes:
+        k: `[B, K, S, D]` keys as the pool stores them.
+        v: `[B, K, S, D]` values.
+        inside: `bool[B, K|1, S]` slots that hold a row.
+        score: `f32[B, K, S]` what goes with each row, for pools that keep scores.
+        positions: `i32[B, K, S]` of the rows; None for 0 to S.
+        mass: `f32[B, K, S]` what was observed of each row, for mergers.
+        tau: `f32[B, K, n]` merging's thresholds so far; None before the first merging.
+    """
+
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    inside: Bool[Array, "B _ S"]
+    score: Float[Array, "B K S"] | None = None
+    positions: Int[Array, "B K S"] | None = None
+    mass: Float[Array, "B K S"] | None = None
+    tau: Float[Array, "B K n"] | None = None
+
+
+@partial(jax.jit, static_argnames=("rows", "form", "implementation"))
+def pack(
+    layer: Unpacked,
+    mask: Bool[Array, "B K S"],
+    *,
+    rows: int,
+    form: Form,
+    implementation: Implementation = Implementation.XLA,
+) -> tuple[Pool, Int[Array, "B K"]]:
+    """Gathers one layer's chosen rows into its pool, in the order they come.
+
+    Args:
+        layer: its rows.
+        mask: rows that stay.
+        rows: P.
+        form: how the segments lie; room is spread evenly behind them.
+        implementation: kernels gather in one pass.
+
+    Returns:
+        The pool, and each segment's first row.
+    """
+    batch, heads, slots, _ = layer.k.shape
+    length = mask.sum(axis=-1, dtype=jnp.int32)
+    start = lay_out(length, rows, form=form)
+    segment = segment_of_row(start, rows)
+    offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
+    real = offset < jnp.take_along_axis(length, segment, axis=1)
+    # The offset-th chosen position of a segment is the first whose running count exceeds the offset: bisect for it.
+    count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * slots)
+    low, high = jnp.zeros_like(offset), jnp.full_like(offset, slots - 1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        enough = jnp.take_along_axis(count, segment * slots + middle, axis=1) > offset
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
+    source = jnp.where(real, segment * slots + position, -1)
+    packed_k, packed_v, pos = attention.packed(layer.k, layer.v, source, implementation=implementation)
+    cells = lambda a, empty: jnp.where(  # noqa: E731
+        real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), axis=1), empty
+    )
+    if layer.positions is not None:
+        pos = cells(layer.positions, -1)
+    score = None if layer.score is None else cells(layer.score, 0.0)
+    return Pool(k=packed_k, v=packed_v, pos=pos, score=score), start
+
+
+@partial(jax.jit, donate_argnums=(0,))
+def pack_shared(pool: Pool, layer: Unpacked, mask: Bool[Array, "B K S"], start: Int[Array, "B K"]) -> Pool:
+    """Scatters one layer's chosen rows into the pool that all layers share.
+
+    Args:
+        pool: the shared pool, donated.
+        layer: the layer's rows.
+        mask: rows that stay.
+        start: first row of this layer's segments.
+
+    Returns:
+        The pool with this layer's rows in place.
+    """
+    batch, heads, slots, dim = layer.k.shape
+    rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    positions = layer.positions
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
+    put = lambda to, what: to.at[index, row].set(what, mode="drop", unique_indices=True)  # noqa: E731
+    flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
+    return Pool(
+        k=put(pool.k, flat(layer.k)),
+        v=put(pool.v, flat(layer.v)),
+        pos=put(pool.pos, positions.reshape(row.shape)),
+        score=None if pool.score is None or layer.score is None else put(pool.score, layer.score.reshape(row.shape)),
+    )
+
+
+def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: bool) -> Pool:
+    """A pool without rows.
+
+    Args:
+        batch: B.
+        rows: P.
+        dim: D.
+        dtype: of keys and values.
+        scored: whether it keeps scores.
+
+    Returns:
+        The pool.
+    """
+    return Pool(
+        k=jnp.zeros((batch, rows, dim), dtype),
+        v=jnp.zeros((batch, rows, dim), dtype),
+        pos=jnp.full((batch, rows), -1, jnp.int32),
+        score=jnp.zeros((batch, rows), jnp.float32) if scored else None,
+    )
+
+
+def empty_pool_for(layer: Unpacked, rows: int) -> Pool:
+    """A pool without rows, for rows as these are."""
+    batch, _, _, dim = layer.k.shape
+    return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None)
