@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._errors import require
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Form, inside_segments, windows
+from jaxkv.models.ordering import behind
 from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import Joined, Merger, Row
@@ -310,8 +311,7 @@ def evict(
         What is left.
     """
     victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, form=form, widest=widest)
-    # Rows are written behind everything that reads them, in place; where XLA sees no order it copies the pool instead.
-    over = (segments.length > segments.limit) & there & ~jnp.isnan(attended)
+    over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     nowhere = jnp.int32(pool.rows)
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
@@ -330,7 +330,7 @@ def evict(
             else:
                 norm = pool.norm if by_key else None
                 cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, form=form, norm=norm)
-            target, over = jnp.maximum(target, 0), over & ~jnp.isnan(cosine)
+            target, over = jnp.maximum(target, 0), behind(over, cosine)
             # The heads of a layer may decide together.
             found = merge.merge_one(
                 index,
