@@ -254,7 +254,7 @@ def _state_bytes(ongoing: Ongoing | None, config: ModelConfig, batch: int, readi
         if reading is None:
             return 0
         rows = len(reading.filters) * ring_rows(reading.ring) if reading.ring else 0
-        return 4 * batch * (2 + config.layers + config.heads * rows * config.head_dim)
+        return 4 * batch * (2 + config.layers * (1 + config.kv_heads) + config.heads * rows * config.head_dim)
     thresholds = 0 if ongoing.merge is None else ongoing.merge.thresholds
     ring = config.heads * ring_rows(ongoing.queries) * config.head_dim if ongoing.queries else 0
     return 4 * batch * (2 + config.layers * (1 + config.kv_heads * thresholds + ring))

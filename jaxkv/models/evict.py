@@ -39,6 +39,7 @@ class Segments:
         prompt: `i32[B]` tokens of the prompt.
         seen: `i32[B]` tokens seen, the new one included.
         likely: `i32[B, K]` the row most likely to go at this step, -1 for none known; None if nobody asks.
+        choosable: `i32[B, K]` first rows that filter layers choose from; None where every layer reads everything.
     """
 
     start: Int[Array, "B K"]
@@ -49,6 +50,7 @@ class Segments:
     prompt: Int[Array, " B"]
     seen: Int[Array, " B"]
     likely: Int[Array, "B K"] | None = None
+    choosable: Int[Array, "B K"] | None = None
 
 
 class Evicted(NamedTuple):

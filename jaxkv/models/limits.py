@@ -30,6 +30,7 @@ def segments_of(cache: KVCache, part: int | slice) -> Segments:
         prompt=none if state is None else state.prompt,
         seen=cache.seen,
         likely=None if cache.likely is None else joined(cache.likely[part]),
+        choosable=None if state is None or state.choosable is None else joined(state.choosable[part]),
     )
 
 

@@ -335,7 +335,7 @@ def prefill(
             rings=tuple(rings),
         )
     elif reading is not None:
-        state = reading_state(parts, lengths, layers, tuple(rings))
+        state = reading_state(parts, lengths, kept, tuple(rings))
     cache = KVCache(
         pools=tuple(pools),
         start=start,

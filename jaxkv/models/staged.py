@@ -113,8 +113,9 @@ def _numbers(layers: tuple[int, ...], device: jax.Device) -> Int[Array, " n"]:
 
 def _tables(cache: KVCache, layers: Int[Array, " n"]) -> KVCache:
     """The tables of a few layers."""
-    assert cache.state is not None
-    state = dataclasses.replace(cache.state, recent=cache.state.recent[layers])
+    state = cache.state
+    assert state is not None and state.choosable is not None
+    state = dataclasses.replace(state, recent=state.recent[layers], choosable=state.choosable[layers])
     start, length, limit = (table[layers] for table in (cache.start, cache.length, cache.limit))
     return dataclasses.replace(cache, state=state, start=start, length=length, limit=limit)
 
