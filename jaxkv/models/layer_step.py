@@ -17,10 +17,10 @@ from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
 from jaxkv.models.choosing import Chosen
 from jaxkv.models.decoder import Block
-from jaxkv.models.evict import Segments
 from jaxkv.models.limits import decay_of, scores_of, with_heard
 from jaxkv.models.moving import Program
 from jaxkv.models.ordering import behind
+from jaxkv.models.segments import Segments
 from jaxkv.models.sparse import Loaded, chosen_at, over_chosen, over_rest
 from jaxkv.models.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
 from jaxkv.pools import Pool, append

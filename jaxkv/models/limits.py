@@ -9,8 +9,9 @@ from jaxkv import attention
 from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
-from jaxkv.models.evict import Segments, evict, weakest
+from jaxkv.models.evict import evict, weakest
 from jaxkv.models.moving import Program
+from jaxkv.models.segments import Segments
 from jaxkv.policies.checks import checked
 from jaxkv.pools import Pool, row_norms, take_rows
 

@@ -9,8 +9,8 @@ from jaxkv import attention
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models.choosing import Chosen, asking, choose, gathered, over_gathered, rows_of
-from jaxkv.models.evict import Segments
 from jaxkv.models.moving import Program
+from jaxkv.models.segments import Segments
 from jaxkv.models.tokens import NewTokens, in_blocks
 from jaxkv.pools import Pool
 
