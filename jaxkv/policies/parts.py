@@ -1,8 +1,10 @@
 """What a policy is made of: one plain value, which is all that the engine reads of it."""
 
 import dataclasses
+import operator
 from decimal import Decimal
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import jax
@@ -107,32 +109,23 @@ class Keep(Value):
             `i64[N]`.
         """
         lengths = np.asarray(lengths, np.int64)
-        # One of no rows at the beginning, so that there is something to begin with.
-        spans = [(0, 0), *self._spans(lengths if prompts is None else np.asarray(prompts, np.int64), lengths)]
+        spans = self._spans(lengths if prompts is None else np.asarray(prompts, np.int64), lengths)
         first = np.stack([np.maximum(first, np.zeros_like(lengths)) for first, _ in spans])
         last = np.stack([np.minimum(last, lengths) for _, last in spans])
         order = np.argsort(first, axis=0, kind="stable")
         first, last = (np.take_along_axis(edge, order, axis=0) for edge in (first, last))
         # Spans may overlap: each counts from where those before it have ended.
         ended = np.maximum.accumulate(last, axis=0)
-        return np.maximum(last[1:] - np.maximum(first[1:], ended[:-1]), 0).sum(axis=0)
+        return last[0] + np.maximum(last[1:] - np.maximum(first[1:], ended[:-1]), 0).sum(axis=0)
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
         return _inside(pos, self._spans(prompt))
 
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """What stays as spans of positions, first and last + 1: the rule that all the others apply.
-
-        Args:
-            prompt: tokens of prompts: numbers on the host, or a JAX array, which may be traced.
-            length: tokens of the texts that end with the window; None leaves the window out.
-
-        Returns:
-            The spans; they may overlap, be empty, or begin before the text.
-        """
+        """What stays, as spans `(first, last + 1)` of positions: the one rule. Without a text's length no window."""
         least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
-        spans = [(0, self.sinks)] if self.sinks else []
+        spans = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
@@ -143,10 +136,7 @@ class Keep(Value):
 
 def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
     """Which positions lie in one of some spans."""
-    mask = position < 0
-    for first, last in spans:
-        mask = mask | ((position >= first) & (position < last))
-    return mask
+    return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
