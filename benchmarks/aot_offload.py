@@ -62,7 +62,7 @@ def measure(device):
 
     pools = [pool_of(index) for index in range(config.layers)]
     table, one = of((config.layers, 1, heads), jnp.int32), of((1,), jnp.int32)
-    state = State(prompt=one, budget=one, recent=of((config.layers, 1), jnp.int32))
+    state = State(prompt=one, budget=one, recent=of((config.layers, 1), jnp.int32), choosable=table)
     rest = shapes.cache_of(config, form=Form.EQUAL, pools=(), start=table, length=table, seen=one, state=state)
     weights, held = weigh((flat.ends, flat.blocks)), weigh(pools)
     lines, faults, temps, most = [], [], [], 0

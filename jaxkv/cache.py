@@ -36,7 +36,11 @@ class Turn(enum.Enum):
     RAW = "raw"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["prompt", "budget", "recent", "tau", "rings"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["prompt", "budget", "recent", "choosable", "tau", "rings"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
     """What policies remember that go on after the prompt.
@@ -46,6 +50,8 @@ class State:
         budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt; where nothing is dropped, tokens
             of it that are read.
         recent: `i32[L, B]` most recent rows that are never dropped.
+        choosable: `i32[L, B, K]` first rows of each segment that filter layers choose from, those of the prompt; rows
+            that wait in host memory are not among them. None where every layer reads everything.
         tau: `f32[L, B, K, n]` merging's running thresholds, -inf before the first dropped row; None without merging.
         rings: one per layer, or per filter layer, `f32[B, K, G, R, D]`: the query at position p stands in slot p % R;
             none where nobody asks for queries of before.
@@ -54,6 +60,7 @@ class State:
     prompt: Int[Array, " B"]
     budget: Int[Array, " B"]
     recent: Int[Array, "L B"]
+    choosable: Int[Array, "L B K"] | None = None
     tau: Float[Array, "L B K n"] | None = None
     rings: tuple[Float[Array, "B K G R D"], ...] = ()
 
@@ -264,6 +271,7 @@ def repack(
             prompt=repeat(state.prompt, 0),
             budget=repeat(state.budget, 0),
             recent=repeat(state.recent, 1),
+            choosable=None if state.choosable is None else repeat(state.choosable, 1),
             tau=None if state.tau is None else repeat(state.tau, 1),
             rings=tuple(repeat(ring, 0) for ring in state.rings),
         )

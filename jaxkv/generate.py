@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Literal, TypedDict, Unpack, overload
 
 import numpy as np
 from jaxtyping import PRNGKeyArray
@@ -17,7 +17,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.prompts import Prompt, encode
-from jaxkv.results import Stream
+from jaxkv.results import Generation, Stream
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.session import Session
 
@@ -66,6 +66,33 @@ def prefill(
     return dataclasses.replace(cache, logits=None)
 
 
+class _Options(TypedDict, total=False):
+    """What `generate` takes by name whatever it returns; told once for all its forms."""
+
+    policy: Method | type[Method] | str | None
+    cache: KVCache | None
+    max_new_tokens: int | np.integer
+    sampling: Sampling | None
+    stop: str | Iterable[str] | None
+    stop_at_eos: bool
+    key: PRNGKeyArray | int | None
+    raw: bool
+    implementation: Implementation | str | None
+    progress: bool | None
+
+
+@overload
+def generate(
+    params: LanguageModel, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[_Options]
+) -> Generation: ...
+@overload
+def generate(
+    params: LanguageModel, prompt: Prompt, *, stream: Literal[True], **options: Unpack[_Options]
+) -> Stream: ...
+@overload
+def generate(
+    params: LanguageModel, prompt: Prompt, *, stream: bool, **options: Unpack[_Options]
+) -> Generation | Stream: ...
 @settled
 def generate(
     params: LanguageModel,
@@ -82,7 +109,7 @@ def generate(
     stream: bool = False,
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
-) -> Any:
+) -> Generation | Stream:
     """Answers prompts, over a cache compressed by a policy.
 
     Args:

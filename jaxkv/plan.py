@@ -154,21 +154,14 @@ def plan(
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
     ongoing = parts.ongoing
     row_bytes = 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
-    tables = 4 * (3 * layers * len(lengths) * heads + len(lengths)) + _state_bytes(
-        ongoing, config, len(lengths), reading
-    )
+    tables = len(lengths) * _table_bytes(config, ongoing, reading)
     pool_rows = capacity[0] if parts.form is Form.SHARED else heads * sum(capacity)
     promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
     spare = heads * sum(rooms) * len(lengths)
     cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
     layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
     held = layers if parts.layers.from_scores else 1
-    # Hidden states and queries of all prompts (a CPU holds one prompt's queries), and the table of angles.
-    activations = len(lengths) * slots * ((config.embed + config.heads * config.head_dim) * item + heads * 12)
-    activations += 4 * slots * config.head_dim
-    activations += 4 * len(lengths) * slots * config.heads * parts.needs.sums
-    # Merging compares float32 copies of one layer's rows.
-    activations += 4 * layer_kv // item * (parts.merge is not None)
+    prefilling = (held + bool(away) + 1) * layer_kv + _activation_bytes(config, parts, len(lengths), slots, item)
     # Prompts in chunks are whole on the device until their last chunk.
     whole = len(away) * layer_kv * (parts.read is not None and parts.read.by_chunks)
     token_bytes = len(lengths) * 2 * heads * config.head_dim * item
@@ -186,10 +179,20 @@ def plan(
         cache_bytes=cache_bytes,
         full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * item,
         slack_bytes=int((pool_rows * len(lengths) - promised) * row_bytes),
-        peak_bytes=cache_bytes + max(loaded + turned, (held + bool(away)) * layer_kv + layer_kv + activations) + whole,
+        peak_bytes=cache_bytes + max(loaded + turned, prefilling) + whole,
         host_bytes=len(away) * layer_kv,
         loaded_bytes=loaded,
     )
+
+
+def _activation_bytes(config: ModelConfig, parts: Parts, batch: int, slots: int, item: int) -> int:
+    """What prefill computes with beside the rows of the layers that it holds."""
+    # Hidden states and queries of all prompts (a CPU holds one prompt's queries), and the table of angles.
+    each = (config.embed + config.heads * config.head_dim) * item + config.kv_heads * 12
+    activations = batch * slots * each + 4 * slots * config.head_dim
+    activations += 4 * batch * slots * config.heads * parts.needs.sums
+    # Merging compares float32 copies of one layer's rows.
+    return activations + 8 * batch * config.kv_heads * slots * config.head_dim * (parts.merge is not None)
 
 
 @lru_cache(maxsize=256)
@@ -249,15 +252,17 @@ def ring_rows(queries: int) -> int:
     return queries + LOOK
 
 
-def _state_bytes(ongoing: Ongoing | None, config: ModelConfig, batch: int, reading: Reading | None) -> int:
-    if ongoing is None:
-        if reading is None:
-            return 0
-        rows = len(reading.filters) * ring_rows(reading.ring) if reading.ring else 0
-        return 4 * batch * (2 + config.layers + config.heads * rows * config.head_dim)
-    thresholds = 0 if ongoing.merge is None else ongoing.merge.thresholds
-    ring = config.heads * ring_rows(ongoing.queries) * config.head_dim if ongoing.queries else 0
-    return 4 * batch * (2 + config.layers * (1 + config.kv_heads * thresholds + ring))
+def _table_bytes(config: ModelConfig, ongoing: Ongoing | None, reading: Reading | None) -> int:
+    """Bytes of one sequence's tables of segments, and of what the policy remembers of it."""
+    layers, segments = config.layers, config.layers * config.kv_heads
+    numbers, ring = 1 + 3 * segments, 0
+    if ongoing is not None:
+        numbers += 2 + layers + segments * (0 if ongoing.merge is None else ongoing.merge.thresholds)
+        ring = layers * ring_rows(ongoing.queries) if ongoing.queries else 0
+    elif reading is not None:
+        numbers += 2 + layers + segments
+        ring = len(reading.filters) * ring_rows(reading.ring) if reading.ring else 0
+    return 4 * (numbers + config.heads * ring * config.head_dim)
 
 
 def check_memory(needed: Plan, device: jax.Device | None = None) -> None:

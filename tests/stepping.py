@@ -13,11 +13,12 @@ from jax import lax
 from jaxkv import TOVA, Method
 from jaxkv.attention.xla import Form
 from jaxkv.models.compress import choose, merged, of_prompt
-from jaxkv.models.evict import Segments, evict
+from jaxkv.models.evict import evict
 from jaxkv.models.layer_step import LayerRows, attend
 from jaxkv.models.limits import faded, with_heard
 from jaxkv.models.moving import Program
 from jaxkv.models.packing import Unpacked, empty_pool, pack_shared
+from jaxkv.models.segments import Segments
 from jaxkv.models.tokens import NewTokens, StepAngles, Token
 from jaxkv.policies import KeyNorm
 from jaxkv.pools import Pool, lay_out, row_norms, take_rows

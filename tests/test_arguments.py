@@ -1,7 +1,9 @@
 """What `prefill` and `generate` are given besides prompts, and what they give back, as a user types and prints it."""
 
 import dataclasses
+import inspect
 import re
+from typing import get_args, get_overloads
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,16 @@ AWAY = OmniKV(filter_layers=(0,), adjacent=0, offload=True, budget=8)
 @pytest.fixture(scope="module")
 def model():
     return speaking()
+
+
+def test_the_typed_forms_of_generate_take_what_it_takes():
+    own = inspect.signature(jaxkv.generate)
+    kinds = {name: given.annotation for name, given in own.parameters.items() if given.kind is given.KEYWORD_ONLY}
+    forms = [inspect.signature(form) for form in get_overloads(jaxkv.generate)]
+    assert [form.return_annotation for form in forms] == [jaxkv.Generation, jaxkv.Stream, own.return_annotation]
+    for form in forms:
+        (options,) = get_args(form.parameters["options"].annotation)
+        assert options.__annotations__ | {"stream": bool} == kinds
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.attention.xla import Form
 from jaxkv.models import evict as evicting
 from jaxkv.models.compress import merged
-from jaxkv.models.evict import Segments, evict
+from jaxkv.models.evict import evict
 from jaxkv.models.packing import Unpacked
+from jaxkv.models.segments import Segments
 from jaxkv.models.tokens import Token
 from jaxkv.policies import (
     ByAttention,

@@ -162,6 +162,16 @@ def test_questions_read_everything_and_forks_share_the_bank(offload):
     assert forked.cache.bank is cache.bank
 
 
+@pytest.mark.parametrize(
+    "options", ({}, {"offload": True}, {"base": SnapKV(budget=20)}), ids=("device", "offloaded", "compressed")
+)
+def test_what_is_chosen_from_is_no_matter_of_the_segments_target(options):
+    model = tiny.tiny(CONFIG)
+    cache, _, _ = tiny.run(model, tiny.prompts(2, LENGTHS), omni(12, **options))
+    aimless = dataclasses.replace(cache, limit=jnp.zeros_like(cache.limit))
+    np.testing.assert_array_equal(feed(model, aimless, walk(3))[0], feed(model, cache, walk(3))[0])
+
+
 def test_sixteen_bits_choose_as_float32_does():
     model = tiny.tiny(CONFIG)
     narrow = tiny.tiny(CONFIG, dtype="bfloat16")

@@ -148,7 +148,7 @@ def run_generate(options: argparse.Namespace) -> int:
     enable_compilation_cache()
     model = load(options.model, dtype=options.dtype)
     streams = sys.stdout.isatty() and not options.json and not options.no_stream
-    result = generate(
+    answered = generate(
         model,
         prompt,
         policy=policy,
@@ -162,9 +162,8 @@ def run_generate(options: argparse.Namespace) -> int:
         # A bar on stderr and text on stdout would write over each other on one terminal.
         progress=False if streams else None,
     )
-    lost = None
-    if streams:
-        result, lost = _stream(result, go_on=target is not None)
+    on = target is not None
+    result, lost = (answered, None) if isinstance(answered, Generation) else _stream(answered, go_on=on)
     record = _record(options, policy, sampling, result)
     answer = _answer(record, result, as_json=options.json)
     if not streams and not stdout_is_closed():

@@ -118,7 +118,9 @@ def prefill(
         new, cache = extend(flat, cache, jnp.asarray(part), jnp.asarray(count), program=program)
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
         tick(config.layers * chunk / longest)
-    cache = dataclasses.replace(cache, limit=jnp.copy(cache.length), model=model)
+    assert cache.state is not None
+    state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
+    cache = dataclasses.replace(cache, limit=jnp.copy(cache.length), state=state, model=model)
     return banked(cache, _reading(policy, config, needed), needed, release=True), logits
 
 
@@ -138,7 +140,7 @@ def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], poli
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=reading_state(policy.parts(), lengths, config.layers, rings),
+        state=reading_state(policy.parts(), lengths, nothing, rings),
         form=needed.form,
         policy=policy,
         config=config,
@@ -162,22 +164,21 @@ def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = Fa
     config = cache.config
     heads, batch = config.kv_heads, cache.seen.shape[0]
     pools, rows = list(cache.pools), []
-    start, length, limit = np.array(cache.start), np.array(cache.length), np.array(cache.limit)
+    state = cache.state
+    assert state is not None and state.choosable is not None
+    tables = tuple(np.array(table) for table in (cache.start, cache.length, cache.limit, state.choosable))
     for layer in reading.offloaded:
         pool = pools[layer]
         apart = lambda a: a.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]  # noqa: E731
         rows.append(put_away(apart(pool.k), apart(pool.v)))
         small = heads * (1 + needed.room[layer])
         pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False)
-        start[layer], length[layer], limit[layer] = np.arange(heads) * (small // heads), 0, 0
+        for table, first in zip(tables, (np.arange(heads) * (small // heads), 0, 0, 0), strict=True):
+            table[layer] = first
         jax.block_until_ready(rows[-1])
         for leaf in jax.tree.leaves(pool) if release else ():
             leaf.delete()
-    moved = dataclasses.replace(
-        cache,
-        pools=tuple(pools),
-        start=jnp.asarray(start),
-        length=jnp.asarray(length),
-        limit=jnp.asarray(limit),
-    )
+    start, length, limit, choosable = (jnp.asarray(table) for table in tables)
+    state = dataclasses.replace(state, choosable=choosable)
+    moved = dataclasses.replace(cache, pools=tuple(pools), start=start, length=length, limit=limit, state=state)
     return dataclasses.replace(committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded))

@@ -13,6 +13,7 @@ from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.models.layer_step import LayerRows, Tail, layer_step
 from jaxkv.models.limits import faded, likely_keys, segments_of, within_limits
 from jaxkv.models.moving import Program
+from jaxkv.models.ordering import behind
 from jaxkv.models.sparse import candidates_of
 from jaxkv.models.tokens import NewTokens, step_angles
 
@@ -56,8 +57,7 @@ def step(
     pools, outs, products, rings = list(faded(cache.pools, count, program)), [], [], []
     others = likely_keys(cache)
     if others is not None:
-        # Rows are written behind everything that reads them, see `evict`.
-        x = jnp.where(jnp.isnan(others.sum(axis=(0, 2, 3)))[:, None, None], jnp.nan, x)
+        x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
     chosen, written = None, []
     turned = step_angles(cache, new.positions, program)
     for layer, leaves in enumerate(blocks):

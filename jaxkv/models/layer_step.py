@@ -17,9 +17,10 @@ from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
 from jaxkv.models.choosing import Chosen
 from jaxkv.models.decoder import Block
-from jaxkv.models.evict import Segments
 from jaxkv.models.limits import decay_of, scores_of, with_heard
 from jaxkv.models.moving import Program
+from jaxkv.models.ordering import behind
+from jaxkv.models.segments import Segments
 from jaxkv.models.sparse import Loaded, chosen_at, over_chosen, over_rest
 from jaxkv.models.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
 from jaxkv.pools import Pool, append
@@ -120,7 +121,7 @@ def layer_step(
     x, products = block.finish(x, out), None
     if heard is not None:
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
-        counts = (new.count > 0) & ~jnp.isnan(x[:, 0, 0])
+        counts = behind(new.count > 0, x[:, 0, 0])
         rows = dataclasses.replace(rows, pool=with_heard(rows.pool, heard, rows.segments.start, counts))
         products = heard.products
     return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)

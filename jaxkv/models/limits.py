@@ -9,8 +9,9 @@ from jaxkv import attention
 from jaxkv.attention import Heard
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
-from jaxkv.models.evict import Segments, evict, weakest
+from jaxkv.models.evict import evict, weakest
 from jaxkv.models.moving import Program
+from jaxkv.models.segments import Segments
 from jaxkv.policies.checks import checked
 from jaxkv.pools import Pool, row_norms, take_rows
 
@@ -30,6 +31,7 @@ def segments_of(cache: KVCache, part: int | slice) -> Segments:
         prompt=none if state is None else state.prompt,
         seen=cache.seen,
         likely=None if cache.likely is None else joined(cache.likely[part]),
+        choosable=None if state is None or state.choosable is None else joined(state.choosable[part]),
     )
 
 

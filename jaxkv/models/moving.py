@@ -18,24 +18,29 @@ from jaxkv.policies.reading import WHOLE, Reading
 
 
 def reading_state(
-    parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, rings: tuple[Float[Array, "B K G R D"], ...] = ()
+    parts: Parts,
+    lengths: Int[np.ndarray, " B"],
+    choosable: Int[Array, "L B K"],
+    rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
     """What a policy remembers that drops nothing and reads little.
 
     Args:
         parts: of the policy; they say how many tokens are read.
         lengths: tokens of each prompt.
-        layers: L.
+        choosable: rows of each prompt's segments that lie on the device.
         rings: the filters' last queries.
 
     Returns:
         The state behind the prompts.
     """
     assert parts.read is not None
+    layers = choosable.shape[0]
     return State(
         prompt=jnp.asarray(lengths, jnp.int32),
         budget=jnp.asarray(parts.read.tokens(np.asarray(lengths), layers), jnp.int32),
         recent=jnp.zeros((layers, len(lengths)), jnp.int32),
+        choosable=jnp.copy(choosable),
         rings=rings,
     )
 

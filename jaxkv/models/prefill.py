@@ -309,7 +309,7 @@ def prefill(
     if parts.ongoing is not None:
         limit, state = _going_on(prompts, made)
     elif prompts.reading is not None:
-        state = reading_state(parts, lengths, config.layers, tuple(prompts.rings))
+        state = reading_state(parts, lengths, made.length, tuple(prompts.rings))
     cache = KVCache(
         pools=made.pools,
         start=made.start,

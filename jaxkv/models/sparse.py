@@ -9,8 +9,8 @@ from jaxkv import attention
 from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models.choosing import Chosen, asking, choose, gathered, over_gathered, rows_of
-from jaxkv.models.evict import Segments
 from jaxkv.models.moving import Program
+from jaxkv.models.segments import Segments
 from jaxkv.models.tokens import NewTokens, in_blocks
 from jaxkv.pools import Pool
 
@@ -59,10 +59,10 @@ def chosen_at(
     Returns:
         The choice.
     """
-    reading = program.reading
-    assert reading is not None and new.candidates is not None
+    reading, choosable = program.reading, segments.choosable
+    assert reading is not None and new.candidates is not None and choosable is not None
     asked = asking(q, ring, new.positions, new.count, reading)
-    of = (segments.start, segments.limit, *new.candidates, new.positions[:, 0])
+    of = (segments.start, choosable, *new.candidates, new.positions[:, 0])
     return choose(asked, pool, *of, reading, windowed=q.shape[3] == 1)
 
 
@@ -87,10 +87,10 @@ def over_chosen(
     Returns:
         The output, and its log-sum-exp.
     """
-    reading = program.reading
-    assert reading is not None
+    reading, choosable = program.reading, segments.choosable
+    assert reading is not None and choosable is not None
     if loaded is None:
-        rows, count = rows_of(chosen, pool, segments.start, segments.limit, reading)
+        rows, count = rows_of(chosen, pool, segments.start, choosable, reading)
         k, v = gathered(pool, rows, program.implementation)
     else:
         batch, _, _, heads, dim = loaded.shape
@@ -118,10 +118,10 @@ def over_rest(
     Returns:
         The output, and its log-sum-exp.
     """
-    reading = program.reading
-    assert reading is not None
-    # The prompt's rows that lie here can be chosen, and all rows before the new one where they all have to be.
-    first = segments.length if reading.include_generated else segments.limit
+    reading, choosable = program.reading, segments.choosable
+    assert reading is not None and choosable is not None
+    # All rows before the new one have to be chosen where generated ones do.
+    first = segments.length if reading.include_generated else choosable
     # Few rows at a place that data decides: a walk reads them and no others.
     attend = partial(attention.over_pool, form=Form.SHARED, implementation=program.implementation)
     return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)

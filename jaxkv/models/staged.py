@@ -113,8 +113,9 @@ def _numbers(layers: tuple[int, ...], device: jax.Device) -> Int[Array, " n"]:
 
 def _tables(cache: KVCache, layers: Int[Array, " n"]) -> KVCache:
     """The tables of a few layers."""
-    assert cache.state is not None
-    state = dataclasses.replace(cache.state, recent=cache.state.recent[layers])
+    state = cache.state
+    assert state is not None and state.choosable is not None
+    state = dataclasses.replace(state, recent=state.recent[layers], choosable=state.choosable[layers])
     start, length, limit = (table[layers] for table in (cache.start, cache.length, cache.limit))
     return dataclasses.replace(cache, state=state, start=start, length=length, limit=limit)
 
@@ -205,9 +206,7 @@ def step(
         Float32 logits of each sequence's last real token, and the cache with the new rows.
     """
     reading, graphs = program.reading, program.graphs
-    bank = cache.bank
-    assert reading is not None and cache.state is not None and bank is not None
-    batch = tokens.shape[0]
+    assert reading is not None and cache.state is not None and cache.bank is not None
     whole = tokens.shape[1] > 1 or not reading.filters
     cut = stretches(reading, program.config.layers, whole=whole)
     rest = dataclasses.replace(cache.unnamed(), pools=())
@@ -217,20 +216,12 @@ def step(
         rings[layer] = ring
     device = next(iter(cache.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
-    everything = Chosen(positions=jnp.zeros((batch, 1), jnp.int32), count=cache.state.prompt)
-    fetch = partial(fetch_whole, bank, batch=batch, device=device, traffic=traffic)
-    layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
+    away = _away(cache, cut, whole=whole, ahead=reading.ahead, device=device, traffic=traffic)
     chosen: Chosen | None = None
     for part in cut:
         loaded, ahead = None, None
-        if part.loaded and whole:
-            # Whole layers are large: no more of them are on the device than the plan says.
-            jax.block_until_ready(x)
-            loaded, chosen = next(layers), everything
-        elif part.loaded:
-            assert chosen is not None
-            # Only the choice is waited for: the filter's own stretch is under way.
-            loaded = fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic)
+        if part.loaded:
+            loaded, chosen = away(part, x, chosen)
         if part.ask is not None:
             ahead = Ahead(
                 leaves=flat.blocks[part.ask],
@@ -258,6 +249,29 @@ def step(
     logits = _logits(flat.ends, x, count, graphs=graphs)
     seen, length = _advanced(cache.seen, cache.length, count)
     return logits, dataclasses.replace(cache, pools=tuple(pools), state=state, seen=seen, length=length)
+
+
+def _away(
+    cache: KVCache, cut: tuple[Stretch, ...], *, whole: bool, ahead: int, device: jax.Device, traffic: Traffic
+) -> Callable[[Stretch, Array, Chosen | None], tuple[Array, Chosen]]:
+    """What gives a stretch its rows from host memory, and which those are: the choice, or layer after layer all."""
+    bank, state = cache.bank, cache.state
+    assert bank is not None and state is not None
+    everything = Chosen(positions=jnp.zeros((cache.batch, 1), jnp.int32), count=state.prompt)
+    fetch = partial(fetch_whole, bank, batch=cache.batch, device=device, traffic=traffic)
+    layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], ahead)
+
+    def whole_layer(part: Stretch, x: Array, chosen: Chosen | None) -> tuple[Array, Chosen]:
+        # Whole layers are large: no more of them are on the device than the plan says.
+        jax.block_until_ready(x)
+        return next(layers), everything
+
+    def chosen_rows(part: Stretch, x: Array, chosen: Chosen | None) -> tuple[Array, Chosen]:
+        assert chosen is not None
+        # Only the choice is waited for: the filter's own stretch is under way.
+        return fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic), chosen
+
+    return whole_layer if whole else chosen_rows
 
 
 def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int) -> Iterator[Array]:

@@ -1,8 +1,10 @@
 """What a policy is made of: one plain value, which is all that the engine reads of it."""
 
 import dataclasses
+import operator
 from decimal import Decimal
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import jax
@@ -94,11 +96,7 @@ class Keep(Value):
         traced = isinstance(lengths, jax.Array)
         length = lengths[:, None] if traced else np.asarray(lengths)[:, None]
         position = jnp.arange(slots, dtype=jnp.int32) if traced else np.arange(slots)
-        mask = (position < self.sinks) | (position >= length - self.window)
-        for start, stop in self.protect:
-            first, last = (length + edge if edge < 0 else edge for edge in (start, stop))
-            mask = mask | ((position >= first) & (position < last))
-        return mask & (position < length)
+        return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Int[np.ndarray, " N"], prompts: Int[np.ndarray, " N"] | None = None) -> Any:
         """How many rows stay of texts of these lengths, without a mask of them.
@@ -110,26 +108,35 @@ class Keep(Value):
         Returns:
             `i64[N]`.
         """
-        counts, prompts = [], lengths if prompts is None else prompts
-        for n, prompt in zip(lengths.tolist(), prompts.tolist(), strict=True):
-            spans = [(0, self.sinks), (max(0, n - self.window), n)]
-            spans += [slice(*span).indices(prompt)[:2] for span in self.protect]
-            end = total = 0
-            for first, last in sorted(spans):
-                first, last = max(first, end), min(last, n)
-                total += max(0, last - first)
-                end = max(end, last)
-            counts.append(total)
-        return np.asarray(counts, np.int64)
+        lengths = np.asarray(lengths, np.int64)
+        spans = self._spans(lengths if prompts is None else np.asarray(prompts, np.int64), lengths)
+        first = np.stack([np.maximum(first, np.zeros_like(lengths)) for first, _ in spans])
+        last = np.stack([np.minimum(last, lengths) for _, last in spans])
+        order = np.argsort(first, axis=0, kind="stable")
+        first, last = (np.take_along_axis(edge, order, axis=0) for edge in (first, last))
+        # Spans may overlap: each counts from where those before it have ended.
+        ended = np.maximum.accumulate(last, axis=0)
+        return last[0] + np.maximum(last[1:] - np.maximum(first[1:], ended[:-1]), 0).sum(axis=0)
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
-        mask = pos < self.sinks
+        return _inside(pos, self._spans(prompt))
+
+    def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
+        """What stays, as spans `(first, last + 1)` of positions: the one rule. Without a text's length no window."""
+        least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
+        spans = [(0, self.sinks)]
+        spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
-            first, last = (jnp.where(jnp.asarray(edge) < 0, prompt + edge, edge) for edge in (start, stop))
+            first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
             # A span is the prompt's: what is drawn behind a short one is no part of it.
-            mask = mask | ((pos >= first) & (pos < last) & (pos < prompt))
-        return mask
+            spans.append((first, last if stop < 0 else least(last, prompt)))
+        return spans
+
+
+def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
+    """Which positions lie in one of some spans."""
+    return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,116 @@
+"""The row of a segment that is most like a given one: what a dropped row may be merged into."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.attention.columns import span
+from jaxkv.attention.xla import WALK_BLOCK, Form, windows
+from jaxkv.models.segments import Segments, fold
+from jaxkv.pools import Pool, row_norms
+
+
+def nearest(
+    rows: Float[Array, "B P D"],
+    pos: Int[Array, "B P"],
+    of: Float[Array, "B K D"],
+    but: Int[Array, "B K"],
+    segments: Segments,
+    *,
+    form: Form,
+    norm: Float[Array, "B P"] | None = None,
+) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """The row of each segment with the largest cosine to a given one.
+
+    Args:
+        rows: keys or values of the pool.
+        pos: their positions.
+        of: what they are compared with.
+        but: a row that does not count: the given one itself.
+        segments: which rows to look at.
+        form: how they lie.
+        norm: lengths of the rows, if they are known.
+
+    Returns:
+        The cosine, and the row: the earliest position among equals.
+    """
+
+    def body(best, row, inside, rows, pos, *norm):
+        wide = rows.astype(jnp.float32)
+        cosine = _cosines(_dots(of, wide), of, norm[0] if norm else row_norms(wide))
+        found = _most(cosine, pos, row, inside & (row != but[..., None]))
+        better = (found[0] > best[0]) | ((found[0] == best[0]) & (found[1] < best[1]))
+        return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
+
+    shape = of.shape[:2]
+    carry = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.full(shape, jnp.iinfo(jnp.int32).max, jnp.int32),
+        jnp.full(shape, -1, jnp.int32),
+    )
+    leaves = (rows, pos) if norm is None else (rows, pos, norm)
+    cosine, _, at = fold(body, carry, leaves, segments.start, segments.length, form=form, block=WALK_BLOCK)
+    return cosine, at
+
+
+def nearest_of_products(
+    pool: Pool,
+    of: Float[Array, "B K D"],
+    but: Int[Array, "B K"],
+    products: Float[Array, "B K n"],
+    wrong: Bool[Array, "B K"],
+    segments: Segments,
+) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """`nearest` among keys whose products are known for most segments: only the others' rows are read.
+
+    Args:
+        pool: their pool.
+        of: the key of each segment that is compared.
+        but: its row.
+        products: what attention found while it read the keys, in the rows of `attention.columns.span`.
+        wrong: segments where that was another row's key.
+        segments: which rows to look at.
+
+    Returns:
+        As `nearest`.
+    """
+    assert pool.norm is not None
+    first, width = span(segments.start, pool.rows, products.shape[-1])
+    at = lambda a, b, s: lax.dynamic_slice(a, (b, s, *(0,) * (a.ndim - 2)), (1, 1, *a.shape[2:]))  # noqa: E731
+
+    def mend(state):
+        wrong, products = state
+        index = jnp.argmax(wrong.reshape(-1)).astype(jnp.int32)
+        b, s = index // wrong.shape[1], index % wrong.shape[1]
+        keys = lax.dynamic_slice(pool.k, (b, first[b, s], 0), (1, width, pool.k.shape[2])).astype(jnp.float32)
+        product = _dots(at(of, b, s), keys[:, None])
+        return wrong.at[b, s].set(False), lax.dynamic_update_slice(products, product, (b, s, 0))
+
+    _, products = lax.while_loop(lambda state: state[0].any(), mend, (wrong, products))
+    row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
+    inside = (row >= segments.start[..., None]) & (row < (segments.start + segments.length)[..., None])
+    pos, norm = (windows(leaf, first, width) for leaf in (pool.pos, pool.norm))
+    cosine, _, found = _most(_cosines(products, of, norm), pos, row, inside & (row != but[..., None]))
+    return cosine, found
+
+
+def _cosines(products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]) -> Array:
+    return products / (row_norms(of)[..., None] * length)
+
+
+def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -> tuple[Array, Array, Array]:
+    """The largest cosine, its position, the earliest among equals, and its row."""
+    cosine = jnp.where(counts, cosine, -jnp.inf)
+    top = cosine.max(axis=-1)
+    none = jnp.iinfo(jnp.int32).max
+    position = jnp.where(counts & (cosine == top[..., None]), pos, none).min(axis=-1)
+    return top, position, jnp.where(counts & (pos == position[..., None]), row, -1).max(axis=-1)
+
+
+def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
+    dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    if rows.shape[1] == 1:
+        return dot(q, rows[:, 0], (((2,), (2,)), ((0,), (0,))))
+    return dot(q, rows, (((2,), (3,)), ((0, 1), (0, 1))))
