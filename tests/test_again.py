@@ -62,14 +62,6 @@ EVICTING = {
 LENGTHS = (20, 13)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Many programs, run a few times each: here optimising them takes longer than it saves."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def once(policy):
     """The policy without what it does while decoding."""
     if isinstance(policy, (AdaKV, CriticalKV)):

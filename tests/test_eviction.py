@@ -136,14 +136,6 @@ def check_steps(case, seed, group, budget, form, lengths=LENGTHS, *, widest=None
     return True
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """A few dozen programs, run once each: here optimising them takes longer than it saves."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_agrees_with_the_oracle(case):
     # Below both prompts: every step drops a row. Some seeds are too narrow to tell, not all.
