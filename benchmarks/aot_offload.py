@@ -29,8 +29,8 @@ def measure(device):
 
     from jaxkv import OmniKV
     from jaxkv.attention import Implementation
-    from jaxkv.attention.xla import Form
     from jaxkv.cache import State
+    from jaxkv.layout import Layout
     from jaxkv.models import staged
     from jaxkv.models.choosing import Chosen
     from jaxkv.models.layer import layer
@@ -47,7 +47,7 @@ def measure(device):
     program = Program(
         graphs=flat.graphs,
         config=config,
-        form=Form.EQUAL,
+        layout=Layout.EQUAL,
         rolling=False,
         reading=reading,
         implementation=Implementation.PALLAS,
@@ -63,7 +63,7 @@ def measure(device):
     pools = [pool_of(index) for index in range(config.layers)]
     table, one = of((config.layers, 1, heads), jnp.int32), of((1,), jnp.int32)
     state = State(prompt=one, budget=one, recent=of((config.layers, 1), jnp.int32), choosable=table)
-    rest = shapes.cache_of(config, form=Form.EQUAL, pools=(), start=table, length=table, seen=one, state=state)
+    rest = shapes.cache_of(config, layout=Layout.EQUAL, pools=(), start=table, length=table, seen=one, state=state)
     weights, held = weigh((flat.ends, flat.blocks)), weigh(pools)
     lines, faults, temps, most = [], [], [], 0
     for part in staged.stretches(reading, config.layers, whole=False):

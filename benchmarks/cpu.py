@@ -18,9 +18,9 @@ import numpy as np
 
 import jaxkv
 from jaxkv.attention import xla
-from jaxkv.attention.xla import Form
+from jaxkv.attention.xla import Walk
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.pools import lay_out
+from jaxkv.layout import Layout
 
 ROWS = 3 * 4096  # pool rows per sequence, whatever K: equal bytes
 HEADS = ((3, 3), (8, 4), (32, 1))  # (kv heads, query heads each): SmolLM2, Llama 3, Llama 2
@@ -47,18 +47,18 @@ def segments(heads, batch, ragged):
         shift = np.random.default_rng(0).integers(0, each // 2, (batch, heads // 2))
         length[:, : heads // 2] -= shift
         length[:, heads // 2 : 2 * (heads // 2)] += shift
-    form = Form.RAGGED if ragged else Form.EQUAL
+    layout = Layout.RAGGED if ragged else Layout.EQUAL
     length = jnp.asarray(length)
-    return lay_out(length, ROWS, form=form), length
+    return layout.place(length[None], ROWS)[0], length
 
 
 def forms(repeats):
     """Attention of one decode step over LAYERS layers, by formulation."""
     formulations = {
-        "equal": (False, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, form=Form.EQUAL)),
+        "equal": (False, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.STRIDES)),
         "masked": (True, xla.masked_product),
         "walk": (True, xla.walk),
-        "chosen": (True, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, form=Form.RAGGED)),
+        "chosen": (True, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.WHOLE)),
     }
     print(f"decode attention, {LAYERS} layers, {ROWS} pool rows a sequence, ms per step: median (least to most)")
     print(f"{'dtype':9} {'batch':>5} {'K':>3} {'G':>2}" + "".join(f"{name:>26}" for name in formulations))

@@ -26,12 +26,12 @@ import jaxkv
 from benchmarks import shapes
 from jaxkv import attention, pallas_kernels
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
 from jaxkv.models.layer import layer
 from jaxkv.policies.protocol import Needs
-from jaxkv.pools import Pool, lay_out
+from jaxkv.pools import Pool
 from jaxkv.rope import angles
 
 GPU = jax.default_backend() == "gpu"
@@ -105,7 +105,7 @@ def check(rng, quick):
             dtype = jnp.dtype(name)
             make = lambda *shape, dtype=dtype: random(next(keys), shape, dtype)  # noqa: E731
             length = ragged(rng, 2, heads.kv_heads, rows, spread=1.0)
-            start = lay_out(length, heads.kv_heads * rows, form=Form.RAGGED)
+            start = Layout.RAGGED.place(length[None], heads.kv_heads * rows)[0]
             k, v = (make(2, heads.kv_heads * rows, heads.dim) for _ in range(2))
             q = make(2, heads.kv_heads, heads.group, heads.dim)
             out, _, mass = pallas_kernels.attend(q, k, v, start, length, mass=True, interpret=INTERPRET)
@@ -163,7 +163,7 @@ def decode_rates(rng, copy, quick):
             row = {"model": name, "mebibytes": total / MIB}
             for label, spread, mass in (("uniform", 0, False), ("ragged", 1.0, False), ("mass", 0, True)):
                 length = ragged(rng, batch, heads.kv_heads, rows, spread=spread)
-                start = lay_out(length, heads.kv_heads * rows, form=Form.RAGGED)
+                start = Layout.RAGGED.place(length[None], heads.kv_heads * rows)[0]
 
                 def once(zero, start=start, length=length, mass=mass, q=q, k=k, v=v):
                     query = q + zero.astype(q.dtype)
@@ -276,7 +276,7 @@ def decode_steps(config, flat, rng, quick):
                 length = jnp.stack(
                     [ragged(rng, batch, config.kv_heads, kept, spread=spread) for _ in range(config.layers)]
                 )
-                start = jnp.stack([lay_out(each, rows, form=Form.RAGGED) for each in length])
+                start = jnp.concatenate([Layout.RAGGED.place(each[None], rows) for each in length])
                 pools = tuple(
                     Pool(
                         k=random(jax.random.key(2 * i), (batch, rows, config.head_dim), jnp.bfloat16),

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
+from jaxkv.layout import Layout
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.models.moving import Program
 from jaxkv.pools import Pool
@@ -76,11 +76,11 @@ def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):
     return cache_of(config, pools=pools, start=table, length=table, seen=seen)
 
 
-def cache_of(config, *, form=Form.RAGGED, **arrays):
+def cache_of(config, *, layout=Layout.RAGGED, **arrays):
     """A cache of no policy's, every segment at its limit."""
-    return KVCache(**arrays, limit=arrays["length"], form=form, policy=None, config=config)
+    return KVCache(**arrays, limit=arrays["length"], layout=layout, policy=None, config=config)
 
 
-def program(config, flat, *, form=Form.RAGGED, implementation=Implementation.PALLAS):
+def program(config, flat, *, layout=Layout.RAGGED, implementation=Implementation.PALLAS):
     """What a decode step is compiled for."""
-    return Program(graphs=flat.graphs, config=config, form=form, rolling=False, implementation=implementation)
+    return Program(graphs=flat.graphs, config=config, layout=layout, rolling=False, implementation=implementation)

@@ -85,7 +85,7 @@ def measure(model, name, batch, prompt, new):
         "compile_seconds": stats.compile_seconds,
         "tokens_per_second": stats.decode_tokens_per_second,
         "attention": stats.attention,
-        "decode_form": stats.decode_form,
+        "layout": stats.layout,
         "machine": where,
     }
 

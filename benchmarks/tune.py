@@ -21,10 +21,9 @@ import numpy as np
 from benchmarks import shapes
 from benchmarks.gpu import INTERPRET, many, ragged, random, timed
 from jaxkv import pallas_kernels
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.pallas_kernels import tuning
 from jaxkv.pallas_kernels.tuning import Launch
-from jaxkv.pools import lay_out
 
 
 def fastest(candidates, run, count):
@@ -53,7 +52,7 @@ def decode(heads, dtype, quick):
     k, v = (random(jax.random.key(i), (4, heads.kv_heads * rows, heads.dim), dtype) for i in (0, 1))
     q = random(jax.random.key(2), (4, heads.kv_heads, heads.group, heads.dim), dtype)
     length = ragged(np.random.default_rng(0), 4, heads.kv_heads, rows, spread=1.0)
-    start = lay_out(length, heads.kv_heads * rows, form=Form.RAGGED)
+    start = Layout.RAGGED.place(length[None], heads.kv_heads * rows)[0]
     given = tuning.decode_tiles(
         batch=4, heads=heads.kv_heads, rows=heads.group, pool_rows=k.shape[1], dim=heads.dim, itemsize=dtype.itemsize
     )

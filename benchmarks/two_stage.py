@@ -23,7 +23,6 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.attention.xla import Form
 from jaxkv.cache import repack
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals import two_stage
@@ -127,7 +126,7 @@ def kept_shares(model, policy, ids, prompt, layers):
         pos, start, length = [np.asarray(pool.pos)[0] for pool in copy.pools], np.asarray(copy.start), copy.length
         carried = []
         for layer, (_, _, shares) in enumerate(layers):
-            rows = pos[0 if cache.form is Form.SHARED else layer]
+            rows = pos[cache.layout.pool_of(layer)]
             for head in range(start.shape[2]):
                 first = start[layer, 0, head]
                 held = rows[first : first + int(length[layer, 0, head])]

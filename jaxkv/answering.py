@@ -140,7 +140,7 @@ def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, dr
         compiled_programs=clocks.programs,
         allocated_bytes=cache.nbytes,
         attention=str(session.implementations),
-        decode_form=cache.form.value,
+        layout=cache.layout.value,
         decode_steps=request.max_new_tokens - drawing.left,
         host_bytes=cache.host_nbytes,
         transfers=session.drawn.transfers,

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import brief
-from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank
 from jaxkv.config import ModelConfig
-from jaxkv.pools import Pool, lay_out, segment_of_row
+from jaxkv.layout import Layout, by_sequence
+from jaxkv.pools import Pool, segment_of_row
 
 
 class Turn(enum.Enum):
@@ -68,14 +68,14 @@ class State:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits"],
-    meta_fields=["form", "policy", "config", "model", "turn"],
+    meta_fields=["layout", "policy", "config", "model", "turn"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
     """Everything a model remembers of B sequences, compressed by one policy.
 
     Attributes:
-        pools: one per layer, or a single one shared by all layers (`form` is SHARED).
+        pools: one per layer, or a single one shared by all layers (`layout.one_pool`).
         start: `i32[L, B, K]` first row of each segment.
         length: `i32[L, B, K]` rows in each segment.
         limit: `i32[L, B, K]` the policy's target size of each segment; appended rows go beyond it where the policy
@@ -85,7 +85,7 @@ class KVCache:
         bank: prompts of layers whose rows wait in host memory; their pools hold what came after.
         likely: `i32[L, B, K]` rows likely to go next, only while tokens are drawn by a program that looks ahead.
         logits: `f32[B, V]` of the next token, where a session is to draw it; not counted as the cache's.
-        form: how segments lie in their pool.
+        layout: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
         model: fingerprint of the weights that made it.
@@ -101,7 +101,7 @@ class KVCache:
     bank: Bank | None = None
     likely: Int[Array, "L B K"] | None = None
     logits: Float[Array, "B V"] | None = None
-    form: Form
+    layout: Layout
     policy: Any
     config: ModelConfig
     model: str = ""
@@ -171,18 +171,8 @@ class KVCache:
 
     def free(self) -> Int[np.ndarray, " L"]:
         """Rows that every segment of a layer can still take where it lies (the smallest over the layer's segments)."""
-        start, length = np.asarray(self.start), np.asarray(self.length)
-        layers, batch, heads = start.shape
-        end = start + length
-        if self.form is Form.SHARED:
-            start, end = (np.moveaxis(a, 1, 0).reshape(1, batch, layers * heads) for a in (start, end))
-        rows = [pool.rows for pool in self.pools]
-        last = np.broadcast_to(np.asarray(rows)[:, None, None], (len(rows), batch, 1))
-        following = np.concatenate([start[..., 1:], last], axis=-1)
-        left = following - end
-        if self.form is Form.SHARED:
-            left = np.moveaxis(left.reshape(batch, layers, heads), 0, 1)
-        return left.min(axis=(1, 2))
+        start, length, pools = np.asarray(self.start), np.asarray(self.length), [pool.rows for pool in self.pools]
+        return np.asarray(self.layout.free(start, length, pools)).min(axis=(1, 2))
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
@@ -243,28 +233,20 @@ def repack(
         require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
     repeat = (lambda a, axis: jnp.repeat(a, copies, axis=axis)) if copies > 1 else (lambda a, axis: a)
     start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
-    layers, sequences, heads = start.shape
+    layers, _, heads = start.shape
     rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
-    per_segment = np.repeat(rooms, heads)
-    shared = cache.form is Form.SHARED
-    # A shared pool is one long row of L*K segments.
-    table = (lambda a: jnp.moveaxis(a, 0, 1).reshape(1, sequences, layers * heads)) if shared else (lambda a: a)
-    starts, lengths = table(start), table(length)
     pools, placed = [], []
-    for index, pool in enumerate(cache.pools):
-        extra = per_segment if shared else per_segment[index * heads : (index + 1) * heads]
-        rows = pool.rows + int(extra.sum())
-        new_start = lay_out(lengths[index], rows, form=cache.form, room=jnp.asarray(extra))
+    for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
+        of = slice(group[0], group[-1] + 1)
+        rows = pool.rows + heads * int(rooms[of].sum())
+        placed.append(cache.layout.place(length[of], rows, rooms[of]))
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
-        pools.append(_repack_pool(source, starts[index], lengths[index], new_start, rows=rows))
-        placed.append(new_start)
+        segments = [by_sequence(table) for table in (start[of], length[of], placed[-1])]
+        pools.append(_repack_pool(source, *segments, rows=rows))
         if release:
             jax.block_until_ready(pools[-1])
             for leaf in jax.tree.leaves(pool):
                 leaf.delete()
-    new = jnp.stack(placed)
-    if shared:
-        new = jnp.moveaxis(new.reshape(sequences, layers, heads), 0, 1)
     state = cache.state
     if state is not None:
         state = State(
@@ -278,7 +260,7 @@ def repack(
     return dataclasses.replace(
         cache,
         pools=tuple(pools),
-        start=new,
+        start=jnp.concatenate(placed),
         length=length,
         limit=limit,
         seen=repeat(cache.seen, 0),

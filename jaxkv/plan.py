@@ -13,8 +13,8 @@ from jaxtyping import Int
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
-from jaxkv.attention.xla import Form
 from jaxkv.config import ModelConfig
+from jaxkv.layout import Layout
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
@@ -63,7 +63,7 @@ class Plan:
         slots: S, the prompts' bucket.
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
         room: rows left behind every segment of each layer.
-        form: how segments lie in the pools.
+        layout: how segments lie in the pools.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
         budget: `[B]` rows per kv head, averaged over layers.
         forced: `[B]` rows that stay whatever their score.
@@ -78,7 +78,7 @@ class Plan:
     slots: int
     capacity: tuple[int, ...]
     room: tuple[int, ...]
-    form: Form
+    layout: Layout
     rows: Int[np.ndarray, "L B"] | None
     budget: Int[np.ndarray, " B"]
     forced: Int[np.ndarray, " B"]
@@ -100,7 +100,7 @@ class Plan:
 
     def pool_rows(self, heads: int) -> tuple[int, ...]:
         """P of each pool."""
-        if self.form is Form.SHARED:
+        if self.layout.one_pool:
             return (self.capacity[0] + heads * sum(self.room),)
         return tuple(heads * (rows + room) for rows, room in zip(self.capacity, self.room, strict=True))
 
@@ -155,7 +155,7 @@ def plan(
     ongoing = parts.ongoing
     row_bytes = 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
     tables = len(lengths) * _table_bytes(config, ongoing, reading)
-    pool_rows = capacity[0] if parts.form is Form.SHARED else heads * sum(capacity)
+    pool_rows = capacity[0] if parts.layout.one_pool else heads * sum(capacity)
     promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
     spare = heads * sum(rooms) * len(lengths)
     cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
@@ -172,7 +172,7 @@ def plan(
         slots=slots,
         capacity=capacity,
         room=rooms,
-        form=parts.form,
+        layout=parts.layout,
         rows=rows,
         budget=budget,
         forced=forced,

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.xla import Form
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "pos", "score", "norm"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,31 +46,6 @@ def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
     """
     row = jnp.arange(rows, dtype=jnp.int32)
     return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
-
-
-def lay_out(
-    length: Int[Array, "... K"], rows: int, *, form: Form, room: Int[Array, " K"] | None = None
-) -> Int[Array, "... K"]:
-    """Places segments in a pool of `rows` rows.
-
-    Args:
-        length: rows each segment holds.
-        rows: P.
-        form: EQUAL gives each head P/K rows; the others lay segments one after the other.
-        room: rows to leave behind each segment at least; what is then left is divided evenly.
-
-    Returns:
-        The first row of each segment.
-    """
-    heads = length.shape[-1]
-    index = jnp.arange(heads, dtype=jnp.int32)
-    if form is Form.EQUAL:
-        # Made of the lengths, so that both lie alike where a caller spreads heads over devices.
-        return jnp.zeros_like(length) + index * (rows // heads)
-    taken = length if room is None else length + room
-    before = jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - taken
-    spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // heads
-    return before + spare * index
 
 
 def append(

@@ -30,7 +30,7 @@ class Stats:
         slack_bytes: part of cache_bytes no row fills.
         kept: rows per kv head and layer on the device after prefill, averaged.
         attention: the implementation that ran.
-        decode_form: how segments lie in the pool, which decides decoding's formulation.
+        layout: how segments lie in the pool, which decides decoding's formulation.
         decode_steps: steps that drew them, each a token of every sequence that had not ended.
         host_bytes: what waits in host memory.
         transfers: transfers of its rows to the device while tokens were drawn, counted where they are made.
@@ -51,7 +51,7 @@ class Stats:
     slack_bytes: int
     kept: float
     attention: str
-    decode_form: str
+    layout: str
     decode_steps: int
     host_bytes: int = 0
     transfers: int = 0

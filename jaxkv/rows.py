@@ -14,7 +14,7 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.pools import Pool
 from jaxkv.pools import append as append_rows
 
@@ -22,21 +22,21 @@ from jaxkv.pools import append as append_rows
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["k", "v", "pos", "start", "length", "seen"],
-    meta_fields=["form"],
+    meta_fields=["layout"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
     """Rows that a policy kept of one layer or of several, and those appended since. A pytree of arrays.
 
     Attributes:
-        k: `[B, P, D]` keys of each layer's pool; a single pool where layers share one (`form` is SHARED).
+        k: `[B, P, D]` keys of each layer's pool; a single pool where layers share one (`layout.one_pool`).
         v: `[B, P, D]` values likewise.
         pos: `i32[B, P]` original positions; -1 where no row is.
         start: `i32[L, B, K]` first row of each segment.
         length: `i32[L, B, K]` rows in each segment.
         seen: `i32[L, B]` tokens each sequence has had, and so the next position; layers differ while a step is under
             way.
-        form: how segments lie in their pool.
+        layout: how segments lie in their pool.
     """
 
     k: tuple[Array, ...]
@@ -45,11 +45,11 @@ class Rows:
     start: Array
     length: Array
     seen: Array
-    form: Form
+    layout: Layout
 
     def pool(self, layer: int) -> Pool:
         """The pool in which a layer's segments lie."""
-        index = self._index(layer)
+        index = self.layout.pool_of(layer)
         return Pool(k=self.k[index], v=self.v[index], pos=self.pos[index])
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
@@ -61,15 +61,8 @@ class Rows:
         Returns:
             Rows, the smallest over the heads.
         """
-        layers, batch, heads = self.start.shape
-        start = self.start[layer]
-        stop = jnp.full((batch, 1), self.k[self._index(layer)].shape[1], jnp.int32)
-        if self.form is Form.SHARED and layer + 1 < layers:
-            stop = self.start[layer + 1, :, :1]
-        return (jnp.concatenate([start[:, 1:], stop], axis=1) - start - self.length[layer]).min(axis=1)
-
-    def _index(self, layer: int) -> int:
-        return 0 if self.form is Form.SHARED else layer
+        pools = [keys.shape[1] for keys in self.k]
+        return self.layout.free(self.start, self.length, pools)[layer].min(axis=1)
 
 
 @settled
@@ -107,7 +100,7 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
     start, length, seen = rows.start[layer], rows.length[layer], rows.seen[layer]
     positions = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     after = append_rows(pool, k, v, positions, start + length, taken)
-    index = 0 if rows.form is Form.SHARED else layer
+    index = rows.layout.pool_of(layer)
     put = lambda leaves, leaf: (*leaves[:index], leaf, *leaves[index + 1 :])  # noqa: E731
     return dataclasses.replace(
         rows,
@@ -153,7 +146,7 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         held = jnp.maximum(length - after[:, None], 0)
-        return attention.over_pool(q, pool.k, pool.v, start, held, form=rows.form)[0]
+        return attention.over_pool(q, pool.k, pool.v, start, held, walk=rows.layout.walk)[0]
 
     if tokens == 1:
         out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]

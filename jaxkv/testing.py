@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv._settings import settled
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.config import ModelConfig
 from jaxkv.generate import generate, prefill
@@ -63,7 +62,7 @@ def segments(cache: KVCache) -> Iterator[Segment]:
     start, length = np.asarray(cache.start), np.asarray(cache.length)
     host = [(np.asarray(p.k), np.asarray(p.v), np.asarray(p.pos)) for p in cache.pools]
     for layer, sequence, head in np.ndindex(*start.shape):
-        k, v, pos = host[0 if cache.form is Form.SHARED else layer]
+        k, v, pos = host[cache.layout.pool_of(layer)]
         first = start[layer, sequence, head]
         span = slice(first, first + length[layer, sequence, head])
         yield Segment(layer, sequence, head, k[sequence, span], v[sequence, span], pos[sequence, span])

@@ -284,7 +284,7 @@ def _compressed(
         start=made.start,
         length=made.length,
         seen=jnp.broadcast_to(given.length, (len(arrays), len(given.length))),
-        form=parts.form,
+        layout=parts.layout,
     )
 
 

@@ -27,7 +27,7 @@ _STATS = Stats(
     slack_bytes=0,
     kept=9.0,
     attention="xla",
-    decode_form="equal",
+    layout="equal",
     decode_steps=3,
 )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 import jaxkv
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.loading import LanguageModel
 from jaxkv.plan import bucket, plan
@@ -95,7 +94,7 @@ def kept(cache: KVCache, slots: int) -> np.ndarray:
     positions = [np.asarray(pool.pos) for pool in cache.pools]
     out = np.zeros((*start.shape, slots), bool)
     for layer, row, head in np.ndindex(*start.shape):
-        of = positions[0 if cache.form is Form.SHARED else layer][row]
+        of = positions[cache.layout.pool_of(layer)][row]
         begin = start[layer, row, head]
         out[layer, row, head, of[begin : begin + length[layer, row, head]]] = True
     return out

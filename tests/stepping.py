@@ -11,7 +11,7 @@ import tiny
 from jax import lax
 
 from jaxkv import TOVA, Method
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.models.compress import choose, merged, of_prompt
 from jaxkv.models.evict import evict
 from jaxkv.models.layer_step import LayerRows, attend
@@ -21,7 +21,7 @@ from jaxkv.models.packing import Unpacked, empty_pool, pack_shared
 from jaxkv.models.segments import Segments
 from jaxkv.models.tokens import NewTokens, StepAngles, Token
 from jaxkv.policies import KeyNorm
-from jaxkv.pools import Pool, lay_out, row_norms, take_rows
+from jaxkv.pools import Pool, row_norms, take_rows
 from jaxkv.rope import angles
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
@@ -68,7 +68,7 @@ def draw(seed, group, *, sharp=1.5, like=0.0):
     )
 
 
-def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
+def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     """The layer's pool after the prompt, its segments and thresholds, put together from the library's pieces.
 
     A shared pool holds rows of other layers before and behind this one's, which nothing may touch.
@@ -103,10 +103,10 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
     if parts.merge is not None:
         taken = merged(taken, mask, jax.random.key(0), merge=parts.merge)
     kept = mask.sum(axis=-1, dtype=jnp.int32)
-    around = 0 if form is Form.EQUAL else 7
+    around = 0 if layout is Layout.EQUAL else 7
     each = int(max(limit.max(), lengths.max())) + 1
     rows_in_all = HEADS * each + 2 * around
-    start = lay_out(kept, HEADS * each, form=Form.EQUAL) + around
+    start = Layout.EQUAL.place(kept[None], HEADS * each)[0] + around
     pool = empty_pool(len(lengths), rows_in_all, DIM, jnp.dtype(jnp.float32), scored=True)
     pool = pack_shared(pool, taken, mask, start)
     segments = Segments(
@@ -123,13 +123,13 @@ def prefilled(policy: Method, drawn: Drawn, lengths, form: Form):
     return pool, segments
 
 
-def program_of(policy: Method, form: Form, widest: int | None = None) -> Program:
+def program_of(policy: Method, layout: Layout, widest: int | None = None) -> Program:
     """What a step is compiled for; of the model nothing is used here."""
     model = tiny.tiny(tiny.MODELS["mha"])
     return Program(
         graphs=model.flat.graphs,
         config=model.config,
-        form=form,
+        layout=layout,
         rolling=False,
         ongoing=policy.parts().ongoing,
         widest=widest,
@@ -155,17 +155,17 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
         out[:, :, 0, 0, 0],
         heads=HEADS,
         ongoing=program.ongoing,
-        form=program.form,
+        walk=program.layout.walk,
         widest=program.widest,
         products=None if heard is None else heard.products,
     )
     return out, left if program.looks_ahead else left._replace(likely=None)
 
 
-def follow(policy: Method, drawn: Drawn, lengths, form: Form, *, widest=None):
+def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None):
     """Every step's pool, segments and output; the prompt's first, without output."""
-    pool, segments = prefilled(policy, drawn, lengths, form)
-    program = program_of(policy, form, widest)
+    pool, segments = prefilled(policy, drawn, lengths, layout)
+    program = program_of(policy, layout, widest)
     if program.compares_keys:
         pool = dataclasses.replace(pool, norm=row_norms(pool.k))
     if program.looks_ahead:

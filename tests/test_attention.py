@@ -1,4 +1,4 @@
-"""The pieces of attention against float64 and plain loops: every form, empty segments, 16-bit inputs."""
+"""The pieces of attention against float64 and plain loops: every walk, empty segments, 16-bit inputs."""
 
 import math
 
@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import attention
 from jaxkv.attention import columns
-from jaxkv.attention.xla import Form
+from jaxkv.attention.xla import Walk
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -59,22 +59,22 @@ LENGTHS = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("batch", [2, 6])
 @pytest.mark.parametrize("heads", LENGTHS)
-@pytest.mark.parametrize("form", Form, ids=str)
-def test_over_pool(form, heads, batch, dtype):
+@pytest.mark.parametrize("walk", Walk, ids=str)
+def test_over_pool(walk, heads, batch, dtype):
     # Beyond 4 heads and up to 3 sequences other formulations are chosen, so both sides of either are here.
     rows, dim = 3, 8
     length = np.asarray((LENGTHS[heads] * batch)[:batch], np.int32)
-    if form is Form.EQUAL:
+    if walk is Walk.STRIDES:
         size = 310
         start, slots = np.broadcast_to(np.arange(heads) * size, length.shape), heads * size
     else:
         # Other layers' rows lie around this layer's in a shared pool.
-        before = 50 if form is Form.SHARED else 0
+        before = 50 if walk is Walk.WINDOWS else 0
         start = before + np.cumsum(length + 2, axis=1) - length - 2
         slots = int((start + length).max()) + before + 3
     q = 2 * draw(3, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, slots, dim, dtype=dtype) for seed in (4, 5))
-    out, lse = attention.over_pool(q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), form=form)
+    out, lse = attention.over_pool(q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), walk=walk)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])
@@ -92,7 +92,7 @@ def test_over_pool_of_many_rows(size, dtype):
     start = np.broadcast_to(np.arange(heads, dtype=np.int32) * size, length.shape)
     q = 2 * draw(9, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, heads * size, dim, dtype=dtype) for seed in (10, 11))
-    out, _ = attention.over_pool(q, k, v, jnp.asarray(start), jnp.asarray(length), form=Form.EQUAL)
+    out, _ = attention.over_pool(q, k, v, jnp.asarray(start), jnp.asarray(length), walk=Walk.STRIDES)
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])
         expected, _ = reference(wide(q)[row, head, query], wide(k)[row, span], wide(v)[row, span])
@@ -168,12 +168,12 @@ def test_column_sums(slots, queries, n, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("form", Form, ids=str)
-def test_a_pool_s_scores(form, dtype):
+@pytest.mark.parametrize("walk", Walk, ids=str)
+def test_a_pool_s_scores(walk, dtype):
     """A token's attention joins its rows' scores, in one pass or two; sequences that do not count stay as they are."""
     heads, group, dim, each = 2, 3, 8, 150
-    length = np.asarray([[150, 150], [3, 3]] if form is Form.EQUAL else [[140, 9], [0, 30]], np.int32)
-    start = np.asarray([[0, 150]] * 2 if form is Form.EQUAL else [[4, 144], [6, 200]], np.int32)
+    length = np.asarray([[150, 150], [3, 3]] if walk is Walk.STRIDES else [[140, 9], [0, 30]], np.int32)
+    start = np.asarray([[0, 150]] * 2 if walk is Walk.STRIDES else [[4, 144], [6, 200]], np.int32)
     q = 2 * draw(0, 3, heads, group, dim, dtype=dtype)[:2]
     k, v = (draw(seed, 2, heads * each, dim, dtype=dtype) for seed in (1, 2))
     score = draw(3, 2, heads * each)
@@ -185,11 +185,11 @@ def test_a_pool_s_scores(form, dtype):
             weights = np.exp(logits - logits.max(initial=-math.inf)) if len(logits) else logits
             expected[row, span] += weights / max(weights.sum(), 1e-30) / group
     begin, rows = jnp.asarray(start), jnp.asarray(length)
-    plain, plain_lse = attention.over_pool(q, k, v, begin, rows, form=form)
+    plain, plain_lse = attention.over_pool(q, k, v, begin, rows, walk=walk)
     other = draw(4, 2, heads, dim, dtype=dtype)
 
     def scored(counts, **options):
-        out, found = attention.over_pool_scored(q, k, v, begin, rows, score, counts, form=form, **options)
+        out, found = attention.over_pool_scored(q, k, v, begin, rows, score, counts, walk=walk, **options)
         if isinstance(found, attention.Heard):
             return out, attention.add_heard(score, found, begin, counts), found
         return out, found, None
@@ -201,7 +201,7 @@ def test_a_pool_s_scores(form, dtype):
         _, ours, _ = scored(jnp.asarray([False, True]), **options)
         np.testing.assert_array_equal(ours[0], score[0])
         np.testing.assert_allclose(ours[1], expected[1], atol=5 * TOLERANCE[dtype])
-        assert (heard is not None) == (form is Form.SHARED and "widest" in options)
+        assert (heard is not None) == (walk is Walk.WINDOWS and "widest" in options)
         if heard is None:
             continue
         np.testing.assert_allclose(heard.lse, plain_lse, atol=5 * TOLERANCE[dtype])

@@ -9,7 +9,7 @@ import tiny
 
 import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.policies import EntropyLayers
 
 # One, two and eight kv heads: the cache's formulations of attention go by their number. Golden logits cover the rest.
@@ -33,11 +33,11 @@ def prompts(seed, *lengths):
 
 
 def everything(rows):
-    """Policies that may keep `rows` rows, by the form their caches have."""
+    """Policies that may keep `rows` rows, by the layout their caches have."""
     return {
-        Form.EQUAL: SnapKV(budget=rows),
-        Form.RAGGED: AdaKV(budget=rows),
-        Form.SHARED: PyramidKV(budget=rows, allocation=EntropyLayers()),
+        Layout.EQUAL: SnapKV(budget=rows),
+        Layout.RAGGED: AdaKV(budget=rows),
+        Layout.SHARED: PyramidKV(budget=rows, allocation=EntropyLayers()),
     }
 
 
@@ -74,15 +74,15 @@ def test_blocks_one_block_chunks_and_tokens_agree_on_the_real_model():
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [*(("gqa3", form) for form in (None, *Form)), ("many_heads", Form.RAGGED)],
+    ("name", "layout"),
+    [*(("gqa3", layout) for layout in (None, *Layout)), ("many_heads", Layout.RAGGED)],
     ids=str,
 )
-def test_a_batch_of_unequal_prompts_gives_each_row_what_it_gets_alone(name, form):
+def test_a_batch_of_unequal_prompts_gives_each_row_what_it_gets_alone(name, layout):
     # Five sequences: from four on, few heads take another formulation. Alone they have three buckets.
     ids = prompts(1, 300, 1, 45, 280, 46)
     more = prompts(2, 6, 6, 6, 6, 6)
-    policy = FullKV() if form is None else everything(512)[form]
+    policy = FullKV() if layout is None else everything(512)[layout]
     cache, logits = running.prefill(model(name), ids, policy)
     after, _ = running.extend(model(name), cache, more)
     for row, each in enumerate(ids):
@@ -91,10 +91,10 @@ def test_a_batch_of_unequal_prompts_gives_each_row_what_it_gets_alone(name, form
         assert running.gap(after[row], running.extend(model(name), alone, [more[row]])[0][0]) < 1e-4
 
 
-@pytest.mark.parametrize("form", Form, ids=str)
-def test_a_compressed_batch_gives_each_row_what_it_gets_alone(form):
+@pytest.mark.parametrize("layout", Layout, ids=str)
+def test_a_compressed_batch_gives_each_row_what_it_gets_alone(layout):
     ids, more = prompts(3, 300, 45, 128), prompts(4, 6, 6, 6)
-    policy = everything(40)[form]
+    policy = everything(40)[layout]
     cache, _ = running.prefill(model("gqa3"), ids, policy)
     after, _ = running.extend(model("gqa3"), cache, more)
     for row, each in enumerate(ids):
@@ -140,9 +140,9 @@ def test_a_budget_of_the_length_gives_the_full_cache(name, lengths):
     cache, logits = running.prefill(model(name), ids)
     expected, _ = running.extend(model(name), cache, more)
     rolling = StreamingLLM(budget=300, rolling_positions=True)
-    for form, policy in [*everything(300).items(), (Form.EQUAL, StreamingLLM(budget=400)), (Form.EQUAL, rolling)]:
+    for layout, policy in [*everything(300).items(), (Layout.EQUAL, StreamingLLM(budget=400)), (Layout.EQUAL, rolling)]:
         mine, mine_logits = running.prefill(model(name), ids, policy)
-        assert mine.form is form
+        assert mine.layout is layout
         assert np.array_equal(running.kept(mine, 300), running.kept(cache, 300))
         assert running.gap(mine_logits, logits) < 1e-4
         for chunk in (1, 9):
@@ -165,10 +165,10 @@ def test_a_budget_of_the_length_gives_the_full_cache_on_the_real_model():
 # --- a cache that grows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", Form, ids=str)
-def test_growing_block_by_block_equals_one_run(form):
+@pytest.mark.parametrize("layout", Layout, ids=str)
+def test_growing_block_by_block_equals_one_run(layout):
     ids, steps = prompts(9, 90, 60), 300
-    policy = everything(64)[form]
+    policy = everything(64)[layout]
     cache, logits = running.prefill(model("gqa3"), ids, policy)
     expected = running.greedy(model("gqa3"), cache, steps).tolist()
     out = jaxkv.generate(model("gqa3"), ids, policy=policy, max_new_tokens=steps, stop_at_eos=False)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, prefilled, program_of
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.models import evict as evicting
 from jaxkv.models.compress import merged
 from jaxkv.models.evict import evict
@@ -104,7 +104,7 @@ def _tau(given, head, number):
     return [UNSET if one is None else one[head] for one in pairs]
 
 
-def check_steps(case, seed, group, budget, form, lengths=LENGTHS, *, widest=None, **options) -> bool:
+def check_steps(case, seed, group, budget, layout, lengths=LENGTHS, *, widest=None, **options) -> bool:
     """Asserts equality with the oracle at every step; False where its choices are too narrow to tell."""
     make, sinks, accumulate, share, merge = CASES[case]
     drawn, policy = draw(seed, group, **options), make(budget=budget)
@@ -118,7 +118,7 @@ def check_steps(case, seed, group, budget, form, lengths=LENGTHS, *, widest=None
         smallest = min(smallest, gap)
     if smallest < o.MIN_GAP:
         return False
-    for at, (pool, segments, out) in enumerate(follow(policy, drawn, lengths, form, widest=widest)):
+    for at, (pool, segments, out) in enumerate(follow(policy, drawn, lengths, layout, widest=widest)):
         for row in range(len(lengths)):
             oracle = expected[row][at]
             for head in range(HEADS):
@@ -139,25 +139,27 @@ def check_steps(case, seed, group, budget, form, lengths=LENGTHS, *, widest=None
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_agrees_with_the_oracle(case):
     # Below both prompts: every step drops a row. Some seeds are too narrow to tell, not all.
-    assert any(check_steps(case, seed, 2, 16, Form.EQUAL, like=0.7) for seed in range(3))
+    assert any(check_steps(case, seed, 2, 16, Layout.EQUAL, like=0.7) for seed in range(3))
 
 
 @pytest.mark.parametrize("case", ("h2o", "roco", "fading", "norm", "halving", "d2o-plain", "d2o-both", "d2o-official"))
 def test_every_step_agrees_with_the_oracle_in_a_shared_pool(case):
-    assert any(check_steps(case, seed, 3, 29, Form.SHARED, like=0.7) for seed in range(3))
+    assert any(check_steps(case, seed, 3, 29, Layout.SHARED, like=0.7) for seed in range(3))
 
 
 @pytest.mark.parametrize(("group", "budget", "widest"), [(1, 29, 30), (4, 40, 41), (2, 120, 121)])
 def test_eviction_begins_when_the_budget_is_reached(group, budget, widest):
     # Between the prompts' lengths, above them, and above all that comes: rows go at once, later, and never. What is
     # known of a segment's width changes how a shared pool is read.
-    assert any(check_steps("d2o-plain", seed, group, budget, Form.SHARED, like=0.7, widest=widest) for seed in range(3))
+    assert any(
+        check_steps("d2o-plain", seed, group, budget, Layout.SHARED, like=0.7, widest=widest) for seed in range(3)
+    )
 
 
 def test_the_row_that_goes_is_guessed_right_or_wrong_with_the_same_outcome():
     # Both ways of finding the nearest row ran in the cases above, and the lengths of keys kept up with the keys.
     policy, right, wrong = D2O(budget=29, allocation=UniformLayers()), 0, 0
-    steps = list(follow(policy, draw(0, 1, like=0.7), LENGTHS, Form.SHARED, widest=30))
+    steps = list(follow(policy, draw(0, 1, like=0.7), LENGTHS, Layout.SHARED, widest=30))
     for (pool, segments, _), (after, later, _) in itertools.pairwise(steps):
         for row, head in np.ndindex(*segments.start.shape):
             before, left = (set(held(p, s, row, head)[0]) for p, s in ((pool, segments), (after, later)))
@@ -173,23 +175,23 @@ def test_the_row_that_goes_is_guessed_right_or_wrong_with_the_same_outcome():
 
 def test_rows_below_every_threshold_are_dropped():
     # Keys in all directions, and a threshold that starts high: most dropped rows are like nothing that stays.
-    assert any([check_steps("d2o-plain", seed, 2, 14, Form.EQUAL, like=0.0) for seed in range(4)])
+    assert any([check_steps("d2o-plain", seed, 2, 14, Layout.EQUAL, like=0.0) for seed in range(4)])
 
 
 # --- ties, with scores that float32 holds exactly --------------------------------------------------------------------
 
-scores_of_few_kinds = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from(list(Form)))
+scores_of_few_kinds = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from(list(Layout)))
 
 
 @settings(max_examples=15)
 @given(scores_of_few_kinds)
 def test_among_equals_the_latest_goes(drawn):
-    seed, levels, form = drawn
+    seed, levels, layout = drawn
     rng = np.random.default_rng(seed)
     rows, sinks, recent, seen = 12, 2, 3, 40
     pos = np.stack([rng.permutation(seen)[:rows] for _ in range(HEADS)])
     scores = rng.integers(0, levels, pos.shape).astype(np.float32)
-    around = 0 if form is Form.EQUAL else 5
+    around = 0 if layout is Layout.EQUAL else 5
     leaf = lambda a, none: jnp.asarray(np.pad(a.reshape(-1), around, constant_values=none)[None])  # noqa: E731
     pool = Pool(
         k=jnp.zeros((1, HEADS * rows + 2 * around, DIM)),
@@ -209,7 +211,7 @@ def test_among_equals_the_latest_goes(drawn):
     )
     ongoing = H2O(budget=rows, sinks=sinks).parts().ongoing
     for widest in (None, rows):
-        at, there, _ = evicting.weakest(pool, segments, heads=HEADS, ongoing=ongoing, form=form, widest=widest)
+        at, there, _ = evicting.weakest(pool, segments, heads=HEADS, ongoing=ongoing, walk=layout.walk, widest=widest)
         for head in range(HEADS):
             free = [i for i in range(rows) if sinks <= pos[head, i] < seen - recent]
             assert bool(there[0, head]) == bool(free)
@@ -231,13 +233,13 @@ def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights)
     assert own / total >= shares.max() - 1e-7
 
 
-@pytest.mark.parametrize("form", (Form.EQUAL, Form.SHARED), ids=str)
-def test_a_threshold_out_of_reach_is_h2o_with_sinks(form):
+@pytest.mark.parametrize("layout", (Layout.EQUAL, Layout.SHARED), ids=str)
+def test_a_threshold_out_of_reach_is_h2o_with_sinks(layout):
     drawn = draw(5, 2, like=0.5)
     never = D2O(budget=16, merge=Merge(threshold=np.inf), allocation=UniformLayers())
     h2o = H2O(budget=16, sinks=4, recent=0.25)
     for (pool, segments, out), (other, _, same) in zip(
-        follow(never, drawn, LENGTHS, form), follow(h2o, drawn, LENGTHS, form), strict=True
+        follow(never, drawn, LENGTHS, layout), follow(h2o, drawn, LENGTHS, layout), strict=True
     ):
         bare = dataclasses.replace(pool, norm=None)
         for leaf, like in zip(jax.tree.leaves(bare), jax.tree.leaves(other), strict=True):
@@ -267,8 +269,8 @@ def test_the_sum_of_rows_weighted_by_merging_is_that_of_the_prompt():
 
 def test_a_finished_sequence_keeps_its_rows():
     drawn, policy = draw(1, 2), D2O(budget=16, allocation=UniformLayers())
-    pool, segments = prefilled(policy, drawn, LENGTHS, Form.EQUAL)
-    program = program_of(policy, Form.EQUAL)
+    pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
+    program = program_of(policy, Layout.EQUAL)
     k = jnp.asarray(drawn.k_new[:, :, :1])
     new = Token(q=jnp.asarray(drawn.q_new[..., :1, :]), k=k, v=k, stored=k)
     count = jnp.asarray([1, 0], jnp.int32)
@@ -282,10 +284,10 @@ def test_a_finished_sequence_keeps_its_rows():
 
 def test_attention_that_is_not_a_number_drops_nothing():
     drawn, policy = draw(1, 2), H2O(budget=16)
-    pool, segments = prefilled(policy, drawn, LENGTHS, Form.EQUAL)
+    pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    _, rows, *_ = evict(pool, full, attended, heads=HEADS, ongoing=policy.parts().ongoing, form=Form.EQUAL)
+    _, rows, *_ = evict(pool, full, attended, heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk)
     np.testing.assert_array_equal(np.asarray(segments.length) - rows, [[0, 1], [1, 0]])
 
 
@@ -294,7 +296,7 @@ def test_attention_that_is_not_a_number_drops_nothing():
 def test_heads_together_keep_the_same_rows(seed):
     drawn, policy = draw(seed, 2), TOVA(budget=12)
     assert isinstance(policy.parts().heads, SharedHeads)
-    *_, (pool, segments, _) = follow(policy, drawn, LENGTHS, Form.EQUAL)
+    *_, (pool, segments, _) = follow(policy, drawn, LENGTHS, Layout.EQUAL)
     for row in range(len(LENGTHS)):
         rows = [held(pool, segments, row, head)[0] for head in range(HEADS)]
         assert rows[0] == rows[1]

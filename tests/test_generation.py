@@ -364,7 +364,7 @@ def test_statistics(model, policy):
     assert 0 <= stats.slack_bytes < stats.cache_bytes and (policy is None) == (stats.slack_bytes > 0)
     assert stats.prefill_seconds > 0 and stats.decode_seconds > 0 and stats.compile_seconds >= 0
     assert stats.decode_tokens_per_second == pytest.approx(3 * NEW / stats.decode_seconds)
-    assert stats.decode_form == cache.form.value and stats.attention
+    assert stats.layout == cache.layout.value and stats.attention
 
 
 def test_on_top_of_a_cache_statistics_are_the_given_caches(model):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from policy_table import BY_NAME, DECODED, TABLE, Row
 
 import jaxkv
-from jaxkv.attention.xla import Form
 from jaxkv.models.compress import choose, of_prompt
 from jaxkv.models.packing import Unpacked, pack, pack_shared
 from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
@@ -56,7 +55,7 @@ def check_layout(cache, lengths, *, ordered=True):
     start, length = np.asarray(cache.start), np.asarray(cache.length)
     for layer, row, head, k, _, pos in tiny.segments(cache):
         first, count = start[layer, row, head], length[layer, row, head]
-        at = 0 if cache.form is Form.SHARED else layer
+        at = cache.layout.pool_of(layer)
         assert first >= 0 and count >= 0 and first + count <= cache.pools[at].rows
         taken[at][row, first : first + count] += 1
         assert len(k) == len(pos) == count
@@ -254,7 +253,7 @@ def test_packing_is_the_same_with_and_without_jit(name):
     def both():
         layer = of_prompt(scores, forced, length)
         mask, taken = choose(layer, rows, heads=parts.heads), Unpacked(k, v, layer.inside)
-        pool, start = pack(taken, mask, rows=40, form=parts.form)
+        pool, start = pack(taken, mask, rows=40, layout=parts.layout)
         empty = jax.tree.map(jnp.copy, pool)
         return mask, pool, start, pack_shared(empty, taken, mask, start)
 

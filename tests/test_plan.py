@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiny import segments
 
 import jaxkv
-from jaxkv.attention.xla import Form
 from jaxkv.cache import repack
+from jaxkv.layout import Layout
 from jaxkv.plan import bucket
 from jaxkv.policies import (
     EntropyLayers,
@@ -86,7 +86,7 @@ def test_bytes_are_those_promised(name, lengths):
     plan = jaxkv.plan(config, policy, list(lengths))
     cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
     assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
-    assert plan.slots == 64 and plan.form is cache.form
+    assert plan.slots == 64 and plan.layout is cache.layout
     row = 2 * config.head_dim * 4 + 4
     assert plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
     rows = sum(pool.rows for pool in cache.pools) * len(lengths)
@@ -178,7 +178,7 @@ def assert_same(one, other):
 def test_repack(policy):
     cache = jaxkv.prefill(model(), ids(60, 38), policy=policy)
     layers, batch, heads = cache.start.shape
-    assert cache.form is {EQUAL: Form.EQUAL, RAGGED: Form.RAGGED, SHARED: Form.SHARED}[policy]
+    assert cache.layout is {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}[policy]
     assert cache.free().min() == 0
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     row = 2 * cache.config.head_dim * 4 + 4
@@ -187,7 +187,7 @@ def test_repack(policy):
     for room in (5, 64):
         grown = repack(cache, room=room)
         assert_same(grown, cache)
-        assert grown.free().min() >= room and grown.form is cache.form and grown.policy == policy
+        assert grown.free().min() >= room and grown.layout is cache.layout and grown.policy == policy
         assert grown.nbytes == cache.nbytes + room * layers * batch * heads * row
         np.testing.assert_array_equal(grown.limit, cache.limit)
         # No row where no segment is.

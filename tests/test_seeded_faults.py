@@ -14,8 +14,8 @@ import tiny
 from policy_table import BY_NAME
 
 from jaxkv import AdaKV, Merge, attention, drawing
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
+from jaxkv.layout import Layout
 from jaxkv.models import compress, limits, packing, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -105,13 +105,13 @@ def positions_from_length(patch):
 
 
 def segments_one_row_early(patch):
-    real = packing.lay_out
+    real = Layout.place
 
-    def lay_out(length, rows, **options):
-        start = real(length, rows, **options)
+    def place(self, length, rows, room=None):
+        start = real(self, length, rows, room)
         return start - (start > 0).astype(jnp.int32)
 
-    patch.setattr(packing, "lay_out", lay_out)
+    patch.setattr(Layout, "place", place)
 
 
 def window_of_the_bucket(patch):
@@ -159,7 +159,7 @@ def stale_logits(patch):
 
 def steps(name, **options):
     """Eviction and merging, step by step."""
-    assert any([eviction.check_steps(name, seed, 2, 16, Form.EQUAL, like=0.7, **options) for seed in SEEDS])
+    assert any([eviction.check_steps(name, seed, 2, 16, Layout.EQUAL, like=0.7, **options) for seed in SEEDS])
 
 
 FAULTS = (

@@ -13,7 +13,6 @@ from transforming import ENTROPY, LENGTHS, SLOTS, SNAP, WINDOW, draw, kept, segm
 
 import jaxkv
 from jaxkv import FullKV, KNorm, PyramidKV, Random, SnapKV
-from jaxkv.attention.xla import Form
 from jaxkv.models import prefill as prefilling
 from jaxkv.policies import KVPressLayers, LinearLayers
 from jaxkv.transform import _sizes
@@ -80,7 +79,7 @@ def test_keeps_what_prefill_keeps(row, budget, layers):
     np.testing.assert_array_equal(rows.seen, np.broadcast_to(LENGTHS, rows.seen.shape))
     assert all((np.asarray(rows.free(layer)) >= 3).all() for layer in range(GQA.layers))
     parts = policy.parts()
-    if parts.form is Form.SHARED or parts.nested:
+    if parts.layout.one_pool or parts.nested:
         return
     for layer in range(GQA.layers):
         options = {"layer": layer, "layers": GQA.layers, "length": jnp.asarray(LENGTHS), "room": 3}

@@ -5,7 +5,6 @@ import numpy as np
 
 import jaxkv
 from jaxkv import AdaKV, PyramidKV, SnapKV
-from jaxkv.attention.xla import Form
 from jaxkv.policies import EntropyLayers
 
 SLOTS, WINDOW = 64, 8
@@ -28,7 +27,7 @@ def segments(rows: jaxkv.Rows):
     start, length = np.asarray(rows.start), np.asarray(rows.length)
     for at in np.ndindex(*start.shape):
         layer, row, _ = at
-        index = 0 if rows.form is Form.SHARED else layer
+        index = rows.layout.pool_of(layer)
         span = slice(start[at], start[at] + length[at])
         yield *at, *(np.asarray(leaf[index])[row, span] for leaf in (rows.k, rows.v, rows.pos))
 

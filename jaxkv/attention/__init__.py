@@ -119,7 +119,7 @@ def over_pool(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
-    form: xla.Form,
+    walk: xla.Walk,
     implementation: Implementation = Implementation.XLA,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of R queries per kv head against the whole of that head's segment.
@@ -130,7 +130,7 @@ def over_pool(
         v: pool rows, finite everywhere.
         start: first row of each segment.
         length: rows of each segment; 0 gives output 0 and lse -inf.
-        form: how segments lie in the pool, which decides the formulation in XLA.
+        walk: how rows are reached, which decides the formulation in XLA.
         implementation: what computes it.
 
     Returns:
@@ -139,7 +139,7 @@ def over_pool(
     if implementation in KERNELS:
         kernels, interpret = _kernels(implementation)
         return kernels.attend(q, k, v, start, length, interpret=interpret)
-    return xla.over_pool(q, k, v, start, length, form=form)
+    return xla.over_pool(q, k, v, start, length, walk=walk)
 
 
 def over_pool_scored(
@@ -151,7 +151,7 @@ def over_pool_scored(
     score: Float[Array, "B P"],
     counts: Bool[Array, " B"],
     *,
-    form: xla.Form,
+    walk: xla.Walk,
     widest: int | None = None,
     other: Float[Array, "B K D"] | None = None,
     implementation: Implementation = Implementation.XLA,
@@ -166,7 +166,7 @@ def over_pool_scored(
         length: rows of each segment.
         score: what rows have received so far.
         counts: sequences whose queries are to be counted.
-        form: how segments lie in the pool.
+        walk: how rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known: then XLA reads keys once.
         other: one more row per segment to multiply with the keys where they are read once.
         implementation: what computes it.
@@ -178,11 +178,11 @@ def over_pool_scored(
         kernels, interpret = _kernels(implementation)
         out, _, mass = kernels.attend(q, k, v, start, length, mass=True, interpret=interpret)
         return out, score + jnp.where(counts[:, None], mass, 0.0)
-    if form is xla.Form.SHARED and widest is not None:
+    if walk is xla.Walk.WINDOWS and widest is not None:
         return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
-    out, lse = xla.over_pool(q, k, v, start, length, form=form)
+    out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
     heard = jnp.where(counts[:, None, None], lse, jnp.inf)
-    return out, columns.pool_sums(q, k, heard, start, length, score, form=form, weight=1 / q.shape[2])
+    return out, columns.pool_sums(q, k, heard, start, length, score, walk=walk, weight=1 / q.shape[2])
 
 
 def add_heard(
@@ -210,7 +210,7 @@ def pool_sums(
     length: Int[Array, "B K"],
     score: Float[Array, "B P"],
     *,
-    form: xla.Form,
+    walk: xla.Walk,
     weight: float,
 ) -> Float[Array, "B P"]:
     """Adds the attention of a few queries, whose log-sum-exp over everything they see is known, to each row's score.
@@ -222,13 +222,13 @@ def pool_sums(
         start: first row of each segment.
         length: rows of each segment.
         score: what rows have received so far.
-        form: how segments lie in the pool.
+        walk: how rows are reached.
         weight: what each query counts.
 
     Returns:
         The scores.
     """
-    return columns.pool_sums(q, k, lse, start, length, score, form=form, weight=weight)
+    return columns.pool_sums(q, k, lse, start, length, score, walk=walk, weight=weight)
 
 
 def window_sums(

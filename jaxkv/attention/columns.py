@@ -15,7 +15,7 @@ from jaxkv.attention.xla import (
     LOG2E,
     MASKED,
     WALK_BLOCK,
-    Form,
+    Walk,
     inside_segments,
     rows_dot,
     walk_block,
@@ -105,7 +105,7 @@ def pool_sums(
     length: Int[Array, "B K"],
     score: Float[Array, "B P"],
     *,
-    form: Form,
+    walk: Walk,
     weight: float,
 ) -> Float[Array, "B P"]:
     """Adds the attention of R queries to each row's score; see `jaxkv.attention.pool_sums`."""
@@ -113,19 +113,19 @@ def pool_sums(
     scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
     padded = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0))) if rows == 1 and q.dtype.itemsize == 2 else scaled
     # Written as `xla.over_pool` writes it: where both look at the same queries the compiler computes one product.
-    match form:
-        case Form.EQUAL:
+    match walk:
+        case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
             logits = lax.dot_general(padded, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
             inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
             return score + weight * _summed(logits[:, :, :rows], lse, inside).reshape(score.shape)
-        case Form.RAGGED:
+        case Walk.WHOLE:
             flat = padded.reshape(batch, -1, dim)
             logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
             logits = logits.reshape(batch, heads, -1, k.shape[1])[:, :, :rows]
             inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
             return score + weight * _summed(logits, lse, inside).sum(axis=1)
-        case Form.SHARED:
+        case Walk.WINDOWS:
             return _walk_sums(padded, k, lse, start, length, score, rows, weight)
 
 

@@ -21,23 +21,23 @@ _WINDOW_BYTES = 2 << 20
 # Rows from which, and chunks in which, a product of weights and values is cut so that every core has a share of it.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
-# Queries per kv head from which every segment is walked, whatever the form: the logits of many queries and all rows lie
-# in no core's cache. Over a pool half full 16 to 256 tokens take a half to a tenth of EQUAL's time, and a twentieth or
-# less of RAGGED's (benchmarks/cpu.py, K = 3 and 8).
+# Queries per kv head from which every segment is walked, whatever was asked: the logits of many queries and all rows
+# lie in no core's cache. Over a pool half full 16 to 256 tokens take a half to a tenth of STRIDES' time, and a twentieth
+# or less of WHOLE's (benchmarks/cpu.py, K = 3 and 8).
 _MANY_QUERIES = 48
 
 
-class Form(enum.Enum):
-    """How the segments of one layer lie in its pool.
+class Walk(enum.Enum):
+    """How the rows of a layer's segments are reached.
 
-    EQUAL: every segment owns the same number of rows, head k from k * P/K on, known at trace time.
-    RAGGED: segments of any length, one after the other, within this layer's own pool.
-    SHARED: the pool holds other layers' rows as well; only this layer's stretch is walked.
+    STRIDES: head k's from row k * P/K on, all of them known at trace time.
+    WHOLE: every head meets all rows of the pool, and those of other segments count for nothing.
+    WINDOWS: segment by segment, in blocks from wherever each begins.
     """
 
-    EQUAL = "equal"
-    RAGGED = "ragged"
-    SHARED = "shared"
+    STRIDES = "strides"
+    WHOLE = "whole"
+    WINDOWS = "windows"
 
 
 def causal(
@@ -117,7 +117,7 @@ def over_pool(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
-    form: Form,
+    walk: Walk,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Queries against cached segments; see `jaxkv.attention.over_pool`."""
     rows, dim = q.shape[2:]
@@ -125,15 +125,15 @@ def over_pool(
     if rows == 1 and q.dtype.itemsize == 2:
         # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
-    match Form.SHARED if rows >= _MANY_QUERIES else form:
-        case Form.EQUAL:
+    match Walk.WINDOWS if rows >= _MANY_QUERIES else walk:
+        case Walk.STRIDES:
             out, lse = _equal(scaled, k, v, length)
-        case Form.RAGGED:
+        case Walk.WHOLE:
             # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
             # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32 (benchmarks/cpu.py).
             out, lse = masked_product(scaled, k, v, start, length)
-        case Form.SHARED:
-            out, lse = walk(scaled, k, v, start, length)
+        case Walk.WINDOWS:
+            out, lse = by_windows(scaled, k, v, start, length)
     return out[:, :, :rows].astype(q.dtype), lse[:, :, :rows]
 
 
@@ -179,7 +179,7 @@ def masked_product(
     return out.reshape(batch, heads, rows, dim) / total[..., None], lse
 
 
-def walk(
+def by_windows(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
     v: Float[Array, "B P D"],

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
+from jaxkv.layout import Layout
 from jaxkv.models.compress import ROWS, Candidates, Source, compress
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.layer import value_norms
@@ -33,7 +33,7 @@ class _Static(Value):
     ongoing: Ongoing
     scorer: Scorer
     heads: HeadBudgets
-    form: Form
+    layout: Layout
     slots: int
 
 
@@ -91,7 +91,7 @@ class _Held(Source):
             ongoing=parts.ongoing,
             scorer=parts.scorer,
             heads=parts.heads,
-            form=cache.form,
+            layout=cache.layout,
             # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
             slots=min(bucket(int(np.asarray(cache.seen).max())), _widest(cache)),
         )
@@ -109,9 +109,9 @@ class _Held(Source):
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """What is wanted, or where sequences hold more that are not due a size that repeats."""
         of = slice(group[0], group[-1] + 1)
-        held, heads = np.asarray(kept, np.int64), kept.shape[2]
-        most = held.max(axis=2) * heads if self.cache.form is Form.EQUAL else held.sum(axis=2)
-        rows, target = int(most.sum(axis=0).max()), int(heads * self.wants[of].sum(axis=0).max())
+        heads = kept.shape[2]
+        rows = int(self.cache.layout.takes(np.asarray(kept, np.int64)).max())
+        target = int(heads * self.wants[of].sum(axis=0).max())
         size = heads * bucket(-(-rows // heads))
         return (min(target, size) if rows <= target else size) + heads * int(self.room[of].sum())
 
@@ -123,7 +123,7 @@ class _Held(Source):
         cache, state = self.cache, self.cache.state
         assert state is not None
         return _Layer(
-            pool=cache.pools[0 if cache.form is Form.SHARED else index],
+            pool=cache.pools[cache.layout.pool_of(index)],
             start=cache.start[index],
             length=cache.length[index],
             tau=None if state.tau is None else state.tau[index],
@@ -167,8 +167,7 @@ def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.n
 
 def _widest(cache: KVCache) -> int:
     """Rows that a segment could hold at most where it lies."""
-    rows = max(pool.rows for pool in cache.pools)
-    return rows // cache.start.shape[2] if cache.form is Form.EQUAL else rows
+    return cache.layout.widest(max(pool.rows for pool in cache.pools), cache.start.shape[2])
 
 
 def _rows(parts: Parts, cache: KVCache) -> Int[np.ndarray, "L B"]:
@@ -186,7 +185,7 @@ def _rows(parts: Parts, cache: KVCache) -> Int[np.ndarray, "L B"]:
 def _taken(layer: _Layer, static: _Static) -> Unpacked:
     """Rows in order of position, in slots of which the first ones hold one."""
     pool, (batch, heads) = layer.pool, layer.start.shape
-    slots = min(static.slots, pool.rows // heads if static.form is Form.EQUAL else pool.rows)
+    slots = min(static.slots, static.layout.widest(pool.rows, heads))
     index = jnp.arange(slots, dtype=jnp.int32)
     inside = index < layer.length[..., None]
     row = jnp.where(inside, layer.start[..., None] + index, 0).reshape(batch, heads * slots)

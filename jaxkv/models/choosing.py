@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import MASKED, Form, inside_segments
+from jaxkv.attention.xla import MASKED, Walk, inside_segments
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.select import sortable, top
 from jaxkv.pools import Pool
@@ -288,4 +288,4 @@ def over_gathered(
     """Attention to rows that lie head by head, as many for each, of which `count` are real."""
     heads = q.shape[1]
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
-    return attention.over_pool(q, k, v, start, count, form=Form.EQUAL, implementation=implementation)
+    return attention.over_pool(q, k, v, start, count, walk=Walk.STRIDES, implementation=implementation)

@@ -38,7 +38,7 @@ def _program(
     program = Program(
         graphs=flat.graphs,
         config=config,
-        form=needed.form,
+        layout=needed.layout,
         rolling=False,
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
@@ -141,7 +141,7 @@ def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], poli
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
         state=reading_state(policy.parts(), lengths, nothing, rings),
-        form=needed.form,
+        layout=needed.layout,
         policy=policy,
         config=config,
     )

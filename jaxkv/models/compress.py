@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
 from jaxkv.models.packing import Unpacked, empty_pool_for, pack, pack_shared
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
@@ -25,7 +24,7 @@ from jaxkv.policies.merger import UNSET, Merged, Merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.select import HeadBudgets, sortable, top
-from jaxkv.pools import Pool, lay_out
+from jaxkv.pools import Pool
 
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"
@@ -139,22 +138,22 @@ def compress(
     Returns:
         Pools and segments.
     """
-    shared = parts.form is Form.SHARED
+    layout = parts.layout
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     taus, below = list[Array](), None
-    for group in [source.indices] if shared else [[index] for index in source.indices]:
+    for group in layout.groups(source.indices):
         masks = _masks(source, group, parts, below, due)
         below = masks[-1][:, 0] if parts.nested else None
         kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
         total, pool = source.pool_rows(group, kept), None
-        start = _in_one_pool(kept, total, room) if shared else None
+        start = layout.place(kept, total, room) if layout.one_pool else None
         for at, index in enumerate(group):
             rows = source.rows(index)
             if parts.merge is not None:
                 rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge)
                 taus += [] if rows.tau is None else [rows.tau]
             if start is None:
-                pool, first = pack(rows, masks[at], rows=total, form=parts.form, implementation=implementation)
+                pool, first = pack(rows, masks[at], rows=total, layout=layout, implementation=implementation)
                 starts.append(first[None])
             else:
                 pool = empty_pool_for(rows, total) if pool is None else pool
@@ -181,15 +180,6 @@ def _masks(
         masks.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads))
         below = masks[-1][:, 0] if parts.nested else None
     return masks
-
-
-def _in_one_pool(kept: Int[Array, "L B K"], rows: int, room: Int[np.ndarray, " L"] | None) -> Int[Array, "L B K"]:
-    """First rows of all layers' segments in the pool that they share."""
-    layers, batch, heads = kept.shape
-    behind = None if room is None else jnp.asarray(np.repeat(room, heads), jnp.int32)
-    table = jnp.moveaxis(kept, 0, 1).reshape(batch, layers * heads)
-    start = lay_out(table, rows, form=Form.SHARED, room=behind)
-    return jnp.moveaxis(start.reshape(batch, layers, heads), 0, 1)
 
 
 def observe(

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.models.layer_step import LayerRows, Tail, layer_step
@@ -61,7 +60,7 @@ def step(
     chosen, written = None, []
     turned = step_angles(cache, new.positions, program)
     for layer, leaves in enumerate(blocks):
-        at = 0 if program.form is Form.SHARED else layer
+        at = program.layout.pool_of(layer)
         ring = None if cache.state is None else program.ring_of(layer)
         rows = LayerRows(
             pool=pools[at],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv.attention.xla import WALK_BLOCK, Form
+from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.models.nearest import nearest, nearest_of_products
 from jaxkv.models.ordering import behind
 from jaxkv.models.segments import Segments, fold
@@ -38,7 +38,7 @@ class Evicted(NamedTuple):
 
 
 def weakest(
-    pool: Pool, segments: Segments, *, heads: int, ongoing: Ongoing, form: Form, widest: int | None
+    pool: Pool, segments: Segments, *, heads: int, ongoing: Ongoing, walk: Walk, widest: int | None
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
     """The row of each segment that has to go, if one has to; and the one that may have to at the next step.
 
@@ -47,7 +47,7 @@ def weakest(
         segments: which rows.
         heads: segments of one layer.
         ongoing: the policy's.
-        form: how segments lie.
+        walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
 
     Returns:
@@ -82,7 +82,7 @@ def weakest(
     shape = segments.start.shape
     none = (jnp.full(shape, jnp.inf, jnp.float32), *(jnp.full(shape, -1, jnp.int32) for _ in range(3)))
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
-    _, _, at, second = fold(body, none, leaves, segments.start, segments.length, form=form, block=widest or WALK_BLOCK)
+    _, _, at, second = fold(body, none, leaves, segments.start, segments.length, walk=walk, block=widest or WALK_BLOCK)
     return at, at >= 0, second
 
 
@@ -125,7 +125,7 @@ def evict(
     *,
     heads: int,
     ongoing: Ongoing,
-    form: Form,
+    walk: Walk,
     widest: int | None = None,
     products: Float[Array, "B K n"] | None = None,
 ) -> Evicted:
@@ -137,21 +137,21 @@ def evict(
         attended: any number of each head's attention output: NaN keeps the rows as they are.
         heads: segments of one layer.
         ongoing: the policy's.
-        form: how segments lie.
+        walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
         products: those of the likely rows' keys with all keys; the result is the same without.
 
     Returns:
         What is left.
     """
-    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, form=form, widest=widest)
+    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, walk=walk, widest=widest)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
     writes = _Writes(over, segments.tau, {"k": take_rows(pool.k, last), "v": take_rows(pool.v, last)}, {})
     if ongoing.merge is not None:
         of = (victim, last, writes, products)
-        writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, form=form)
+        writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, walk=walk)
     length = segments.length - writes.over.astype(jnp.int32)
     return Evicted(_written(pool, victim, last, writes), length, writes.tau, jnp.where(writes.over, second, victim))
 
@@ -166,7 +166,7 @@ def _merging_dropped(
     *,
     heads: int,
     merge: Merger,
-    form: Form,
+    walk: Walk,
 ) -> _Writes:
     """What is written where a dropped row is compared with those that stay, and the merger may fold it into one."""
     rows_of = lambda at: Row(take_rows(pool.k, at), take_rows(pool.v, at))  # noqa: E731
@@ -180,7 +180,7 @@ def _merging_dropped(
             cosine, target = nearest_of_products(pool, one, victim, products, wrong, segments)
         else:
             norm = pool.norm if by_key else None
-            cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, form=form, norm=norm)
+            cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, walk=walk, norm=norm)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         found = merge.merge_one(

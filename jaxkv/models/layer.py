@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form, as_bits, from_bits
+from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.plan import QUERY_BLOCK
 from jaxkv.policies.protocol import Needs
@@ -94,7 +94,7 @@ def layer(
             v.reshape(batch, -1, config.head_dim),
             jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
             jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
-            form=Form.EQUAL,
+            walk=Walk.STRIDES,
             implementation=Implementation.PALLAS if implementation is Implementation.CUDNN else implementation,
         )
         x = block.finish(final, out[..., None, :])[:, 0]

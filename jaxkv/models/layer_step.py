@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Heard
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.models.choosing import Chosen
 from jaxkv.models.decoder import Block
 from jaxkv.models.limits import decay_of, scores_of, with_heard
@@ -165,7 +165,7 @@ def attend(
         length,
         pool.score,
         new.count > 0,
-        form=program.form,
+        walk=program.layout.walk,
         widest=program.widest,
         other=rows.likely,
         implementation=program.implementation,
@@ -204,7 +204,7 @@ def _scores(
         whole = whole - jnp.log(decay ** behind.astype(jnp.float32))[:, None, None]
     flat = lambda a: a.reshape(*a.shape[:2], group * tokens, *a.shape[4:])  # noqa: E731
     of = (flat(token.q), rows.keys, flat(whole), segments.start, segments.length, pool.score)
-    score = attention.pool_sums(*of, form=program.form, weight=1 / group)
+    score = attention.pool_sums(*of, walk=program.layout.walk, weight=1 / group)
     sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return score, sums.mean(axis=2)
 
@@ -224,7 +224,7 @@ def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> 
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     drawn = jnp.broadcast_to(index + 1, (batch, heads))
-    equal = dataclasses.replace(program, form=Form.EQUAL)
+    equal = dataclasses.replace(program, layout=Layout.EQUAL)
     own = pool_attention(token.q.astype(tail.k.dtype), flat(keys), flat(tail.v), first, drawn, equal)
     older = _over_older(program, token, rows, rest=True)
     return attention.merge(*older, *own), dataclasses.replace(rows, tail=tail)

@@ -3,12 +3,12 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Heard
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
+from jaxkv.layout import by_layer, by_sequence
 from jaxkv.models.evict import evict, weakest
 from jaxkv.models.moving import Program
 from jaxkv.models.segments import Segments
@@ -23,15 +23,15 @@ def segments_of(cache: KVCache, part: int | slice) -> Segments:
     none = jnp.zeros(cache.seen.shape, jnp.int32)
     recent = jnp.zeros_like(start) if state is None else jnp.broadcast_to(state.recent[part][..., None], start.shape)
     return Segments(
-        start=joined(start),
-        length=joined(cache.length[part]),
-        limit=joined(cache.limit[part]),
-        recent=joined(recent),
-        tau=None if state is None or state.tau is None else joined(state.tau[part]),
+        start=by_sequence(start),
+        length=by_sequence(cache.length[part]),
+        limit=by_sequence(cache.limit[part]),
+        recent=by_sequence(recent),
+        tau=None if state is None or state.tau is None else by_sequence(state.tau[part]),
         prompt=none if state is None else state.prompt,
         seen=cache.seen,
-        likely=None if cache.likely is None else joined(cache.likely[part]),
-        choosable=None if state is None or state.choosable is None else joined(state.choosable[part]),
+        likely=None if cache.likely is None else by_sequence(cache.likely[part]),
+        choosable=None if state is None or state.choosable is None else by_sequence(state.choosable[part]),
     )
 
 
@@ -49,23 +49,23 @@ def within_limits(cache: KVCache, outs: list[Array], products: list[Array], prog
     """
     layers, _, heads = cache.start.shape
     assert program.ongoing is not None and cache.state is not None
-    parts = [slice(0, layers)] if program.form is Form.SHARED else [slice(i, i + 1) for i in range(layers)]
+    parts = [slice(group[0], group[-1] + 1) for group in program.layout.groups(range(layers))]
     pools, lengths, taus, likely = [], [], [], []
     for pool, part in zip(cache.pools, parts, strict=True):
         left = evict(
             pool,
             segments_of(cache, part),
-            joined(jnp.stack(outs[part])),
+            by_sequence(jnp.stack(outs[part])),
             heads=heads,
             ongoing=program.ongoing,
-            form=program.form,
+            walk=program.layout.walk,
             widest=program.widest,
-            products=joined(jnp.stack(products[part])) if products else None,
+            products=by_sequence(jnp.stack(products[part])) if products else None,
         )
         pools.append(left.pool)
-        lengths.append(parted(left.length, heads))
-        taus += [] if left.tau is None else [parted(left.tau, heads)]
-        likely.append(parted(left.likely, heads))
+        lengths.append(by_layer(left.length, heads))
+        taus += [] if left.tau is None else [by_layer(left.tau, heads)]
+        likely.append(by_layer(left.likely, heads))
     return dataclasses.replace(
         cache,
         pools=tuple(pools),
@@ -75,21 +75,11 @@ def within_limits(cache: KVCache, outs: list[Array], products: list[Array], prog
     )
 
 
-def joined(by_layer: Shaped[Array, "L B K *n"]) -> Shaped[Array, "B LK *n"]:
-    """Numbers of segments, those of a sequence's layers one after the other."""
-    return jnp.moveaxis(by_layer, 0, 1).reshape(by_layer.shape[1], -1, *by_layer.shape[3:])
-
-
-def parted(joined: Shaped[Array, "B LK *n"], heads: int) -> Shaped[Array, "L B K *n"]:
-    """Such numbers by layer again."""
-    return jnp.moveaxis(joined.reshape(joined.shape[0], -1, heads, *joined.shape[2:]), 1, 0)
-
-
 def likely_keys(cache: KVCache) -> Float[Array, "L B K D"] | None:
     """Keys of the rows likely to go, float32, if the program looks ahead."""
     if cache.likely is None:
         return None
-    return parted(take_rows(cache.pools[0].k, jnp.maximum(joined(cache.likely), 0)), cache.start.shape[2])
+    return by_layer(take_rows(cache.pools[0].k, jnp.maximum(by_sequence(cache.likely), 0)), cache.start.shape[2])
 
 
 def with_heard(pool: Pool, heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
@@ -109,8 +99,8 @@ def with_scratch(cache: KVCache, program: Program) -> KVCache:
     heads, ongoing = cache.start.shape[2], program.ongoing
     assert ongoing is not None
     soon = dataclasses.replace(segments_of(cache, slice(None)), seen=cache.seen + 1)
-    row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, form=program.form, widest=program.widest)
-    return dataclasses.replace(cache, likely=parted(row, heads))
+    row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, walk=program.layout.walk, widest=program.widest)
+    return dataclasses.replace(cache, likely=by_layer(row, heads))
 
 
 def without_scratch(cache: KVCache) -> KVCache:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache
 from jaxkv.models.decode import step
 from jaxkv.models.decoder import Flat
@@ -89,7 +88,7 @@ def _settle(pools, start, length, seen, tails, written, *, program):
     pools = list(pools)
     text = seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
     for layer, tail in enumerate(tails):
-        at = 0 if program.form is Form.SHARED else layer
+        at = program.layout.pool_of(layer)
         dtype = pools[at].k.dtype
         end = start[layer] + length[layer]
         pools[at] = append(pools[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)

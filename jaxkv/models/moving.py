@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import KERNELS, Implementation
-from jaxkv.attention.xla import Form
 from jaxkv.cache import KVCache, State
 from jaxkv.config import ModelConfig
+from jaxkv.layout import Layout
 from jaxkv.models.decoder import Flat, Graphs
 from jaxkv.plan import bucket, widest
 from jaxkv.policies.parts import Ongoing, Parts
@@ -52,7 +52,7 @@ class Program:
     Attributes:
         graphs: the decoder's static half.
         config: its shape.
-        form: how segments lie in their pools.
+        layout: how segments lie in their pools.
         rolling: positions are those within the cache.
         tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
             16-bit pool in place, so there one write for many tokens beats one per token.
@@ -64,7 +64,7 @@ class Program:
 
     graphs: Graphs
     config: ModelConfig
-    form: Form
+    layout: Layout
     rolling: bool
     tail: bool = False
     ongoing: Ongoing | None = None
@@ -108,7 +108,7 @@ class Program:
     @property
     def looks_ahead(self) -> bool:
         """Whether that is done for a likely row while attention reads the keys: rows of a shared pool are far."""
-        known = self.form is Form.SHARED and self.widest is not None and self.scored and not self.rolling
+        known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
         return self.compares_keys and known and self.implementation not in KERNELS
 
 
@@ -129,7 +129,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     if cache.state is not None:
         slots = bucket(int(np.asarray(cache.state.prompt).max()))
         reading = parts.reading(cache.config.layers, slots)
-    if ongoing is not None and cache.form is Form.SHARED and cache.state is not None:
+    if ongoing is not None and cache.layout.one_pool and cache.state is not None:
         most = widest(parts, slots, cache.config.layers)
         # Several tokens at once are only added: until rows have gone for them, segments are wider than that.
         most = None if most is not None and int(cache.kept.max()) >= most else most
@@ -139,7 +139,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     return Program(
         graphs=flat.graphs,
         config=cache.config,
-        form=cache.form,
+        layout=cache.layout,
         rolling=parts.rolling,
         tail=appends and jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
         ongoing=ongoing,

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import span
-from jaxkv.attention.xla import WALK_BLOCK, Form, windows
+from jaxkv.attention.xla import WALK_BLOCK, Walk, windows
 from jaxkv.models.segments import Segments, fold
 from jaxkv.pools import Pool, row_norms
 
@@ -19,7 +19,7 @@ def nearest(
     but: Int[Array, "B K"],
     segments: Segments,
     *,
-    form: Form,
+    walk: Walk,
     norm: Float[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """The row of each segment with the largest cosine to a given one.
@@ -30,7 +30,7 @@ def nearest(
         of: what they are compared with.
         but: a row that does not count: the given one itself.
         segments: which rows to look at.
-        form: how they lie.
+        walk: how rows are reached.
         norm: lengths of the rows, if they are known.
 
     Returns:
@@ -51,7 +51,7 @@ def nearest(
         jnp.full(shape, -1, jnp.int32),
     )
     leaves = (rows, pos) if norm is None else (rows, pos, norm)
-    cosine, _, at = fold(body, carry, leaves, segments.start, segments.length, form=form, block=WALK_BLOCK)
+    cosine, _, at = fold(body, carry, leaves, segments.start, segments.length, walk=walk, block=WALK_BLOCK)
     return cosine, at
 
 

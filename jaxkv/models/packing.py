@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
-from jaxkv.pools import Pool, lay_out, segment_of_row
+from jaxkv.layout import Layout
+from jaxkv.pools import Pool, segment_of_row
 
 
 class Unpacked(NamedTuple):
@@ -36,13 +36,13 @@ class Unpacked(NamedTuple):
     tau: Float[Array, "B K n"] | None = None
 
 
-@partial(jax.jit, static_argnames=("rows", "form", "implementation"))
+@partial(jax.jit, static_argnames=("rows", "layout", "implementation"))
 def pack(
     layer: Unpacked,
     mask: Bool[Array, "B K S"],
     *,
     rows: int,
-    form: Form,
+    layout: Layout,
     implementation: Implementation = Implementation.XLA,
 ) -> tuple[Pool, Int[Array, "B K"]]:
     """Gathers one layer's chosen rows into its pool, in the order they come.
@@ -51,7 +51,7 @@ def pack(
         layer: its rows.
         mask: rows that stay.
         rows: P.
-        form: how the segments lie; room is spread evenly behind them.
+        layout: how the segments lie; room is spread evenly behind them.
         implementation: kernels gather in one pass.
 
     Returns:
@@ -59,7 +59,7 @@ def pack(
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
-    start = lay_out(length, rows, form=form)
+    start = layout.place(length[None], rows)[0]
     segment = segment_of_row(start, rows)
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
     real = offset < jnp.take_along_axis(length, segment, axis=1)

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
-from jaxkv.attention.xla import Form
 from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache, State
 from jaxkv.config import ModelConfig
@@ -148,9 +147,9 @@ def compile_ahead(
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
             rows = merged(rows, mask, jax.random.key(0), merge=parts.merge)
-    if needed.form is not Form.SHARED:
+    if not needed.layout.one_pool:
         for count in set(pool_rows):
-            pack(rows, mask, rows=count, form=needed.form, implementation=implementation)
+            pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
     flat.compiled.add(signature)
 
@@ -317,7 +316,7 @@ def prefill(
         limit=limit,
         seen=jnp.copy(prompts.length),
         state=state,
-        form=needed.form,
+        layout=needed.layout,
         policy=policy,
         config=config,
         model=model,

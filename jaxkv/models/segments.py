@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.xla import Form, inside_segments, windows
+from jaxkv.attention.xla import Walk, inside_segments, windows
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ def fold(
     start: Int[Array, "B K"],
     length: Array,
     *,
-    form: Form,
+    walk: Walk,
     block: int,
 ) -> tuple:
     """Runs a reduction over the rows of segments.
@@ -58,7 +58,7 @@ def fold(
         leaves: of the pool, `[B, P, ...]`.
         start: first rows.
         length: rows of each segment.
-        form: how they lie.
+        walk: how rows are reached.
         block: rows of a shared pool to look at together.
 
     Returns:
@@ -66,19 +66,19 @@ def fold(
     """
     batch, heads = start.shape
     pool_rows = leaves[0].shape[1]
-    match form:
-        case Form.EQUAL:
+    match walk:
+        case Walk.STRIDES:
             each = pool_rows // heads
             offset = jnp.arange(each, dtype=jnp.int32)
             row = (jnp.arange(heads, dtype=jnp.int32)[:, None] * each + offset)[None]
             views = tuple(leaf.reshape(batch, heads, each, *leaf.shape[2:]) for leaf in leaves)
             return body(carry, row, offset < length[..., None], *views)
-        case Form.RAGGED:
+        case Walk.WHOLE:
             row = jnp.arange(pool_rows, dtype=jnp.int32)
             return body(
                 carry, row[None, None], inside_segments(row, start, length), *(leaf[:, None] for leaf in leaves)
             )
-        case Form.SHARED:
+        case Walk.WINDOWS:
             block = min(block, pool_rows)
             offset = jnp.arange(block, dtype=jnp.int32)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.attention.xla import Form
+from jaxkv.attention.xla import Walk
 from jaxkv.cache import KVCache
 from jaxkv.models.choosing import Chosen, asking, choose, gathered, over_gathered, rows_of
 from jaxkv.models.moving import Program
@@ -123,5 +123,5 @@ def over_rest(
     # All rows before the new one have to be chosen where generated ones do.
     first = segments.length if reading.include_generated else choosable
     # Few rows at a place that data decides: a walk reads them and no others.
-    attend = partial(attention.over_pool, form=Form.SHARED, implementation=program.implementation)
+    attend = partial(attention.over_pool, walk=Walk.WINDOWS, implementation=program.implementation)
     return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)

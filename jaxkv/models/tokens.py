@@ -84,7 +84,7 @@ def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, program: Program
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """New queries against one layer's segments."""
-    attend = partial(attention.over_pool, form=program.form, implementation=program.implementation)
+    attend = partial(attention.over_pool, walk=program.layout.walk, implementation=program.implementation)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, plain, real
-from jaxkv.attention.xla import Form
+from jaxkv.layout import Layout
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
@@ -125,7 +125,7 @@ class Keep(Value):
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
         """What stays, as spans `(first, last + 1)` of positions: the one rule. Without a text's length no window."""
         least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
-        spans = [(0, self.sinks)]
+        spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
@@ -231,7 +231,7 @@ class Parts(Value):
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget >= first + last, "budget", budget, remedy)
         remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
-        require(not self.rolling or self.form is Form.EQUAL, "rolling", self.rolling, remedy)
+        require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
         one_set = shares_positions(self.heads)
         require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
         keeps = "this policy keeps everything: leave it out"
@@ -252,11 +252,11 @@ class Parts(Value):
             require(not merge.needs_equal_heads or self.heads.uniform, "merge", merge, remedy)
 
     @property
-    def form(self) -> Form:
+    def layout(self) -> Layout:
         """How this policy's segments lie in the pool."""
         if self.layers.from_scores:
-            return Form.SHARED
-        return Form.EQUAL if self.heads.uniform else Form.RAGGED
+            return Layout.SHARED
+        return Layout.EQUAL if self.heads.uniform else Layout.RAGGED
 
     @property
     def needs(self) -> Needs:
