@@ -125,7 +125,7 @@ class Keep(Value):
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
         """What stays, as spans `(first, last + 1)` of positions: the one rule. Without a text's length no window."""
         least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
-        spans = [(0, self.sinks)]
+        spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
