@@ -163,7 +163,7 @@ def test_questions_read_everything_and_forks_share_the_bank(offload):
 
 
 @pytest.mark.parametrize(
-    "options", ({}, {"offload": True}, {"base": SnapKV(budget=20)}), ids=("device", "offloaded", "compressed")
+    "options", ({}, {"offload": True}, {"base": SnapKV(budget=20, window=8)}), ids=("device", "offloaded", "compressed")
 )
 def test_what_is_chosen_from_is_no_matter_of_the_segments_target(options):
     model = tiny.tiny(CONFIG)

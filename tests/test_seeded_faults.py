@@ -10,13 +10,14 @@ import test_eviction as eviction
 import test_invariants as invariants
 import test_oracle_agreement as agreement
 import test_session
+import test_tail
 import tiny
 from policy_table import BY_NAME
 
-from jaxkv import AdaKV, Merge, attention, drawing
+from jaxkv import H2O, AdaKV, Merge, attention, drawing
 from jaxkv.cache import KVCache
 from jaxkv.layout import Layout
-from jaxkv.models import compress, limits, packing, prefill
+from jaxkv.models import compress, evict, limits, loop, packing, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
@@ -140,6 +141,10 @@ def single_rows_are_dropped(patch):
     patch.setattr(Merge, "merge_one", merge_one)
 
 
+def nothing_waits_for_reads(patch):
+    patch.setattr(evict, "behind", lambda value, read: value)
+
+
 def a_wrapper_loses_the_window(patch):
     real = AdaKV.wrap
     patch.setattr(AdaKV, "wrap", lambda self, base: dataclasses.replace(real(self, base), keep=parts.Keep()))
@@ -165,6 +170,7 @@ def steps(name, **options):
 FAULTS = (
     (nothing_is_forgotten, lambda: steps("fading")),
     (single_rows_are_dropped, lambda: steps("d2o-plain")),
+    (nothing_waits_for_reads, lambda: test_tail.check_in_place(H2O(budget=16))),
     (a_wrapper_loses_the_window, lambda: in_order("adakv")),
     (stale_logits, test_session.test_draws_go_on_where_the_last_one_ended),
     (highest_first, ties),
@@ -188,7 +194,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (compress._observe, compress._choose, packing.pack, packing.pack_shared):
+    for compiled in (compress._observe, compress._choose, packing.pack, packing.pack_shared, loop._loop):
         compiled.clear_cache()
 
 

@@ -1,6 +1,7 @@
 """The decode loop that leaves the pool alone while it runs gives what the one that writes at every step gives."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -101,18 +102,34 @@ def test_sixteen_bits_decode_close_to_thirty_two():
 def test_sixteen_bits_leave_the_embedding_as_it_is():
     """No loop carries a float32 copy of the table, which XLA would make at every call."""
     model = _cast(tiny.tiny(tiny.MODELS["mha"]))
-    cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), jaxkv.FullKV(), room=16)
-    flat, program = model.flat, program_for(model.flat, cache)
-    running = looping.begin(cache, program=program, size=16)
-    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
-    given = looping.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), 4, jaxkv.Greedy())
-    leaves, structure = jax.tree.flatten(given)
-    loop = lambda *each: looping._loop(*jax.tree.unflatten(structure, each), program=program, size=16)  # noqa: E731
-    lowered = jax.jit(loop).lower(*leaves)
-    loops = [line for line in lowered.compile().as_text().splitlines() if " while(" in line]
+    _, text = compiled(model, jaxkv.FullKV())
+    loops = [line for line in text.splitlines() if " while(" in line]
     table = f"[{model.config.vocab},{model.config.embed}]"
     assert any(f"bf16{table}" in line for line in loops)
     assert not any(f"f32{table}" in line for line in loops)
+
+
+def check_in_place(policy):
+    """A loop that reads a pool and writes rows of it copies no pool."""
+    pool, text = compiled(tiny.tiny(tiny.MODELS["mha"]), policy)
+    shape = f"f32[{','.join(map(str, pool.k.shape))}]"
+    assert shape in text
+    assert not re.findall(rf"= {re.escape(shape)}\S* copy\(", text)
+
+
+@pytest.mark.parametrize("policy", (jaxkv.H2O(budget=16), jaxkv.D2O(budget=16)), ids=lambda each: type(each).__name__)
+def test_rows_are_dropped_in_place(policy):
+    check_in_place(policy)
+
+
+def compiled(model, policy):
+    """A pool of a short prompt's cache, and what XLA makes of the loop that draws on top of it."""
+    cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, room=16)
+    program = program_for(model.flat, cache)
+    running = looping.begin(cache, program=program, size=16)
+    draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
+    given = looping.loop_arguments(model.flat, running, draw, jnp.asarray([-2], jnp.int32), 4, jaxkv.Greedy())
+    return cache.pools[0], looping._loop.lower(*given, program=program, size=16).compile().as_text()
 
 
 def _cast(model):

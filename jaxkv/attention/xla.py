@@ -22,7 +22,7 @@ _WINDOW_BYTES = 2 << 20
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
 # Queries per kv head from which every segment is walked, whatever was asked: the logits of many queries and all rows
-# lie in no core's cache. Over a pool half full 16 to 256 tokens take a half to a tenth of STRIDES' time, and a twentieth
+# lie in no core's cache. Over a pool half full 16 to 256 tokens take a half to a tenth of STRIDES' time, a twentieth
 # or less of WHOLE's (benchmarks/cpu.py, K = 3 and 8).
 _MANY_QUERIES = 48
 
