@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,12 @@ def compiled(model, policy):
     running = looping.begin(cache, program=program, size=16)
     draw = looping.Draw(logits=jnp.asarray(logits), done=jnp.zeros(2, bool), key=jax.random.key(0))
     given = looping.loop_arguments(model.flat, running, draw, jnp.asarray([-2], jnp.int32), 4, jaxkv.Greedy())
-    return cache.pools[0], looping._loop.lower(*given, program=program, size=16).compile().as_text()
+    leaves, structure = jax.tree.flatten(given)
+    first, end = (len(jax.tree.leaves(given[:count])) for count in (2, 3))
+    loop = partial(looping._loop.__wrapped__, program=program, size=16)
+    run = lambda *each: loop(*jax.tree.unflatten(structure, each))  # noqa: E731
+    # What it writes is donated, as it is by the library.
+    return cache.pools[0], jax.jit(run, donate_argnums=tuple(range(first, end))).lower(*leaves).compile().as_text()
 
 
 def _cast(model):

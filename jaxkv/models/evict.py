@@ -211,22 +211,18 @@ def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], wri
     """The pool with the newest rows in the places of those that go, and with what was merged."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
+    both = jnp.concatenate([place, emptied], axis=1)
 
-    def write(name: str) -> Array:
+    def put(name: str) -> Array:
         leaf, (row, new) = getattr(pool, name), writes.all_of(name, place)
         return put_rows(leaf, row, new.astype(leaf.dtype))
 
-    def measured(norm: Array) -> Array:
-        row, new = writes.all_of("k", place)
-        return put_cells(norm, row, row_norms(new.astype(pool.k.dtype)))
+    def move(leaf: Array, empty: int) -> Array:
+        cells = jnp.take_along_axis(leaf, last, axis=1)
+        return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 
-    cells = lambda leaf: jnp.take_along_axis(leaf, last, axis=1)  # noqa: E731
-    both = jnp.concatenate([place, emptied], axis=1)
-    empty = jnp.full_like(last, -1)
-    pos = put_cells(pool.pos, both, jnp.concatenate([cells(pool.pos), empty], axis=1))
-    score = pool.score
-    if score is not None:
-        zero = jnp.zeros(last.shape, jnp.float32)
-        score = put_cells(score, both, jnp.concatenate([cells(score), zero], axis=1))
-    norm = None if pool.norm is None else measured(pool.norm)
-    return Pool(k=write("k"), v=write("v"), pos=pos, score=score, norm=norm)
+    norm, score = pool.norm, None if pool.score is None else move(pool.score, 0)
+    if norm is not None:
+        row, new = writes.all_of("k", place)
+        norm = put_cells(norm, row, row_norms(new.astype(pool.k.dtype)))
+    return Pool(k=put("k"), v=put("v"), pos=move(pool.pos, -1), score=score, norm=norm)

@@ -205,8 +205,8 @@ def step(
     Returns:
         Float32 logits of each sequence's last real token, and the cache with the new rows.
     """
-    reading, graphs = program.reading, program.graphs
-    assert reading is not None and cache.state is not None and cache.bank is not None
+    reading, graphs, bank = program.reading, program.graphs, cache.bank
+    assert reading is not None and cache.state is not None and bank is not None
     whole = tokens.shape[1] > 1 or not reading.filters
     cut = stretches(reading, program.config.layers, whole=whole)
     rest = dataclasses.replace(cache.unnamed(), pools=())
@@ -216,12 +216,20 @@ def step(
         rings[layer] = ring
     device = next(iter(cache.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
-    away = _away(cache, cut, whole=whole, ahead=reading.ahead, device=device, traffic=traffic)
+    everything = Chosen(positions=jnp.zeros((cache.batch, 1), jnp.int32), count=cache.state.prompt)
+    fetch = partial(fetch_whole, bank, batch=cache.batch, device=device, traffic=traffic)
+    layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
     chosen: Chosen | None = None
     for part in cut:
         loaded, ahead = None, None
-        if part.loaded:
-            loaded, chosen = away(part, x, chosen)
+        if part.loaded and whole:
+            # Whole layers are large: no more of them are on the device than the plan says.
+            jax.block_until_ready(x)
+            loaded, chosen = next(layers), everything
+        elif part.loaded:
+            assert chosen is not None
+            # Only the choice is waited for: the filter's own stretch is under way.
+            loaded = fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic)
         if part.ask is not None:
             ahead = Ahead(
                 leaves=flat.blocks[part.ask],
@@ -249,29 +257,6 @@ def step(
     logits = _logits(flat.ends, x, count, graphs=graphs)
     seen, length = _advanced(cache.seen, cache.length, count)
     return logits, dataclasses.replace(cache, pools=tuple(pools), state=state, seen=seen, length=length)
-
-
-def _away(
-    cache: KVCache, cut: tuple[Stretch, ...], *, whole: bool, ahead: int, device: jax.Device, traffic: Traffic
-) -> Callable[[Stretch, Array, Chosen | None], tuple[Array, Chosen]]:
-    """What gives a stretch its rows from host memory, and which those are: the choice, or layer after layer all."""
-    bank, state = cache.bank, cache.state
-    assert bank is not None and state is not None
-    everything = Chosen(positions=jnp.zeros((cache.batch, 1), jnp.int32), count=state.prompt)
-    fetch = partial(fetch_whole, bank, batch=cache.batch, device=device, traffic=traffic)
-    layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], ahead)
-
-    def whole_layer(part: Stretch, x: Array, chosen: Chosen | None) -> tuple[Array, Chosen]:
-        # Whole layers are large: no more of them are on the device than the plan says.
-        jax.block_until_ready(x)
-        return next(layers), everything
-
-    def chosen_rows(part: Stretch, x: Array, chosen: Chosen | None) -> tuple[Array, Chosen]:
-        assert chosen is not None
-        # Only the choice is waited for: the filter's own stretch is under way.
-        return fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic), chosen
-
-    return whole_layer if whole else chosen_rows
 
 
 def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int) -> Iterator[Array]:
