@@ -12,8 +12,7 @@ import tiny
 from flax import nnx
 
 import jaxkv
-from jaxkv.bank import Traffic
-from jaxkv.drawing import Drawing
+from jaxkv import session as sessions
 from jaxkv.loading import LanguageModel
 from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
@@ -32,36 +31,27 @@ POLICIES = {
 }
 
 
-def loop(model, cache, logits, calls, *, tail, eos=-2):
-    """Decodes in compiled loops of so many steps each; gives tokens, final logits and the cache."""
-    drawing = Drawing(
-        model.flat,
-        jax.tree.map(jnp.copy, cache),
-        jnp.asarray(logits),
-        program=dataclasses.replace(program_for(model.flat, cache), tail=tail),
-        sampling=jaxkv.Greedy(),
-        eos=(eos,),
-        key=jax.random.key(0),
-        new=16,
-        size=16,
-        traffic=Traffic(),
-    )
-    drawn = [drawing.draw(steps) for steps in calls]
+def drawn(model, cache, calls, monkeypatch, *, tail, eos=-2):
+    """Draws so many tokens at a time, in the loop of either kind; gives tokens, final logits and the cache."""
+    monkeypatch.setattr(sessions, "program_for", lambda *given: dataclasses.replace(program_for(*given), tail=tail))
+    # A drawing gives up its cache.
+    drawing = jaxkv.Session(model, cache.policy).drawing(jax.tree.map(jnp.copy, cache), new=16, eos=(eos,))
+    tokens = [drawing.draw(steps) for steps in calls]
     after = drawing.close()
-    return np.concatenate(drawn, axis=1), np.asarray(after.logits), after
+    return np.concatenate(tokens, axis=1), np.asarray(after.logits), after
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_both_loops_agree(name):
+def test_both_loops_agree(name, monkeypatch):
     """In float32, where either may run: same tokens, same logits, same rows; one sequence ends before the other."""
     model = tiny.tiny(tiny.MODELS["gqa3"])
-    cache, logits, _ = tiny.run(model, tiny.prompts(0, LENGTHS), POLICIES[name], room=16)
-    free, *_ = loop(model, cache, logits, [12], tail=False)
+    cache, _, _ = tiny.run(model, tiny.prompts(0, LENGTHS), POLICIES[name], room=16)
+    free, *_ = drawn(model, cache, [12], monkeypatch, tail=False)
     # End the first sequence at a token that only it draws, so that the batch goes on without it.
     only_first = [token for token in free[0, 1:8].tolist() if token not in free[1].tolist()]
     eos = only_first[0] if only_first else -2
-    tokens, last, direct = loop(model, cache, logits, [12], tail=False, eos=eos)
-    tail_tokens, tail_last, gathered = loop(model, cache, logits, [5, 1, 6], tail=True, eos=eos)
+    tokens, last, direct = drawn(model, cache, [12], monkeypatch, tail=False, eos=eos)
+    tail_tokens, tail_last, gathered = drawn(model, cache, [5, 1, 6], monkeypatch, tail=True, eos=eos)
     np.testing.assert_array_equal(tail_tokens, tokens)
     running = tokens[:, 11] >= 0
     np.testing.assert_allclose(tail_last[running], last[running], atol=1e-4)
@@ -77,27 +67,17 @@ def test_both_loops_agree(name):
 
 def test_sixteen_bits_decode_close_to_thirty_two():
     """bfloat16 takes the tail on a CPU: its logits stay within its own rounding of float32's."""
-    model = tiny.tiny(tiny.MODELS["mha"])
-    ids = tiny.prompts(1, LENGTHS)
-    short = [row[:-6] for row in ids]
-    last = np.asarray([row[-6:] for row in ids], np.int32)
+    model, results, texts = tiny.tiny(tiny.MODELS["mha"]), [], []
     half = _cast(model)
-    results = []
     for each in (model, half):
-        cache, _, _ = tiny.run(each, short, jaxkv.FullKV(), room=16)
-        forced = _Forced(tuple(map(tuple, last.tolist())))
-        program = program_for(each.flat, cache)
-        assert program.tail == (each is half)
-        draw = looping.Draw(logits=jnp.zeros((2, each.config.vocab)), done=jnp.zeros(2, bool), key=jax.random.key(0))
-        running = looping.begin(cache, program=program, size=8)
-        at = jnp.asarray([-2], jnp.int32)
-        for step in range(6):
-            running, draw, _, _ = looping.decode(
-                each.flat, running, draw, at, 1, program=program, sampling=forced.at(step), size=4
-            )
-        results.append(np.asarray(draw.logits))
+        cache, _, _ = tiny.run(each, tiny.prompts(1, LENGTHS), jaxkv.FullKV(), room=16)
+        assert program_for(each.flat, cache).tail == (each is half)
+        after, text = jaxkv.Session(each).draw(cache, 6, sampling=_Noise(), key=0)
+        results.append(np.asarray(after.logits))
+        texts.append(text)
+    np.testing.assert_array_equal(*texts)
     scale = np.abs(results[0]).max()
-    assert np.abs(results[0] - results[1]).max() < 0.06 * scale
+    assert 0 < np.abs(results[0] - results[1]).max() < 0.06 * scale
 
 
 def test_sixteen_bits_leave_the_embedding_as_it_is():
@@ -146,14 +126,8 @@ def _cast(model):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Forced:
-    """Draws given tokens, whatever the logits: both precisions then see the same text."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    step: int = 0
-
-    def at(self, step):
-        return dataclasses.replace(self, step=step)
+class _Noise:
+    """Tokens of the key alone, whatever the logits: both precisions then see the same text."""
 
     def __call__(self, logits, keys):
-        return jnp.asarray([row[self.step] for row in self.tokens], jnp.int32)
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, logits.shape[-1], jnp.int32))(keys)
