@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv._errors import require
 
+_PUBLIC = ("jaxkv", "jaxkv.policies")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -96,7 +97,9 @@ def _inside(name: str, part: object) -> str:
 
 
 def _path(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+    """Where a class is found: by its public name if it has one, for files inside a package move."""
+    public = (name for name in _PUBLIC if getattr(sys.modules.get(name), cls.__qualname__, None) is cls)
+    return f"{next(public, cls.__module__)}:{cls.__qualname__}"
 
 
 def _found(path: Any) -> Any:

@@ -195,7 +195,9 @@ def test_what_is_found_is_checked(tmp_path, monkeypatch):
         file.write('{"model.layers')
     (part / "tensors" / f"{names[-1]}.orbax-checkpoint-tmp").mkdir()
     write = converting._write
-    monkeypatch.setattr(converting, "_write", lambda part, name, array: written.append(name) or write(part, name, array))
+    monkeypatch.setattr(
+        converting, "_write", lambda part, name, array: written.append(name) or write(part, name, array)
+    )
     convert(SOURCE, target)
     assert {swapped, torn, gone} <= set(written) and not set(whole) & set(written)
     assert len(written) == len(names) - len(whole)
@@ -420,7 +422,9 @@ def test_meshes_that_do_not_fit():
         with pytest.raises(ValueError, match="mesh=.*give a mesh with the axes 'data' and 'model'"):
             jaxkv.load(SOURCE, mesh=jax.make_mesh((2, 4), axes))
     # Two kv heads of three query heads: four devices would cut a group.
-    with pytest.raises(ValueError, match=r"mesh\.model=4: it does not divide kv_heads=2, heads=6.*give one of \[1, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"mesh\.model=4: it does not divide kv_heads=2, heads=6.*give one of \[1, 2\]"
+    ):
         jaxkv.load(SOURCE, mesh=mesh_of(2, 4))
     # Six kv heads on four devices: each would have three of them with half of their queries.
     config = dataclasses.replace(jaxkv.load(SOURCE).config, heads=24, kv_heads=6)
