@@ -163,8 +163,7 @@ def _is_good(part: Path, entry: Entry) -> bool:
 
 def _write(part: Path, name: str, array: np.ndarray) -> Entry:
     place = part / TENSORS / name
-    if place.exists():  # an earlier run ended before it could note it, or somebody has changed it
-        shutil.rmtree(place)
+    _remove(place)  # an earlier run ended before it could note it, or somebody has changed it
     write_arrays(place, {name: array})
     entry = Entry.of(name, array)
     place.mkdir(exist_ok=True)  # of an array without elements
@@ -176,11 +175,18 @@ def _write(part: Path, name: str, array: np.ndarray) -> Entry:
     return entry
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
     """Everything but the weights: the config, and what the tokenizer is made of."""
     for stray in (part / TENSORS).iterdir():
         if stray.name not in checkpoint.stored:  # begun by a run that was stopped
-            shutil.rmtree(stray)
+            _remove(stray)
     if checkpoint.path.is_dir():
         beside = {each for pattern in _BESIDE for each in checkpoint.path.glob(pattern) if each.is_file()}
         for file in beside - {each for pattern in _WEIGHTS for each in checkpoint.path.glob(pattern)}:

@@ -66,7 +66,8 @@ def open_converted(folder: Path) -> Converted | None:
     Raises:
         ValueError: where it is half-written, lacks a tensor, or holds something else of Orbax'.
     """
-    if not (folder / MANIFEST).is_file() and not folder.name.endswith(UNFINISHED):
+    unfinished = folder.resolve().name.endswith(UNFINISHED) and (folder / TENSORS).is_dir()
+    if not (folder / MANIFEST).is_file() and not unfinished:
         foreign = [name for name in _ORBAX if (folder / name).exists()]
         remedy = (
             f"a folder of Orbax' without {MANIFEST}: `python -m jaxkv.checkpoints convert` writes those that are read"

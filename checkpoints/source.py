@@ -1,14 +1,12 @@
-"""One view of a checkpoint, whichever files it lies in: a config, a stream of named arrays, a tokenizer."""
+"""One view of a checkpoint, whichever files it lies in: a config, named arrays, a tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from . import gguf_file, orbax_files, safetensors_files
 from ._errors import refusal, require
@@ -42,14 +40,6 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         """Hugging Face names of the tensors."""
         return frozenset(self.stored)
-
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads the tensors one at a time.
-
-        Returns:
-            An iterator of names and arrays.
-        """
-        return ((name, tensor.read(())) for name, tensor in self.stored.items())
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,7 +137,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_goes_on(tmp_path):
     part = Path(f"{target}.partial")
     command = [sys.executable, "-m", "checkpoints", "convert", str(SOURCE), str(target)]
     total, written = len(open_checkpoint(SOURCE).names), {}
-    for most in sorted(rng.sample(range(1, total), 3)):
+    for most in sorted(rng.sample(range(1, total - 3), 3)):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         done = part / "done.jsonl"
         while process.poll() is None and not (done.is_file() and done.read_bytes().count(b"}}") >= most):
@@ -413,6 +414,57 @@ def test_a_process_reads_its_own_slices_once():
     whole = {name for name, tensor in stored.items() if largest[name] == np.prod(tensor.shape)}
     assert whole == {name for name in stored if "norm" in name}
     assert spec_of("blocks.0.attention.out") == jax.sharding.PartitionSpec(None, ("kv", "rep"))
+
+
+_PROCESS = """
+import dataclasses, json, sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, port, source = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+import jaxkv
+from jaxkv import checkpoints, loading
+
+read = {}
+
+def opened(path):
+    found = checkpoints.open_checkpoint(path)
+    def counted(name, tensor):
+        def part(index):
+            array = tensor.read(index)
+            read[name] = read.get(name, 0) + array.size
+            return array
+        return checkpoints.StoredTensor(shape=tensor.shape, dtype=tensor.dtype, read=part)
+    stored = {name: counted(name, tensor) for name, tensor in found.stored.items()}
+    return dataclasses.replace(found, stored=stored)
+
+loading.open_checkpoint = opened
+model = jaxkv.load(source, mesh=jax.make_mesh((1, 2), ("data", "model")))
+print(json.dumps([model.fingerprint, read]))
+jax.distributed.shutdown()
+"""
+
+
+def test_two_processes_read_half_each(tmp_path):
+    script = tmp_path / "process.py"
+    script.write_text(_PROCESS)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, str(script)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(port), str(SOURCE)], env=environment, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    expected = jaxkv.load(SOURCE).fingerprint
+    sizes = {name: int(np.prod(tensor.shape)) for name, tensor in open_checkpoint(SOURCE).stored.items()}
+    for process in processes:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        fingerprint, read = json.loads(out)
+        assert fingerprint == expected
+        assert read == {name: size if "norm" in name else size // 2 for name, size in sizes.items()}
 
 
 def test_meshes_that_do_not_fit():
