@@ -311,7 +311,7 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
 
 
 def _checksum(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) if array.size else 0
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
 
 
 def _dtype(name: Any) -> np.dtype | None:
@@ -339,4 +339,5 @@ def _read_vocabulary(path: Path) -> GgufTokenizer:
 
     wrong = [name for name in {"model": None, "tokens": None} | said if not sound(name, said.get(name))]
     require(not wrong, "file", path, f"{wrong[:3]} are not a vocabulary's; {AGAIN}")
-    return GgufTokenizer(**{name: tuple(value) if name in _LISTS else value for name, value in said.items()})
+    fields: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in said.items()}
+    return GgufTokenizer(**fields)

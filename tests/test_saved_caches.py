@@ -142,6 +142,7 @@ def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
 # --- policies of users ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("as_users_call")
 def test_a_users_policy(tmp_path, monkeypatch):
     policy = Policy(budget=20, scorer=Late(weight=2.0))
     _, cache, path = saved(tmp_path, policy)
@@ -196,6 +197,7 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("as_users_call")
 def test_a_cache_of_another_model(tmp_path):
     _, _, path = saved(tmp_path)
     other = tiny.tiny(CONFIG, seed=1)
