@@ -44,10 +44,8 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str = "") -> Any:
         return {"type": _path(value)}
     if isinstance(value, enum.Enum):
         return {"enum": _path(type(value)), "member": value.name}
-    frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    require(
-        frozen, name or "value", type(value).__name__, "saved are numbers, text, tuples, arrays, frozen dataclasses"
-    )
+    remedy = "what can be saved is numbers, text, tuples, enums, arrays and frozen dataclasses of them"
+    require(_is_frozen(type(value)), name or "value", type(value).__name__, remedy)
     fields = [field.name for field in dataclasses.fields(value) if field.init]
     return {
         "class": _path(type(value)),
@@ -84,12 +82,15 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
         return members[said["member"]]
     require(kind == {"class", "fields"} and isinstance(said["fields"], dict), "manifest", said, "save it anew")
     cls = _found(said["class"])
-    frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    require(frozen, "class", said["class"], "saved values are of frozen dataclasses: save it anew")
+    require(_is_frozen(cls), "class", said["class"], "saved values are of frozen dataclasses: save it anew")
     try:
         return cls(**{name: decode(each, array) for name, each in said["fields"].items()})
     except TypeError as error:
         raise ValueError(f"class={said['class']!r}: it is made otherwise here ({error}): save it anew") from error
+
+
+def _is_frozen(cls: Any) -> bool:
+    return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
 
 
 def _inside(name: str, part: object) -> str:

@@ -224,7 +224,7 @@ def _spread(tensors: list[StoredTensor], shape: tuple[int, ...], dtype: np.dtype
     """A parameter of which each device has its part; devices with the same part share what was read."""
     read: dict[tuple, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
         if key not in read:
             read[key] = _part(tensors, shape, dtype, index)
@@ -285,7 +285,7 @@ def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
 
 def _sources(decoder: Decoder) -> dict[str, tuple[str, ...]]:
     """The tensors of each parameter that the model has."""
-    sources = dict(_ENDS)
+    sources: dict[str, tuple[str, ...]] = dict(_ENDS)
     for index in range(decoder.config.layers):
         prefix = f"model.layers.{index}."
         for path, of in _BLOCK.items():

@@ -35,7 +35,7 @@ CASES = {
     "chosen again": SnapKV(budget=20, window=8, every=4),
     "rolling": StreamingLLM(budget=20),
     "of parts": Policy(budget=20, scorer=KeyNorm(), keep=jaxkv.Keep(protect=((0, 3),))),
-    "in host memory": OmniKV(budget=12, filters=(0, 1), offload=True),
+    "in host memory": OmniKV(budget=8, filter_layers=(0,), adjacent=0, offload=True),
 }
 
 
