@@ -1,16 +1,20 @@
-"""Model files without a model: fetching them, and reading them as streams of named numpy arrays."""
+"""Model files without a model: fetching, converting, and reading them as named numpy arrays, whole or in parts."""
 
+from .converting import convert
 from .fetching import cache_dir, fetch
 from .gguf_tokenizer import GgufTokenizer
 from .named_models import Manifest, WheelSource, manifest, manifests_folder, names, save_filter_layers
 from .source import Checkpoint, open_checkpoint
+from .tensor import StoredTensor
 
 __all__ = [
     "Checkpoint",
     "GgufTokenizer",
     "Manifest",
+    "StoredTensor",
     "WheelSource",
     "cache_dir",
+    "convert",
     "fetch",
     "manifest",
     "manifests_folder",

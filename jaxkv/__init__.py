@@ -35,6 +35,7 @@ from jaxkv.policies import (
 from jaxkv.results import Generation, Stats, Stream
 from jaxkv.rows import Rows, append, attend
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+from jaxkv.saved import load_cache
 from jaxkv.session import Session
 from jaxkv.transform import compress, compress_layers
 
@@ -82,6 +83,7 @@ __all__ = [
     "compress_layers",
     "generate",
     "load",
+    "load_cache",
     "plan",
     "prefill",
     "register",

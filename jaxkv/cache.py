@@ -11,7 +11,9 @@ new cache, and none gives up the buffers of the one it was given.
 
 import dataclasses
 import enum
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +24,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv._values import brief
 from jaxkv.bank import Bank
+from jaxkv.checkpoints.orbax_files import CACHE, write_folder
 from jaxkv.config import ModelConfig
+from jaxkv.encoding import encode
 from jaxkv.layout import Layout, by_sequence
 from jaxkv.pools import Pool, segment_of_row
 
@@ -131,6 +135,24 @@ class KVCache:
     def with_arrays(self, arrays: "KVCache") -> "KVCache":
         """This cache, the arrays on the device replaced by what a program has made of them."""
         return dataclasses.replace(arrays, bank=self.bank, policy=self.policy, model=self.model, turn=self.turn)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to disk, bit by bit, for `jaxkv.load_cache` in any process: whole or not at all.
+
+        Args:
+            path: the folder to make; nothing may be there.
+
+        Raises:
+            ValueError: where something lies at `path`, nothing can be written there, the cache's arrays have been given
+                up, or its policy holds what no text says.
+        """
+        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+        arrays: dict[str, np.ndarray] = {}
+        cache = encode(dataclasses.replace(self, policy=None), arrays)
+        write_folder(
+            Path(path).expanduser(), CACHE, {"policy": encode(self.policy, {}, "policy"), "cache": cache}, arrays
+        )
 
     @property
     def batch(self) -> int:

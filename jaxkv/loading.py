@@ -1,21 +1,25 @@
 """From a name or a path to parameters: every tensor of the checkpoint finds its place, or is refused by name."""
 
+import functools
 import hashlib
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.checkpoints import Checkpoint, fetch, manifest, names, open_checkpoint
+from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.placement import model_mesh, spec_of
 from jaxkv.text import Text
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -24,32 +28,24 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Name -> (our parameter, which slice of it); a bias lies beside its weight.
-_ENDS: dict[str, tuple[str, int | None]] = {
-    _EMBEDDING: ("embedding", None),
-    "model.norm.weight": ("norm.scale", None),
-    _HEAD: ("head", None),
-}
+# Our parameter -> the tensors that are stacked in it; a bias lies beside its weight.
+_ENDS = {"embedding": (_EMBEDDING,), "norm.scale": ("model.norm.weight",), "head": (_HEAD,)}
 _NORMS = {
-    "input_layernorm": "attention_norm.scale",
-    "post_attention_layernorm": "mlp_norm.scale",
-    "self_attn.q_norm": "attention.q_norm.scale",
-    "self_attn.k_norm": "attention.k_norm.scale",
+    "attention_norm.scale": ("input_layernorm",),
+    "mlp_norm.scale": ("post_attention_layernorm",),
+    "attention.q_norm.scale": ("self_attn.q_norm",),
+    "attention.k_norm.scale": ("self_attn.k_norm",),
 }
-_PROJECTIONS: dict[str, tuple[str, int | None]] = {
-    "self_attn.q_proj": ("attention.q", None),
-    "self_attn.k_proj": ("attention.kv", 0),
-    "self_attn.v_proj": ("attention.kv", 1),
-    "self_attn.o_proj": ("attention.out", None),
-    "mlp.gate_proj": ("mlp.gate_up", 0),
-    "mlp.up_proj": ("mlp.gate_up", 1),
-    "mlp.down_proj": ("mlp.down", None),
+_PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "attention.q": ("self_attn.q_proj",),
+    "attention.kv": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": ("self_attn.o_proj",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
 }
-_BLOCK = (
-    {f"{name}.weight": (path, None) for name, path in _NORMS.items()}
-    | {f"{name}.weight": place for name, place in _PROJECTIONS.items()}
-    | {f"{name}.bias": (f"{path}_bias", part) for name, (path, part) in _PROJECTIONS.items()}
-)
+_BLOCK = {path: tuple(f"{each}.weight" for each in of) for path, of in (_NORMS | _PROJECTIONS).items()} | {
+    f"{path}_bias": tuple(f"{each}.bias" for each in of) for path, of in _PROJECTIONS.items()
+}
 
 
 class LanguageModel(nnx.Module):
@@ -101,32 +97,39 @@ class LanguageModel(nnx.Module):
 
 
 @settled
-def load(name_or_path: str | os.PathLike[str], dtype: Any = None, *, progress: bool = True) -> LanguageModel:
+def load(
+    name_or_path: str | os.PathLike[str], dtype: Any = None, *, mesh: Mesh | None = None, progress: bool = True
+) -> LanguageModel:
     """Loads a model.
 
     Args:
-        name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, or a hub id.
+        name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
+            folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
+        mesh: devices with the axes "data" and "model": each gets its part of every parameter, and a process reads what
+            its own devices get.
         progress: show bars on stderr, if it is a terminal.
 
     Returns:
         The parameters as a Flax module, with the tokenizer beside it.
 
     Raises:
+        TypeError: for a mesh that is none.
         ValueError: for an unknown model, an unsupported config key, weights that are corrupt, missing, left over, of
-            the wrong shape, or not finite.
+            the wrong shape, or not finite; for a mesh whose axes are others, or do not divide the model.
     """
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        platform = jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
+        dtype = "float32" if platform == "cpu" else "bfloat16"
     kind = _dtype(dtype)
     path = fetch(os.fspath(name_or_path), progress=progress)
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
     _check_depth(config, checkpoint)
     decoder = Decoder(config, dtype=kind)
-    fill(decoder, checkpoint)
+    fill(decoder, checkpoint, None if mesh is None else model_mesh(mesh, config))
     name = os.fspath(name_or_path)
-    filters = manifest(name).filter_layers if name in names() else None
+    filters = manifest(name).filter_layers if name in names() else checkpoint.filter_layers
     return LanguageModel(decoder, text=Text.from_checkpoint(checkpoint), name=name, filter_layers=filters)
 
 
@@ -139,55 +142,111 @@ def _dtype(given: Any) -> np.dtype:
     return jnp.dtype(name)
 
 
-def fill(decoder: Decoder, checkpoint: Checkpoint) -> None:
+def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
     """Puts a checkpoint's tensors into a decoder's parameters, one at a time.
 
     Args:
         decoder: parameters as shapes.
         checkpoint: an open checkpoint.
+        mesh: devices that share the parameters, from `model_mesh`; None for the default device.
 
     Raises:
         ValueError: naming the tensor that is missing, left over, misshapen or not finite.
     """
-    places = _places(decoder)
+    sources = _sources(decoder)
+    places = {name for of in sources.values() for name in of}
     names = {name for name in checkpoint.names if not _DERIVED.search(name)}
     # Some exporters write the tied matrix twice.
-    twice = (_EMBEDDING, _HEAD) if decoder.head is None and _HEAD in names else ()
-    names -= set(twice[1:])
-    missing, extra = sorted(places.keys() - names), sorted(names - places.keys())
+    twice = decoder.head is None and _HEAD in names
+    names -= {_HEAD} if twice else set()
+    missing, extra = sorted(places - names), sorted(names - places)
     require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
     require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
-    started: dict[str, tuple[np.ndarray, set[int]]] = {}
-    finite: list[tuple[str, jax.Array]] = []
-    first: np.ndarray | None = None
-    for name, array in checkpoint.tensors():
-        if name in twice:
-            first = array if first is None else _same(first, array)
-        if name not in places:
-            continue
-        remedy = "weights are floating point; load the unquantised ones, or a GGUF"
-        require(jnp.issubdtype(array.dtype, jnp.floating), f"{name}.dtype", array.dtype.name, remedy)
-        path, part = places[name]
+    for path, of in sources.items():
+        shape = _at(decoder, path).get_value().shape
+        for name in of:
+            _check_stored(name, checkpoint.stored[name], shape if len(of) == 1 else shape[1:])
+    if twice:
+        _check_same(checkpoint.stored[_EMBEDDING], checkpoint.stored[_HEAD])
+    finite: list[tuple[tuple[str, ...], jax.Array]] = []
+    for path, of in sources.items():
         parameter = _at(decoder, path)
         shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
-        target = shape if part is None else shape[1:]
-        asked = _stored_shape(name, target)
-        remedy = f"the config asks for {asked}; the weights belong to another model"
-        require(array.shape == asked, name, array.shape, remedy)
-        if part is None:
-            value = jnp.array(array.reshape(target), dtype=dtype)
+        tensors = [checkpoint.stored[name] for name in of]
+        if mesh is None:
+            value = jnp.array(_part(tensors, shape, dtype, (slice(None),) * len(shape)))
         else:
-            buffer, parts = started.setdefault(path, (np.empty(shape, dtype), set()))
-            buffer[part] = array.reshape(target)
-            parts.add(part)
-            if len(parts) < shape[0]:
-                continue
-            value = jnp.array(started.pop(path)[0])
-        finite.append((name, jnp.isfinite(value).all()))
+            value = _spread(tensors, shape, dtype, NamedSharding(mesh, spec_of(path)))
+        finite.append((of, _replicated(_are_finite, value)(value)))
         parameter.set_value(value)
-    bad = [name for name, ok in finite if not bool(ok)]
+    bad: list[str] = []
+    for of, rows in finite:
+        sound = np.asarray(rows)
+        bad += [name for name, ok in zip(of, sound if len(of) > 1 else [sound.all()], strict=True) if not ok]
     remedy = "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
     require(not bad, "weights", bad[:4], remedy)
+
+
+def _part(tensors: list[StoredTensor], shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads a part of a parameter, and nothing else of the tensors where their files allow it."""
+    spans = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
+    stacked = len(tensors) > 1
+    own = spans[1:] if stacked else spans
+    buffer = np.empty([len(each) for each in spans], dtype)
+    for to, part in enumerate(spans[0] if stacked else [0]):
+        tensor = tensors[part]
+        # Axes of ours that are one of the file's: those of the output, all of them in the first.
+        axes = len(own) - len(tensor.shape) + 1
+        columns = tuple(slice(each.start, each.stop) for each in own[axes:])
+        target = (buffer[to] if stacked else buffer).reshape(-1, *[len(each) for each in own[axes:]])
+        at = 0
+        for first, last in _rows(own[:axes], shape[1:] if stacked else shape):
+            whole = (first, last) == (0, tensor.shape[0]) and all(
+                (each.start, each.stop) == (0, size) for each, size in zip(columns, tensor.shape[1:], strict=True)
+            )
+            target[at : at + last - first] = tensor.read(() if whole else (slice(first, last), *columns))
+            at += last - first
+    return buffer
+
+
+def _rows(spans: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where a part of several axes lies on the one that runs through them: stretches, as long as can be."""
+    if not spans:
+        return [(0, 1)]
+    inner = math.prod(shape[1 : len(spans)])
+    below = _rows(spans[1:], shape[1:]) if len(spans) > 1 else [(0, 1)]
+    if below == [(0, inner)]:
+        return [(spans[0].start * inner, spans[0].stop * inner)]
+    return [(each * inner + first, each * inner + last) for each in spans[0] for first, last in below]
+
+
+def _spread(tensors: list[StoredTensor], shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
+    """A parameter of which each device has its part; devices with the same part share what was read."""
+    read: dict[tuple, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
+        if key not in read:
+            read[key] = _part(tensors, shape, dtype, index)
+        return read[key]
+
+    return jax.make_array_from_callback(shape, where, part, dtype=dtype)
+
+
+def _are_finite(value: jax.Array) -> jax.Array:
+    """Whether a parameter is, row by row of its first axis: tensors are stacked along it."""
+    return jnp.isfinite(value).all(axis=tuple(range(1, value.ndim)))
+
+
+def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
+    """A function of one parameter whose result every process has, wherever the parameter lies."""
+    mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+    return _jitted(fn, mesh)
+
+
+@functools.cache
+def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    return jax.jit(fn) if mesh is None else jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -197,16 +256,25 @@ def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
-def _same(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The one of two matrices that a tied model needs, where they are equal."""
+def _check_stored(name: str, tensor: StoredTensor, target: tuple[int, ...]) -> None:
+    remedy = "weights are floating point; load the unquantised ones, or a GGUF"
+    require(jnp.issubdtype(tensor.dtype, jnp.floating), f"{name}.dtype", tensor.dtype.name, remedy)
+    asked = _stored_shape(name, target)
+    require(
+        tensor.shape == asked, name, tensor.shape, f"the config asks for {asked}; the weights belong to another model"
+    )
+
+
+def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
+    """Whether the matrix that a tied model does not need is the one that it has."""
     remedy = (
         "it differs from the embedding, which tie_word_embeddings=true puts in its place: write "
         '"tie_word_embeddings": false into config.json to use it, or remove it from the weights'
     )
+    first, second = embedding.read(()), head.read(())
     if first.dtype != second.dtype:
         first, second = first.astype(np.float32), second.astype(np.float32)
     require(np.array_equal(first, second), "weights", _HEAD, remedy)
-    return first
 
 
 def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
@@ -215,13 +283,14 @@ def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(outputs), *target[len(outputs) :])
 
 
-def _places(decoder: Decoder) -> dict[str, tuple[str, int | None]]:
-    """Where each tensor goes that the model has a parameter for."""
-    places = dict(_ENDS)
+def _sources(decoder: Decoder) -> dict[str, tuple[str, ...]]:
+    """The tensors of each parameter that the model has."""
+    sources: dict[str, tuple[str, ...]] = dict(_ENDS)
     for index in range(decoder.config.layers):
-        for name, (path, part) in _BLOCK.items():
-            places[f"model.layers.{index}.{name}"] = (f"blocks.{index}.{path}", part)
-    return {name: place for name, place in places.items() if _at(decoder, place[0]) is not None}
+        prefix = f"model.layers.{index}."
+        for path, of in _BLOCK.items():
+            sources[f"blocks.{index}.{path}"] = tuple(prefix + each for each in of)
+    return {path: of for path, of in sources.items() if _at(decoder, path) is not None}
 
 
 def _at(module: Any, path: str) -> Any:
@@ -235,14 +304,13 @@ def _at(module: Any, path: str) -> Any:
 def _fingerprint(decoder: Decoder) -> str:
     digest = hashlib.sha256(repr(decoder.config).encode())
     # All are begun before the first is waited for.
-    for piece in [_sampled(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
+    for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
         for part in piece:
             digest.update(np.asarray(part).tobytes())
     return digest.hexdigest()[:16]
 
 
-@jax.jit
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A parameter's first row, and the sum of all its bits, which no order of adding changes."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16 if leaf.dtype.itemsize == 2 else jnp.uint32)
-    return leaf.reshape(-1, leaf.shape[-1])[0], bits.sum(dtype=jnp.uint32)
+    return leaf[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

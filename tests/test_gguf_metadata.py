@@ -118,5 +118,6 @@ def test_no_heads(tmp_path, monkeypatch):
 def test_projections_of_another_shape_reach_whoever_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr("test_checkpoints.HEADS", 3)
     monkeypatch.setattr("test_checkpoints.permute", lambda array, heads: array[:-1])
-    tensors = dict(open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=lambda w: w.add_key_length(8))).tensors())
-    assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (23, EMBED)
+    stored = open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=lambda w: w.add_key_length(8))).stored
+    projection = stored["model.layers.0.self_attn.q_proj.weight"]
+    assert projection.read(()).shape == projection.shape == (23, EMBED)

@@ -50,7 +50,10 @@ def test_what_users_may_write():
     assert tiny.kept(other) == tiny.kept(kept) and plain.parts() == policy.parts()
     assert AdaKV(base=plain).parts().keep == Keep(sinks=3)
     assert Policy(budget=0.5, scorer=KeyNorm(), every=8).parts().every == 8
-    assert Policy(budget=20, scorer=KeyNorm(), keep=Keep(protect=((0, 3),))).protect == ((0, 3),)
+    spans = Policy(budget=20, scorer=KeyNorm(), keep=Keep(protect=((0, 3),)))
+    assert spans.protect == ((0, 3),) and dataclasses.replace(spans) == spans
+    with pytest.raises(ValueError, match="has spans: give them in one place"):
+        dataclasses.replace(spans, protect=((0, 4),))
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,9 @@ class Policy(Method):
     def _check(self) -> None:
         keep = self.keep
         if isinstance(keep, Keep) and keep.protect:
-            require(not self.protect, "protect", self.protect, f"{keep} has spans: give them in one place")
+            # The same spans are a copy's, which is made of the fields of a policy that has them.
+            once = self.protect in ((), keep.protect)
+            require(once, "protect", self.protect, f"{keep} has spans: give them in one place")
             object.__setattr__(self, "protect", keep.protect)
 
     def parts(self) -> Parts:

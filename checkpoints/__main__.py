@@ -1,0 +1,44 @@
+"""`python -m jaxkv.checkpoints convert SRC DST`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .converting import DTYPES, convert
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; those of the process if None.
+
+    Returns:
+        The exit code: 0, or 2 after an error, which has been told on stderr.
+    """
+    parser = argparse.ArgumentParser(prog="python -m jaxkv.checkpoints", description="Model files without a model.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    about = (
+        "write a checkpoint as a folder of Orbax', which loads in slices; run again, it goes on where it was stopped"
+    )
+    converting = commands.add_parser("convert", help=about, description=about)
+    converting.add_argument("source", metavar="SRC", help="a model's name, a folder, a .gguf file or a hub id")
+    converting.add_argument("target", metavar="DST", help="the folder to write; nothing may be there")
+    converting.add_argument(
+        "--dtype", choices=DTYPES, help="of all weights (by default as they are; a GGUF's: float32)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        print(convert(options.source, options.target, dtype=options.dtype))
+    except (ValueError, OSError) as error:
+        print(f"jaxkv.checkpoints: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxkv.checkpoints: interrupted; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""From any checkpoint to a folder of Orbax': a tensor at a time, going on where an earlier run was stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ._errors import refusal, require
+from .fetching import bar, fetch
+from .gguf_tokenizer import GgufTokenizer
+from .json_files import write_json
+from .named_models import manifest, names
+from .orbax_files import (
+    MANIFEST,
+    TENSORS,
+    UNFINISHED,
+    VERSION,
+    VOCABULARY,
+    WEIGHTS,
+    Entry,
+    check_name,
+    described,
+    read_array,
+    write_arrays,
+)
+from .source import Checkpoint, open_checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Which conversion this is, and a line for each tensor that is done.
+_JOURNAL, _DONE = "conversion.json", "done.jsonl"
+# A folder's files beside its weights that say how text becomes tokens and where answers end.
+_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", MANIFEST)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Writes a checkpoint as a folder of Orbax', which `jaxkv.load` reads as any other.
+
+    A tensor is in memory at a time. Until the last one is written everything lies in `target` + ".partial", which
+    nothing loads; a conversion that was stopped goes on there, having checked what it finds.
+
+    Args:
+        source: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, a hub id, or a folder of Orbax'.
+        target: the folder to write; nothing may be there.
+        dtype: float32, bfloat16 or float16; by default each tensor keeps its own, which is float32 for a GGUF's.
+        progress: show a bar on stderr, where that is a terminal.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: where the source cannot be read, something lies at `target`, or the unfinished conversion there is
+            another one.
+    """
+    known = dtype is None or dtype in DTYPES
+    require(known, "dtype", dtype, f"give one of {', '.join(DTYPES)}, or leave it out")
+    folder = Path(target).expanduser()
+    part = folder.with_name(folder.name + UNFINISHED)
+    remedy = "something is there already: choose another folder, or remove it"
+    require(not os.path.lexists(folder), "target", folder, remedy)
+    require(
+        not folder.name.endswith(UNFINISHED), "target", folder, f"{UNFINISHED} is for unfinished ones: leave it out"
+    )
+    checkpoint = open_checkpoint(fetch(source, progress=progress))
+    for name in checkpoint.stored:
+        check_name(name)
+    identity = {"format": WEIGHTS, "version": VERSION, "dtype": dtype, "source": _identity(checkpoint)}
+    done = _begin(part, identity)
+    entries: dict[str, Any] = {}
+    total = sum(math.prod(each.shape) * each.dtype.itemsize for each in checkpoint.stored.values())
+    with bar(total, f"convert to {folder.name}", progress=progress) as shown:
+        for name, tensor in checkpoint.stored.items():
+            entry = done.get(name)
+            if entry is None or not _is_good(part, entry):
+                array = tensor.read(())
+                if dtype is not None and _is_float(array.dtype):
+                    array = array.astype(_named(dtype), copy=False)
+                entry = _write(part, name, array)
+                del array  # before the next one is read
+            entries[name] = entry.json()
+            shown.update(math.prod(tensor.shape) * tensor.dtype.itemsize)
+    _write_beside(part, checkpoint)
+    filters = manifest(str(source)).filter_layers if str(source) in names() else checkpoint.filter_layers
+    said = {**identity, "tensors": entries, "filter_layers": None if filters is None else list(filters)}
+    write_json(part / MANIFEST, said)
+    (part / _DONE).unlink(missing_ok=True)
+    (part / _JOURNAL).unlink(missing_ok=True)
+    require(
+        not os.path.lexists(folder), "target", folder, "something has come there meanwhile: move it away, and go on"
+    )
+    os.rename(part, folder)
+    return folder
+
+
+def _identity(checkpoint: Checkpoint) -> str:
+    """Tells a checkpoint from others, without reading its weights."""
+    path = checkpoint.path
+    files = sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)) if path.is_dir() else [path]
+    stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    tensors = [(name, tensor.shape, tensor.dtype.name) for name, tensor in checkpoint.stored.items()]
+    told = json.dumps([dict(checkpoint.config), stats, tensors], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
+    """Makes the unfinished folder, or finds out what an earlier run of the same conversion has written there."""
+    try:
+        (part / TENSORS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refusal("target", part, f"no folder can be made there ({error.strerror})") from error
+    remedy = "an unfinished conversion of something else: remove it, or choose another target"
+    # The manifest is the last that is written: with it only the folder's name is wrong.
+    whole = (part / MANIFEST).is_file()
+    if not whole and not (part / _JOURNAL).is_file():
+        require(not any((part / TENSORS).iterdir()), "target", part, remedy)
+        write_json(part / _JOURNAL, dict(identity))
+        return {}
+    journal = _lenient(part / (MANIFEST if whole else _JOURNAL))
+    require({key: journal.get(key) for key in identity} == identity, "target", part, remedy)
+    if whole:
+        return described(part, journal.get("tensors"))
+    done: dict[str, Entry] = {}
+    lines = (part / _DONE).read_text("utf-8").splitlines() if (part / _DONE).is_file() else []
+    for line in lines:
+        try:
+            done |= described(part, json.loads(line))
+        except ValueError:
+            continue  # the last line of a run that was stopped: what it told of is written again
+    return done
+
+
+def _lenient(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _is_good(part: Path, entry: Entry) -> bool:
+    try:
+        read_array(part / TENSORS / entry.name, entry)
+    except ValueError:
+        return False
+    return True
+
+
+def _write(part: Path, name: str, array: np.ndarray) -> Entry:
+    place = part / TENSORS / name
+    _remove(place)  # an earlier run ended before it could note it, or somebody has changed it
+    write_arrays(place, {name: array})
+    entry = Entry.of(name, array)
+    place.mkdir(exist_ok=True)  # of an array without elements
+    with (part / _DONE).open("a", encoding="utf-8") as file:
+        # A line of its own, also behind one that was cut off.
+        file.write("\n" + json.dumps({name: entry.json()}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return entry
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
+    """Everything but the weights: the config, and what the tokenizer is made of."""
+    for stray in (part / TENSORS).iterdir():
+        if stray.name not in checkpoint.stored:  # begun by a run that was stopped
+            _remove(stray)
+    if checkpoint.path.is_dir():
+        beside = {each for pattern in _BESIDE for each in checkpoint.path.glob(pattern) if each.is_file()}
+        for file in beside - {each for pattern in _WEIGHTS for each in checkpoint.path.glob(pattern)}:
+            shutil.copyfile(file, part / file.name)
+    write_json(part / "config.json", dict(checkpoint.config))
+    if isinstance(checkpoint.tokenizer_spec, GgufTokenizer):
+        write_json(part / VOCABULARY, dataclasses.asdict(checkpoint.tokenizer_spec))
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def _named(dtype: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))

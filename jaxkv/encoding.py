@@ -1,0 +1,113 @@
+"""Frozen values as JSON, and the arrays in them by name: what a saved cache's manifest is made of. Never pickles."""
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._errors import require
+
+_PUBLIC = ("jaxkv", "jaxkv.policies")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class UnknownClass(ValueError):
+    """A value of a class that this process does not have."""
+
+
+def encode(value: Any, arrays: dict[str, np.ndarray], name: str = "") -> Any:
+    """Says what a value is made of.
+
+    Args:
+        value: a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses.
+        arrays: takes the arrays, by where they lie in the value.
+        name: where the value lies in a larger one.
+
+    Returns:
+        What JSON holds: classes by module and name, an array by its name.
+
+    Raises:
+        ValueError: for anything else, naming where it lies.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is tuple:
+        return [encode(each, arrays, _inside(name, index)) for index, each in enumerate(value)]
+    if isinstance(value, (jax.Array, np.ndarray)):
+        arrays[name] = np.asarray(value)
+        return {"array": name}
+    if isinstance(value, type):
+        return {"type": _path(value)}
+    if isinstance(value, enum.Enum):
+        return {"enum": _path(type(value)), "member": value.name}
+    remedy = "what can be saved is numbers, text, tuples, enums, arrays and frozen dataclasses of them"
+    require(_is_frozen(type(value)), name or "value", type(value).__name__, remedy)
+    fields = [field.name for field in dataclasses.fields(value) if field.init]
+    return {
+        "class": _path(type(value)),
+        "fields": {each: encode(getattr(value, each), arrays, _inside(name, each)) for each in fields},
+    }
+
+
+def decode(said: Any, array: Callable[[str], Any]) -> Any:
+    """Makes a value of what `encode` says of it.
+
+    Args:
+        said: from `encode`, through JSON.
+        array: gives an array by its name.
+
+    Returns:
+        The value.
+
+    Raises:
+        UnknownClass: for a class that is not in this process; nothing is imported.
+        ValueError: for what `encode` does not say, and for fields that a class does not take.
+    """
+    if type(said) in _PLAIN:
+        return said
+    if isinstance(said, list):
+        return tuple(decode(each, array) for each in said)
+    kind = frozenset(said) if isinstance(said, dict) else None
+    if kind == {"array"}:
+        return array(said["array"])
+    if kind == {"type"}:
+        return _found(said["type"])
+    if kind == {"enum", "member"}:
+        members = getattr(_found(said["enum"]), "__members__", {})
+        require(said["member"] in members, "member", said["member"], f"{said['enum']} has no such member here")
+        return members[said["member"]]
+    require(kind == {"class", "fields"} and isinstance(said["fields"], dict), "manifest", said, "save it anew")
+    cls = _found(said["class"])
+    require(_is_frozen(cls), "class", said["class"], "saved values are of frozen dataclasses: save it anew")
+    try:
+        return cls(**{name: decode(each, array) for name, each in said["fields"].items()})
+    except TypeError as error:
+        raise ValueError(f"class={said['class']!r}: it is made otherwise here ({error}): save it anew") from error
+
+
+def _is_frozen(cls: Any) -> bool:
+    return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+
+
+def _inside(name: str, part: object) -> str:
+    return f"{name}.{part}" if name else str(part)
+
+
+def _path(cls: type) -> str:
+    """Where a class is found: by its public name if it has one, for files inside a package move."""
+    public = (name for name in _PUBLIC if getattr(sys.modules.get(name), cls.__qualname__, None) is cls)
+    return f"{next(public, cls.__module__)}:{cls.__qualname__}"
+
+
+def _found(path: Any) -> Any:
+    module, _, names = path.partition(":") if isinstance(path, str) else ("", "", "")
+    found: Any = sys.modules.get(module)
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, type):
+        raise UnknownClass(f"class={path!r}: it is not in this process: import its module first")
+    return found

@@ -1,0 +1,75 @@
+"""Where a model's parameters lie on a mesh: axes of devices by a parameter's name."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxkv._errors import require
+from jaxkv.config import ModelConfig
+
+_AXES = ("data", "model")
+_MODEL = ("kv", "rep")
+# By the last part of the name; all others lie whole on every device, biases that are added after the sum among them.
+_SPECS = {
+    "q": P("kv", "rep"),
+    "q_bias": P("kv", "rep"),
+    "kv": P(None, "kv"),
+    "kv_bias": P(None, "kv"),
+    "gate_up": P(None, _MODEL),
+    "gate_up_bias": P(None, _MODEL),
+    "out": P(None, _MODEL),
+    "down": P(None, _MODEL),
+    "embedding": P(_MODEL),
+    "head": P(_MODEL),
+}
+
+
+def spec_of(path: str) -> P:
+    """Which axes of the mesh a parameter's axes are split over.
+
+    Args:
+        path: the parameter's name, `blocks.0.attention.q` say.
+
+    Returns:
+        Its spec, on a mesh of `model_mesh`.
+    """
+    return _SPECS.get(path.rsplit(".", 1)[-1], P())
+
+
+def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
+    """A user's mesh as a model splits over it: kv heads first, then the query heads of each.
+
+    Args:
+        mesh: with the axes "data" and "model".
+        config: the model's shape.
+
+    Returns:
+        The same devices with the axes "data", "kv" and "rep"; where "rep" has more than one, kv heads are copied.
+
+    Raises:
+        TypeError: for anything but a mesh.
+        ValueError: for other axes, and for a number of devices that does not divide the model; it names those that do.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say")
+    remedy = "give a mesh with the axes 'data' and 'model', of size 1 where nothing is split"
+    require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
+    fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
+    model = mesh.shape["model"]
+    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, hidden={config.hidden} and vocab={config.vocab}"
+    require(model in fits, "mesh.model", model, f"it does not divide {sizes}: give one of {fits}")
+    kv = math.gcd(config.kv_heads, model)
+    devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
+    axes = ("data", *_MODEL)
+    return jax.sharding.Mesh(devices.reshape(-1, kv, model // kv), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _divides(config: ModelConfig, model: int) -> bool:
+    kv = math.gcd(config.kv_heads, model)
+    # Several kv heads with a part of each one's group would be no stretch of the output projection's columns.
+    split = kv == config.kv_heads and config.group % (model // kv) == 0
+    return (kv == model or split) and config.hidden % model == 0 and config.vocab % model == 0

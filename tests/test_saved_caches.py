@@ -1,0 +1,308 @@
+"""Caches on disk: what comes back, in which process, and what is refused."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import running
+import tiny
+from policy_table import TABLE
+
+import jaxkv
+from jaxkv import D2O, H2O, AdaKV, FullKV, OmniKV, Policy, SnapKV, StreamingLLM
+from jaxkv.encoding import decode, encode
+from jaxkv.policies import KeyNorm, Scorer
+
+ROOT = Path(__file__).parent.parent
+CONFIG = tiny.MODELS["gqa3"]
+SNAP = SnapKV(budget=20, window=8)
+# Every form of pool, every leaf that a cache may have, what goes on after the prompt, and rows in host memory.
+CASES = {
+    "full": FullKV(),
+    "equal": SNAP,
+    "ragged": AdaKV(base=SNAP),
+    "shared and merged": D2O(budget=20),
+    "scored": H2O(budget=20),
+    "chosen again": SnapKV(budget=20, window=8, every=4),
+    "rolling": StreamingLLM(budget=20),
+    "of parts": Policy(budget=20, scorer=KeyNorm(), keep=jaxkv.Keep(protect=((0, 3),))),
+    "in host memory": OmniKV(budget=8, filter_layers=(0,), adjacent=0, offload=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Late(Scorer):
+    """A user's scorer."""
+
+    weight: float = 1.0
+
+    def observe(self, seen):
+        position = jnp.arange(seen.k.shape[2], dtype=jnp.float32)
+        return jnp.broadcast_to(self.weight * position, seen.k.shape[:3])
+
+
+def assert_same(cache, other):
+    """Bit by bit, and everything that is no array."""
+    mine, theirs = jax.tree.flatten(cache), jax.tree.flatten(other)
+    assert mine[1] == theirs[1]
+    for one, two in zip(mine[0], theirs[0], strict=True):
+        assert (one.dtype, one.shape, one.sharding) == (two.dtype, two.shape, two.sharding)
+        assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+
+
+def answer(model, cache, **asked):
+    return jaxkv.generate(model, tiny.prompts(7, (5, 3)), cache=cache, max_new_tokens=6, **asked).tokens
+
+
+def saved(tmp_path, policy=SNAP, *, dtype="float32"):
+    """A model, a cache of two prompts, and where it lies."""
+    model = tiny.tiny(CONFIG, dtype=dtype)
+    cache = jaxkv.prefill(model, tiny.prompts(1, (40, 25)), policy=policy)
+    cache.save(tmp_path / "cache")
+    return model, cache, tmp_path / "cache"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cache_comes_back_and_goes_on(tmp_path, name):
+    model, cache, path = saved(tmp_path, CASES[name])
+    loaded = jaxkv.load_cache(path, model)
+    assert_same(loaded, cache)
+    assert loaded.nbytes == cache.nbytes and loaded.host_nbytes == cache.host_nbytes
+    assert (loaded.host_nbytes > 0) == (name == "in host memory")
+    np.testing.assert_array_equal(answer(model, loaded), answer(model, cache))
+    assert sorted(each.name for each in path.iterdir()) == ["arrays", "jaxkv.json"]
+
+
+def test_a_cache_with_an_answer_in_it(tmp_path):
+    """With logits of the next token, and sequences at different turns."""
+    model = tiny.tiny(CONFIG)
+    session = jaxkv.Session(model, AdaKV(base=SNAP))
+    cache, _ = session.draw(session.prefill(tiny.prompts(1, (40, 25)), new=8), 4)
+    cache.save(tmp_path / "cache")
+    loaded = jaxkv.load_cache(tmp_path / "cache")
+    assert_same(loaded, cache)
+    assert loaded.logits is not None
+    np.testing.assert_array_equal(session.draw(loaded, 4)[1], session.draw(cache, 4)[1])
+
+
+def test_sixteen_bits_and_numbers_that_are_none(tmp_path):
+    _, cache, _ = saved(tmp_path, dtype="bfloat16")
+    odd = np.asarray(cache.pools[0].k).copy()
+    odd[0, 0, :4] = [np.nan, -0.0, np.inf, 1e-39]
+    pools = (dataclasses.replace(cache.pools[0], k=jnp.asarray(odd)), *cache.pools[1:])
+    cache = dataclasses.replace(cache, pools=pools)
+    cache.save(tmp_path / "odd")
+    assert_same(jaxkv.load_cache(tmp_path / "odd"), cache)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_policy_comes_back(row):
+    for budget in (24, 0.25):
+        policy, arrays = row.policy(budget), {}
+        back = decode(json.loads(json.dumps(encode(policy, arrays))), arrays.get)
+        assert type(back) is type(policy) and back == policy and repr(back) == repr(policy) and not arrays
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, None, "a", (), ((1, 2.5), "b"), SnapKV, jaxkv.cache.Turn.ANSWER])
+def test_values_keep_their_types(value):
+    back = decode(json.loads(json.dumps(encode(value, {}))), lambda name: None)
+    assert back == value and type(back) is type(value)
+
+
+def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
+    folder = running.GOLDEN / "models" / "llama_gqa"
+    model, ids = jaxkv.load(folder), [[5, 6, 7, 8] * 8, [3, 4, 9] * 5]
+    cache = jaxkv.prefill(model, ids, policy=AdaKV(base=SnapKV(budget=10, window=4)))
+    cache.save(tmp_path / "cache")
+    code = (
+        "import json, sys, jaxkv\n"
+        "model = jaxkv.load(sys.argv[1])\n"
+        "cache = jaxkv.load_cache(sys.argv[2], model)\n"
+        "out = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=8, stop_at_eos=False)\n"
+        "print(json.dumps([each.tolist() for each in out.tokens]))\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "cache")]
+    out = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stderr
+    expected = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=8, stop_at_eos=False).tokens
+    assert json.loads(out.stdout) == [each.tolist() for each in expected]
+
+
+# --- policies of users ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_a_users_policy(tmp_path, monkeypatch):
+    policy = Policy(budget=20, scorer=Late(weight=2.0))
+    _, cache, path = saved(tmp_path, policy)
+    assert_same(jaxkv.load_cache(path), cache)
+    assert_same(jaxkv.load_cache(path, policy=Policy(budget=20, scorer=Late(weight=2.0))), cache)
+    remedy = "another one compressed the cache: leave it out, or give that one"
+    for other in (Policy(budget=20, scorer=Late()), SNAP):
+        with pytest.raises(ValueError, match=remedy):
+            jaxkv.load_cache(path, policy=other)
+    with pytest.raises(TypeError, match="policy=str: give the policy that compressed the cache"):
+        jaxkv.load_cache(path, policy="snapkv")
+    # In a process that does not have the class by this name.
+    monkeypatch.delattr(sys.modules[__name__], "Late")
+    remedy = r"class='.*:Late': it is not in this process: import its module first, or give .*policy=\.\.\."
+    with pytest.raises(ValueError, match=remedy):
+        jaxkv.load_cache(path)
+    assert_same(jaxkv.load_cache(path, policy=policy), cache)
+
+
+def test_policies_that_no_text_says(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Odd(Late):
+        how: object = len
+
+    model = tiny.tiny(CONFIG)
+    cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=Policy(budget=20, scorer=Odd()))
+    with pytest.raises(ValueError, match=r"policy\.scorer\.how='builtin_function_or_method': what can be saved is"):
+        cache.save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
+    taken = types.ModuleType("taken")
+    taken.Open = type("Open", (), {})
+    taken.Loose = dataclasses.make_dataclass("Loose", ["x"])
+    monkeypatch.setitem(sys.modules, "taken", taken)
+    for path in ("antigravity:Thing", "os:system", "builtins:eval", "nothing", ""):
+        with pytest.raises(ValueError, match="it is not in this process"):
+            decode({"class": path, "fields": {}}, lambda name: None)
+    assert "antigravity" not in sys.modules
+    for path in ("taken:Open", "taken:Loose", "builtins:int"):
+        with pytest.raises(ValueError, match="saved values are of frozen dataclasses"):
+            decode({"class": path, "fields": {}}, lambda name: None)
+    with pytest.raises(ValueError, match="it is made otherwise here"):
+        decode({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
+    with pytest.raises(ValueError, match="has no such member here"):
+        decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
+    with pytest.raises(ValueError, match="save it anew"):
+        decode({"class": "jaxkv:SnapKV"}, lambda name: None)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_a_cache_of_another_model(tmp_path):
+    _, _, path = saved(tmp_path)
+    other = tiny.tiny(CONFIG, seed=1)
+    with pytest.raises(ValueError, match="it was made by another model than 'tiny-1'"):
+        jaxkv.load_cache(path, other)
+    with pytest.raises(ValueError, match="it was made by another model than 'tiny-1'"):
+        answer(other, jaxkv.load_cache(path))
+    with pytest.raises(TypeError, match="params=.*give what jaxkv.load returns"):
+        jaxkv.load_cache(path, "tiny-1")
+
+
+def test_places_that_are_taken(tmp_path):
+    _, cache, path = saved(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    for taken in (path, tmp_path / "file"):
+        with pytest.raises(ValueError, match="path=.*something is there already: choose another folder, or remove it"):
+            cache.save(taken)
+    with pytest.raises(ValueError, match="path=.*no folder can be made there"):
+        cache.save(tmp_path / "file" / "cache")
+    assert_same(jaxkv.load_cache(path), cache)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "file"]
+    cache.save(tmp_path / "new" / "folder")
+    assert_same(jaxkv.load_cache(str(tmp_path / "new" / "folder")), cache)
+
+
+def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
+    _, cache, path = saved(tmp_path)
+    for step in ("write_json", "write_arrays"):
+        with monkeypatch.context() as patched:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            patched.setattr(jaxkv.checkpoints.orbax_files, step, full)
+            with pytest.raises(ValueError, match=r"path=.*it cannot be written \(No space left on device\)"):
+                cache.save(tmp_path / "other")
+    assert [each.name for each in tmp_path.iterdir()] == ["cache"]
+    # Killed, it leaves a folder whose name says what it is.
+    shutil.copytree(path, tmp_path / ".other.x1.partial")
+    with pytest.raises(ValueError, match=r"folder=.*\.partial: it has not been written to its end"):
+        jaxkv.load_cache(tmp_path / ".other.x1.partial")
+
+
+def test_caches_whose_arrays_were_given_up(tmp_path):
+    _, cache, _ = saved(tmp_path)
+    cache.seen.delete()
+    with pytest.raises(ValueError, match="cache='deleted': its arrays were given up"):
+        cache.save(tmp_path / "other")
+
+
+def edit_manifest(path, edit):
+    said = json.loads((path / "jaxkv.json").read_text())
+    edit(said)
+    (path / "jaxkv.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda said: said.update(version=9), "version=9: this jaxkv reads version 1 of jaxkv cache"),
+        (lambda said: said.update(format="jaxkv weights"), "read weights with jaxkv.load"),
+        (lambda said: said["arrays"].pop("pools.0.k"), r"array='pools\.0\.k': the manifest in .* says nothing of it"),
+        (lambda said: said.update(arrays={}), "tensors={}: none in"),
+        (lambda said: said.pop("arrays"), "tensors=None: none in"),
+        (lambda said: said.update(cache=3), "cache='int': .* holds no cache"),
+        (lambda said: said.update(policy="snapkv"), "policy='snapkv': no policy: save the cache anew"),
+        (lambda said: said["cache"]["fields"].pop("seen"), "it is made otherwise here"),
+        (
+            lambda said: said["arrays"]["seen"].update(shape=[3]),
+            r"tensor='seen': int32\[2\] in .*manifest says int32\[3\]",
+        ),
+        (lambda said: said["arrays"]["seen"].update(crc32=3), "tensor='seen': damaged, or another's"),
+    ],
+)
+def test_manifests_of_another_kind(tmp_path, edit, message):
+    _, _, path = saved(tmp_path)
+    edit_manifest(path, edit)
+    with pytest.raises(ValueError, match=message):
+        jaxkv.load_cache(path)
+
+
+def test_folders_that_are_not_whole(tmp_path):
+    _, _, path = saved(tmp_path)
+    shutil.move(path / "arrays", tmp_path / "aside")
+    with pytest.raises(ValueError, match="it cannot be read from .*arrays"):
+        jaxkv.load_cache(path)
+    shutil.move(tmp_path / "aside", path / "arrays")
+    for data in (path / "arrays").rglob("d/*"):
+        data.write_bytes(data.read_bytes()[:10])
+    with pytest.raises(ValueError, match="it cannot be read from .*arrays"):
+        jaxkv.load_cache(path)
+    (path / "jaxkv.json").unlink()
+    with pytest.raises(ValueError, match=r"folder=.*no jaxkv\.json in it"):
+        jaxkv.load_cache(path)
+    with pytest.raises(ValueError, match="path=.*no such folder"):
+        jaxkv.load_cache(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="path=.*a file, where a folder"):
+        jaxkv.load_cache(tmp_path / "file")
+
+
+def test_weights_are_no_cache_and_a_cache_is_no_weights(tmp_path):
+    _, _, path = saved(tmp_path)
+    with pytest.raises(ValueError, match="format='jaxkv cache': read a saved cache with jaxkv.load_cache"):
+        jaxkv.load(path)
+    weights = jaxkv.checkpoints.convert(running.GOLDEN / "models" / "llama_gqa", tmp_path / "weights")
+    with pytest.raises(ValueError, match="format='jaxkv weights': read weights with jaxkv.load"):
+        jaxkv.load_cache(weights)
