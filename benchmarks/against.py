@@ -33,7 +33,7 @@ def serve(dtype):
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import jaxkv
-    from jaxkv.compilation import enable_compilation_cache
+    from jaxkv.engine.compilation import enable_compilation_cache
 
     enable_compilation_cache()
     model = jaxkv.load("smollm2-135m-instruct", dtype, progress=False)

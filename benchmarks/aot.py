@@ -176,10 +176,10 @@ def whole_programs(device):
     import shapes
 
     from jaxkv.attention import Implementation
-    from jaxkv.models.decode import step
-    from jaxkv.models.layer import layer
+    from jaxkv.engine.decode import step
+    from jaxkv.engine.prefill_layer import layer
+    from jaxkv.models.rope import angles
     from jaxkv.policies.protocol import Needs
-    from jaxkv.rope import angles
 
     config = shapes.llama_3_8b()
     flat = shapes.abstract(config)

@@ -30,15 +30,15 @@ def measure(device):
     from jaxkv import OmniKV
     from jaxkv.attention import Implementation
     from jaxkv.cache import State
-    from jaxkv.layout import Layout
-    from jaxkv.models import staged
-    from jaxkv.models.choosing import Chosen
-    from jaxkv.models.layer import layer
-    from jaxkv.models.moving import Program
-    from jaxkv.plan import bucket
+    from jaxkv.cache.layout import Layout
+    from jaxkv.cache.pools import Pool
+    from jaxkv.engine import staged
+    from jaxkv.engine.filters import Chosen
+    from jaxkv.engine.plan import bucket
+    from jaxkv.engine.prefill_layer import layer
+    from jaxkv.engine.program import Program
+    from jaxkv.models.rope import angles
     from jaxkv.policies.protocol import Needs
-    from jaxkv.pools import Pool
-    from jaxkv.rope import angles
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
     flat, slots = shapes.abstract(config), bucket(TOKENS)

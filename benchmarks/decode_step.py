@@ -20,8 +20,8 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.compilation import enable_compilation_cache
-from jaxkv.plan import bucket
+from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.plan import bucket
 from jaxkv.policies import UniformLayers
 
 MODEL = "smollm2-135m-instruct"

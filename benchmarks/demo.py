@@ -46,7 +46,7 @@ def main() -> None:
 
     say("importing jaxkv ...")
     import jaxkv
-    from jaxkv.compilation import enable_compilation_cache
+    from jaxkv.engine.compilation import enable_compilation_cache
 
     enable_compilation_cache()
     say(f"loading {MODEL} (fetched once, 93 MB) ...")

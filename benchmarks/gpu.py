@@ -26,13 +26,13 @@ import jaxkv
 from benchmarks import shapes
 from jaxkv import attention, pallas_kernels
 from jaxkv.attention import Implementation
-from jaxkv.layout import Layout
-from jaxkv.models.decode import step
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.decode import step
+from jaxkv.engine.prefill_layer import layer
 from jaxkv.models.decoder import Flat
-from jaxkv.models.layer import layer
+from jaxkv.models.rope import angles
 from jaxkv.policies.protocol import Needs
-from jaxkv.pools import Pool
-from jaxkv.rope import angles
 
 GPU = jax.default_backend() == "gpu"
 INTERPRET = not GPU

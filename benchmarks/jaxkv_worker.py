@@ -15,8 +15,8 @@ import numpy as np
 from memory import reset_peak, status_bytes
 
 import jaxkv
-from jaxkv.compilation import enable_compilation_cache
-from jaxkv.plan import bucket
+from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.plan import bucket
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 # Prompt tokens in all, up to which a whole run warms the process up; a larger cell warms itself.

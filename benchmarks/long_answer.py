@@ -17,7 +17,7 @@ import numpy as np
 import jaxkv
 from benchmarks.against import prompts
 from benchmarks.record import RESULTS, machine, save
-from jaxkv.models.room import first_room
+from jaxkv.engine.growth import first_room
 
 POLICIES = {
     "full": jaxkv.FullKV(),
@@ -29,7 +29,7 @@ EVENT = "/jax/core/compile/"
 BACKEND = EVENT + "backend_compile_duration"
 
 
-class Heard:
+class Received:
     """What JAX tells of compilation."""
 
     def __init__(self):
@@ -42,24 +42,24 @@ class Heard:
         self.seconds += duration_secs * (event == BACKEND)
 
 
-def run(model, policy, heard, prompt, new):
+def run(model, policy, received, prompt, new):
     """One answer, streamed so that programs can be counted at its 256th token."""
-    before, seconds = heard.programs, heard.seconds
+    before, seconds = received.programs, received.seconds
     tokens, at_256 = 0, None
     stream = jaxkv.generate(
         model, [prompt], policy=policy, max_new_tokens=new, stop_at_eos=False, stream=True, progress=False
     )
     for _ in stream:
         tokens += 8
-        at_256 = heard.programs if tokens == 256 else at_256
+        at_256 = received.programs if tokens == 256 else at_256
     stats = stream.result.stats
     room = first_room(policy.parts(), model.config.layers, np.asarray([len(prompt)]), new)
     return {
-        "programs": heard.programs - before,
+        "programs": received.programs - before,
         "programs_booked": stats.compiled_programs,
-        "programs_after_256": heard.programs - at_256,
+        "programs_after_256": received.programs - at_256,
         "compile_seconds": stats.compile_seconds,
-        "backend_seconds_by_jax": heard.seconds - seconds,
+        "backend_seconds_by_jax": received.seconds - seconds,
         "decode_seconds": stats.decode_seconds,
         "tokens_per_second": new / stats.decode_seconds,
         "tokens_per_second_with_compilation": new / (stats.decode_seconds + stats.compile_seconds),
@@ -81,10 +81,10 @@ def main():
         for name in args.policies:
             subprocess.run([sys.executable, "-m", "benchmarks.long_answer", *_again(args, name)], check=True)
         return
-    name, heard = args.policies[0], Heard()
+    name, received = args.policies[0], Received()
     model = jaxkv.load("smollm2-135m-instruct", args.dtype, progress=False)
     prompt = prompts(1, args.prompt)[0]
-    runs = {turn: run(model, POLICIES[name], heard, prompt, args.new) for turn in ("first", "again")}
+    runs = {turn: run(model, POLICIES[name], received, prompt, args.new) for turn in ("first", "again")}
     for turn, figures in runs.items():
         shown = {key: round(value, 2) for key, value in figures.items()}
         print(f"{name:7} {turn:6} " + "  ".join(f"{key} {value:,}" for key, value in shown.items()), flush=True)

@@ -25,11 +25,11 @@ from jax import lax
 
 import jaxkv
 from benchmarks import record
-from jaxkv.compilation import enable_compilation_cache
-from jaxkv.models.decode import step
-from jaxkv.models.moving import program_for
-from jaxkv.models.room import first_room
-from jaxkv.plan import check_memory
+from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.decode import step
+from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import check_memory
+from jaxkv.engine.program import program_for
 from jaxkv.policies import UniformLayers
 
 DOCUMENTS = Path(__file__).parent / "data" / "documents.json.gz"

@@ -21,12 +21,12 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.bank import Traffic, committed
-from jaxkv.compilation import enable_compilation_cache
-from jaxkv.models import loop as looping
-from jaxkv.models import staged
-from jaxkv.models.chunked import banked
-from jaxkv.models.moving import program_for, reading_state
+from jaxkv.cache.bank import Traffic, committed
+from jaxkv.engine import loop as looping
+from jaxkv.engine import staged
+from jaxkv.engine.chunked import banked
+from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.program import program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
 NONE = (-2,)  # An id no token has: a run ends by its steps alone.

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
-from jaxkv.config import ModelConfig
-from jaxkv.layout import Layout
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.program import Program
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
-from jaxkv.models.moving import Program
-from jaxkv.pools import Pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

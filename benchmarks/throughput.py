@@ -23,7 +23,7 @@ from flax import nnx
 
 import jaxkv
 from benchmarks import record, shapes
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.models.decoder import Decoder
 
 MODEL = "smollm2-135m-instruct"

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import shapes
 from benchmarks.gpu import INTERPRET, many, ragged, random, timed
 from jaxkv import pallas_kernels
-from jaxkv.layout import Layout
+from jaxkv.cache.layout import Layout
 from jaxkv.pallas_kernels import tuning
 from jaxkv.pallas_kernels.tuning import Launch
 

@@ -24,13 +24,13 @@ import numpy as np
 import jaxkv
 from benchmarks import record
 from jaxkv.cache import repack
-from jaxkv.compilation import enable_compilation_cache
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.filters import asking, choose
+from jaxkv.engine.plan import bucket
+from jaxkv.engine.prefill import read_layers
 from jaxkv.evals import two_stage
-from jaxkv.models.choosing import asking, choose
-from jaxkv.models.prefill import read_layers
-from jaxkv.plan import bucket
 from jaxkv.policies.reading import WHOLE
-from jaxkv.pools import Pool
 
 MODEL = "smollm2-135m-instruct"
 SHARE = 0.3

@@ -3,10 +3,12 @@
 import jaxkv._beside  # noqa: F401  first: it says where two of our packages lie
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
-from jaxkv.config import ModelConfig
-from jaxkv.generate import generate, prefill
+from jaxkv.cache.rows import Rows, append, attend
+from jaxkv.engine.plan import Plan, plan
+from jaxkv.engine.session import Session
+from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
-from jaxkv.plan import Plan, plan
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies import (
     D2O,
     H2O,
@@ -33,10 +35,8 @@ from jaxkv.policies import (
     register,
 )
 from jaxkv.results import Generation, Stats, Stream
-from jaxkv.rows import Rows, append, attend
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
 from jaxkv.saved import load_cache
-from jaxkv.session import Session
 from jaxkv.transform import compress, compress_layers
 
 __all__ = [

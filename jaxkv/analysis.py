@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import window_mass
+from jaxkv.engine.plan import bucket
+from jaxkv.engine.prefill import read_layers
 from jaxkv.loading import LanguageModel
-from jaxkv.models.prefill import read_layers
-from jaxkv.plan import bucket
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
-from jaxkv.prompts import Prompt, encode
+from jaxkv.text.prompts import Prompt, encode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxkv.cache import KVCache
-from jaxkv.drawing import Drawing
-from jaxkv.plan import LOOK
-from jaxkv.prompts import Encoded
+from jaxkv.engine.drawing import Drawing
+from jaxkv.engine.plan import LOOK
+from jaxkv.engine.session import Session
 from jaxkv.results import Answers, Generation, Stats
 from jaxkv.sampling import Sampling
-from jaxkv.session import Session
+from jaxkv.text.prompts import Encoded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

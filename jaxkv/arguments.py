@@ -12,11 +12,11 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
-from jaxkv.bank import committed
 from jaxkv.cache import KVCache
-from jaxkv.config import ModelConfig
+from jaxkv.cache.bank import committed
+from jaxkv.engine.plan import plan
 from jaxkv.loading import LanguageModel
-from jaxkv.plan import plan
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.sampling import Greedy, Sampling
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
-from jaxkv.config import ModelConfig
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
-from jaxkv.placement import model_mesh, spec_of
-from jaxkv.text import Text
+from jaxkv.sharding import model_mesh, spec_of
+from jaxkv.text.tokenizer import Text
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Buffers some exporters write; the rotation is computed from the config.

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from jaxkv._settings import own_settings
 from jaxkv._values import shortened
 from jaxkv.cache import KVCache
-from jaxkv.text import StreamDecoder, Text
+from jaxkv.text.tokenizer import StreamDecoder, Text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.arguments import as_model, require_ours
-from jaxkv.bank import committed, host_of
 from jaxkv.cache import KVCache
+from jaxkv.cache.bank import committed, host_of
+from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import ARRAYS, CACHE, described, read_array, read_manifest, require_whole
-from jaxkv.encoding import UnknownClass, decode, encode
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 

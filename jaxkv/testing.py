@@ -16,11 +16,11 @@ from flax import nnx
 
 from jaxkv._settings import settled
 from jaxkv.cache import KVCache
-from jaxkv.config import ModelConfig
-from jaxkv.generate import generate, prefill
+from jaxkv.engine.plan import Plan, bucket, plan
+from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.plan import Plan, bucket, plan
 from jaxkv.policies.methods import FullKV
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method

@@ -27,15 +27,15 @@ from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation
-from jaxkv.models.compress import Candidates, Source, observe, of_prompt, unordered
-from jaxkv.models.compress import compress as compress_all
-from jaxkv.models.packing import Unpacked
+from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
+from jaxkv.engine.compress import Candidates, Source, observe, of_prompt, unordered
+from jaxkv.engine.compress import compress as compress_all
 from jaxkv.policies.budgets import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.registry import as_policy
-from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 
 
 @settled

@@ -8,9 +8,9 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cache import KVCache, Turn, repack
+from jaxkv.engine.plan import bucket, plan
 from jaxkv.loading import LanguageModel
-from jaxkv.plan import bucket, plan
-from jaxkv.prompts import Encoded
+from jaxkv.text.prompts import Encoded
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,18 +11,18 @@ import tiny
 from jax import lax
 
 from jaxkv import TOVA, Method
-from jaxkv.layout import Layout
-from jaxkv.models.compress import choose, merged, of_prompt
-from jaxkv.models.evict import evict
-from jaxkv.models.layer_step import LayerRows, attend
-from jaxkv.models.limits import faded, with_heard
-from jaxkv.models.moving import Program
-from jaxkv.models.packing import Unpacked, empty_pool, pack_shared
-from jaxkv.models.segments import Segments
-from jaxkv.models.tokens import NewTokens, StepAngles, Token
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
+from jaxkv.cache.pools import Pool, row_norms, take_rows
+from jaxkv.engine.bookkeeping import faded, with_received
+from jaxkv.engine.compress import choose, merged, of_prompt
+from jaxkv.engine.evict import evict
+from jaxkv.engine.layer_step import LayerRows, attend
+from jaxkv.engine.program import Program
+from jaxkv.engine.segments import Segments
+from jaxkv.engine.tokens import NewTokens, StepAngles, Token
+from jaxkv.models.rope import angles
 from jaxkv.policies import KeyNorm
-from jaxkv.pools import Pool, row_norms, take_rows
-from jaxkv.rope import angles
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
 LENGTHS = (37, 22)
@@ -144,10 +144,10 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
     # The token's angles are of no use: it is projected already.
     by = StepAngles(angles(new.positions, program.config.rope, DIM), None)
     rows = LayerRows(pool=pool, segments=segments, by=by, likely=other)
-    out, rows, heard = attend(program, token, rows, new)
+    out, rows, received = attend(program, token, rows, new)
     pool = rows.pool
-    if heard is not None:
-        pool = with_heard(pool, heard, segments.start, count > 0)
+    if received is not None:
+        pool = with_received(pool, received, segments.start, count > 0)
     now = dataclasses.replace(segments, length=segments.length + count[:, None], seen=segments.seen + count)
     left = evict(
         pool,
@@ -157,7 +157,7 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
         ongoing=program.ongoing,
         walk=program.layout.walk,
         widest=program.widest,
-        products=None if heard is None else heard.products,
+        products=None if received is None else received.products,
     )
     return out, left if program.looks_ahead else left._replace(likely=None)
 

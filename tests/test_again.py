@@ -24,7 +24,7 @@ from jaxkv import (
     VarianceLayers,
 )
 from jaxkv.cache import repack
-from jaxkv.models.again import beyond, due
+from jaxkv.engine.recompress import beyond, due
 from jaxkv.policies import EntropyLayers, UniformLayers
 
 GQA = tiny.MODELS["gqa3"]

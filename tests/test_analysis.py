@@ -16,8 +16,8 @@ from jaxkv import checkpoints
 from jaxkv.analysis import Similarity, best_filters, filter_layers, similarity
 from jaxkv.checkpoints import named_models
 from jaxkv.cli import filters, main
+from jaxkv.engine.prefill import read_layers
 from jaxkv.evals import COLOURS, two_stage
-from jaxkv.models.prefill import read_layers
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
 CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)

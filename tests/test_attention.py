@@ -190,22 +190,22 @@ def test_a_pool_s_scores(walk, dtype):
 
     def scored(counts, **options):
         out, found = attention.over_pool_scored(q, k, v, begin, rows, score, counts, walk=walk, **options)
-        if isinstance(found, attention.Heard):
-            return out, attention.add_heard(score, found, begin, counts), found
+        if isinstance(found, attention.Received):
+            return out, attention.add_received(score, found, begin, counts), found
         return out, found, None
 
     for options in ({}, {"widest": 150}, {"widest": 150, "other": other}):
-        out, ours, heard = scored(jnp.asarray([True, True]), **options)
+        out, ours, received = scored(jnp.asarray([True, True]), **options)
         np.testing.assert_allclose(ours, expected, atol=5 * TOLERANCE[dtype])
         np.testing.assert_allclose(wide(out), wide(plain), atol=5 * TOLERANCE[dtype])
         _, ours, _ = scored(jnp.asarray([False, True]), **options)
         np.testing.assert_array_equal(ours[0], score[0])
         np.testing.assert_allclose(ours[1], expected[1], atol=5 * TOLERANCE[dtype])
-        assert (heard is not None) == (walk is Walk.WINDOWS and "widest" in options)
-        if heard is None:
+        assert (received is not None) == (walk is Walk.WINDOWS and "widest" in options)
+        if received is None:
             continue
-        np.testing.assert_allclose(heard.lse, plain_lse, atol=5 * TOLERANCE[dtype])
-        assert (heard.products is not None) == ("other" in options)
+        np.testing.assert_allclose(received.lse, plain_lse, atol=5 * TOLERANCE[dtype])
+        assert (received.products is not None) == ("other" in options)
         if "other" in options:
             first, _ = columns.span(begin, k.shape[1], 150)
             for row, head in np.ndindex(2, heads):
@@ -213,7 +213,7 @@ def test_a_pool_s_scores(walk, dtype):
                 ends = at.start + int(rows[row, head])
                 span = slice(start[row, head], start[row, head] + length[row, head])
                 theirs = wide(k)[row, span] @ wide(other)[row, head]
-                np.testing.assert_allclose(heard.products[row, head, at.start : ends], theirs, rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(received.products[row, head, at.start : ends], theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_sums_over_a_long_prompt_take_no_more_memory():
@@ -222,9 +222,9 @@ def test_sums_over_a_long_prompt_take_no_more_memory():
     import tiny
 
     from jaxkv.attention import Implementation
-    from jaxkv.models.layer import layer
+    from jaxkv.engine.prefill_layer import layer
+    from jaxkv.models.rope import Angles, angles
     from jaxkv.policies.protocol import Needs
-    from jaxkv.rope import Angles, angles
 
     slots, model = 32768, tiny.tiny(tiny.MODELS["gqa4"])
     flat = model.flat

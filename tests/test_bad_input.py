@@ -222,7 +222,7 @@ def test_protected_spans_beyond_the_budget(model):
 
 def test_no_memory_for_the_plan(model, cache, monkeypatch):
     # By module object: the package's attribute of this name is the function.
-    monkeypatch.setattr(sys.modules["jaxkv.plan"], "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(sys.modules["jaxkv.engine.plan"], "available_bytes", lambda device: 1000)
     needed = jaxkv.plan(model.config, POLICY, [40])
     with refused(
         f"the plan needs {needed.peak_bytes:,} bytes .*{needed.cache_bytes:,} of them.* 1,000 free: lower the budget",
@@ -236,7 +236,7 @@ def test_no_memory_for_the_plan(model, cache, monkeypatch):
 
 
 def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
-    planning = sys.modules["jaxkv.plan"]
+    planning = sys.modules["jaxkv.engine.plan"]
     needed = jaxkv.plan(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
     total = needed.peak_bytes + needed.host_bytes
     # On a CPU both kinds of memory are one.

@@ -81,12 +81,12 @@ def test_owners_are_kept_where_that_is_allowed(monkeypatch, tmp_path):
 def test_a_fifo_is_written_to_and_stays_one(tmp_path, capsys):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    heard: list[str] = []
-    reader = threading.Thread(target=lambda: heard.append(fifo.read_text("utf-8")), daemon=True)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text("utf-8")), daemon=True)
     reader.start()
     assert cli.main([*ASK, str(fifo)]) == 0
     reader.join(10)
-    assert json.loads(heard[0])["text"] == ANSWER
+    assert json.loads(received[0])["text"] == ANSWER
     assert stat.S_ISFIFO(fifo.stat().st_mode)
     assert capsys.readouterr().out == ANSWER + "\n"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxkv.config import ModelConfig
+from jaxkv.models.config import ModelConfig
 
 MODELS = Path(__file__).parent / "golden" / "models"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

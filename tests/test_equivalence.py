@@ -9,7 +9,7 @@ import tiny
 
 import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM
-from jaxkv.layout import Layout
+from jaxkv.cache.layout import Layout
 from jaxkv.policies import EntropyLayers
 
 # One, two and eight kv heads: the cache's formulations of attention go by their number. Golden logits cover the rest.

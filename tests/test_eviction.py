@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, prefilled, program_of
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
-from jaxkv.layout import Layout
-from jaxkv.models import evict as evicting
-from jaxkv.models.compress import merged
-from jaxkv.models.evict import evict
-from jaxkv.models.packing import Unpacked
-from jaxkv.models.segments import Segments
-from jaxkv.models.tokens import Token
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.pools import Pool, row_norms
+from jaxkv.engine import evict as evicting
+from jaxkv.engine.compress import merged
+from jaxkv.engine.evict import evict
+from jaxkv.engine.segments import Segments
+from jaxkv.engine.tokens import Token
 from jaxkv.policies import (
     ByAttention,
     CumulativeAttention,
@@ -33,7 +34,6 @@ from jaxkv.policies import (
     UniformLayers,
 )
 from jaxkv.policies.merger import UNSET
-from jaxkv.pools import Pool, row_norms
 
 MERGES = {
     "plain": {},

@@ -18,7 +18,7 @@ import jaxkv
 from jaxkv.cache import Turn
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import EntropyLayers
-from jaxkv.text import StreamDecoder, Text
+from jaxkv.text.tokenizer import StreamDecoder, Text
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 BOS, EOS, NEW = 1, 2, 12

@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.compilation import Clock
-from jaxkv.models import room as rooms
-from jaxkv.models.room import MOST_AHEAD, room_for
+from jaxkv.engine import growth as rooms
+from jaxkv.engine.compilation import Clock
+from jaxkv.engine.growth import MOST_AHEAD, room_for
 from jaxkv.policies import LinearLayers
 
 BACKEND = "/jax/core/compile/backend_compile_duration"
@@ -53,17 +53,17 @@ class Listener:
 def test_a_long_answer_compiles_at_its_beginning(model, name):
     prompt = tiny.prompts(0, [600])[0]
     tokens, late = 0, None
-    with Listener() as heard:
+    with Listener() as events:
         stream = jaxkv.generate(
             model, prompt, policy=POLICIES[name], max_new_tokens=2000, stop_at_eos=False, stream=True
         )
         for _ in stream:
             # The stream's looks are 8 tokens apart.
             tokens += 8
-            late = heard.programs if tokens == 256 else late
+            late = events.programs if tokens == 256 else late
     stats = stream.result.stats
     assert stats.new_tokens == 2000 and late is not None
-    assert (heard.programs - late) / (2000 - 256) <= 1 / 1000
+    assert (events.programs - late) / (2000 - 256) <= 1 / 1000
     # What it holds is what was planned before the first token.
     lengths = [len(prompt)]
     room = rooms.first_room(POLICIES[name].parts(), model.config.layers, np.asarray(lengths), 2000)
@@ -76,26 +76,26 @@ def test_all_compilation_is_told(model):
     # Budgets that no other test has: their programs are made here.
     for policy in (jaxkv.AdaKV(base=jaxkv.SnapKV(budget=45)), jaxkv.SnapKV(budget=47, every=53)):
         options = {"max_new_tokens": 70, "stop_at_eos": False}
-        with Listener() as heard:
+        with Listener() as events:
             out = jaxkv.generate(model, prompt, policy=policy, **options)
-        assert out.stats.compiled_programs == heard.programs > 0
-        assert out.stats.compile_seconds >= heard.seconds
-        with Listener() as heard:
+        assert out.stats.compiled_programs == events.programs > 0
+        assert out.stats.compile_seconds >= events.seconds
+        with Listener() as events:
             more = jaxkv.generate(model, prompt, cache=out.cache, **options)
-        assert more.stats.compiled_programs == heard.programs > 0
-        with Listener() as heard:
+        assert more.stats.compiled_programs == events.programs > 0
+        with Listener() as events:
             same = jaxkv.generate(model, prompt, policy=policy, **options)
-        assert (heard.programs, same.stats.compiled_programs, same.stats.compile_seconds) == (0, 0, 0.0)
+        assert (events.programs, same.stats.compiled_programs, same.stats.compile_seconds) == (0, 0, 0.0)
 
 
 FRESH = """
 import sys, jax, jaxkv
-heard = []
+events = []
 model = jaxkv.load(sys.argv[1], progress=False)
 event = "/jax/core/compile/backend_compile_duration"
-jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: heard.append(name) if name == event else 0)
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name) if name == event else 0)
 out = jaxkv.generate(model, [[5] * 40], max_new_tokens=20, progress=False)
-assert out.stats.compiled_programs == len(heard) > 0, (out.stats.compiled_programs, len(heard))
+assert out.stats.compiled_programs == len(events) > 0, (out.stats.compiled_programs, len(events))
 """
 
 
@@ -140,10 +140,10 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
     expected = answers()
     monkeypatch.setattr(rooms, "MOST_AHEAD", 16)
     monkeypatch.setattr(sys.modules["jaxkv.session"], "MOST_AHEAD", 16)
-    with Listener() as heard:
+    with Listener() as events:
         found = answers()
     # 16, 32, 64 ... rows: two programs a size, not one for every 16 tokens; fewer where sizes were met before.
-    assert heard.programs <= 60
+    assert events.programs <= 60
     for one, other in zip(found, expected, strict=True):
         for row in range(2):
             np.testing.assert_array_equal(one.tokens[row], other.tokens[row])

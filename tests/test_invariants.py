@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from policy_table import BY_NAME, DECODED, TABLE, Row
 
 import jaxkv
-from jaxkv.models.compress import choose, of_prompt
-from jaxkv.models.packing import Unpacked, pack, pack_shared
+from jaxkv.cache.packing import Unpacked, pack, pack_shared
+from jaxkv.engine.compress import choose, of_prompt
+from jaxkv.models.rope import angles, rotate
 from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
-from jaxkv.rope import angles, rotate
 
 BUDGETS = (20, 0.5)
 # One row's tests one after the other: they share programs.

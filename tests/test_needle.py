@@ -9,7 +9,7 @@ import running
 
 import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV
-from jaxkv.models import prefill as prefilling
+from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 from jaxkv.policies.protocol import Needs
 

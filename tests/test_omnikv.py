@@ -13,8 +13,8 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 
 import jaxkv
 from jaxkv import BrutalOffload, FullKV, OmniKV, SnapKV
-from jaxkv import bank as banking
-from jaxkv.models import staged
+from jaxkv.cache import bank as banking
+from jaxkv.engine import staged
 from jaxkv.policies import Selector
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 

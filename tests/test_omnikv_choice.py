@@ -13,15 +13,15 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
-from jaxkv.models import choosing, sparse
-from jaxkv.models.choosing import Asking, Chosen, choose, rows_of
+from jaxkv.cache.pools import Pool
+from jaxkv.engine import sparse
+from jaxkv.engine.filters import Asking, Chosen, choose, rows_of
 from jaxkv.policies import EntropyLayers
-from jaxkv.pools import Pool
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
 
 
-def heard(query, keys, seen, prompt):
+def received(query, keys, seen, prompt):
     """By position, the most that a head of one query `[H, D]` pays to it among the first `seen` keys `[K, S, D]`."""
     best = np.zeros(prompt)
     for head in range(len(query)):
@@ -44,7 +44,7 @@ def oracle(selector, queries, keys, prompt, now, budget, window=16):
         at = now - age
         if at < 0:
             continue
-        best = heard(queries[at], keys, min(prompt, at + 1), prompt)
+        best = received(queries[at], keys, min(prompt, at + 1), prompt)
         scores += best * (0.5**age if selector == "exponential" else 1.0)
     if selector != "last":
         scores[max(0, now - window + 1) :] = np.inf
@@ -126,7 +126,7 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
             positions, count = record[number * len(FILTERS) + index]
             if before and new > 0:
                 by_token = np.moveaxis(queries, 2, 0)[:new].reshape(new, -1, CONFIG.head_dim)
-                scores = sum(heard(query, own, before, before) for query in by_token)
+                scores = sum(received(query, own, before, before) for query in by_token)
                 assert positions[row, : count[row]].tolist() == highest(scores, chunk // 4), (layer, row, number)
             elif new > 0:
                 assert count[row] == 0

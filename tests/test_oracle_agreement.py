@@ -13,8 +13,8 @@ from policy_table import TABLE, Row
 from table_oracles import critical_norms
 
 from jaxkv import attention
-from jaxkv.models import compress
-from jaxkv.models.packing import Unpacked
+from jaxkv.cache.packing import Unpacked
+from jaxkv.engine import compress
 from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, UniformHeads, select
 
 SLOTS, DIM, LAYERS = 48, 8, 3

@@ -24,7 +24,7 @@ from jaxkv.checkpoints import StoredTensor, convert, converting, open_checkpoint
 from jaxkv.checkpoints.__main__ import main
 from jaxkv.loading import fill
 from jaxkv.models.decoder import Decoder
-from jaxkv.placement import model_mesh, spec_of
+from jaxkv.sharding import model_mesh, spec_of
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "tests" / "golden" / "models"

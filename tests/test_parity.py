@@ -13,7 +13,7 @@ import running
 
 import jaxkv
 from jaxkv import AdaKV, PyramidKV, SnapKV, StreamingLLM
-from jaxkv.models import prefill as prefilling
+from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 pytestmark = pytest.mark.real

@@ -14,8 +14,8 @@ from tiny import segments
 
 import jaxkv
 from jaxkv.cache import repack
-from jaxkv.layout import Layout
-from jaxkv.plan import bucket
+from jaxkv.cache.layout import Layout
+from jaxkv.engine.plan import bucket
 from jaxkv.policies import (
     EntropyLayers,
     ExponentialLayers,

@@ -13,7 +13,7 @@ from test_generation import BOS, DOC, DRAWING, characters, tiny
 
 import jaxkv
 from jaxkv.cache import Turn
-from jaxkv.prompts import encode
+from jaxkv.text.prompts import encode
 
 CHAT = [
     {"role": "user", "content": "What is tin?"},

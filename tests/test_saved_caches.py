@@ -19,7 +19,7 @@ from policy_table import TABLE
 
 import jaxkv
 from jaxkv import D2O, H2O, AdaKV, FullKV, OmniKV, Policy, SnapKV, StreamingLLM
-from jaxkv.encoding import decode, encode
+from jaxkv.cache.encoding import decode, encode
 from jaxkv.policies import KeyNorm, Scorer
 
 ROOT = Path(__file__).parent.parent

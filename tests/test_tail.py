@@ -12,11 +12,11 @@ import tiny
 from flax import nnx
 
 import jaxkv
-from jaxkv import session as sessions
+from jaxkv.engine import loop as looping
+from jaxkv.engine import session as sessions
+from jaxkv.engine.program import program_for
 from jaxkv.loading import LanguageModel
-from jaxkv.models import loop as looping
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.moving import program_for
 from jaxkv.policies import GiniLayers
 
 LENGTHS = [37, 21]

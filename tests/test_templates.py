@@ -15,7 +15,7 @@ from test_text import byte_level, conversation, open_folder
 
 from jaxkv.checkpoints import chat_template
 from jaxkv.checkpoints.chat_template import ChatTemplate
-from jaxkv.text import Text
+from jaxkv.text.tokenizer import Text
 
 ROOT = Path(__file__).parent.parent
 GROW = "{% set ns = namespace(s=SEED) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"

@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from jaxkv.checkpoints import GgufTokenizer, fetch, open_checkpoint
 from jaxkv.checkpoints.source import Checkpoint
-from jaxkv.text import StreamDecoder, Text
+from jaxkv.text.tokenizer import StreamDecoder, Text
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokens.json").read_text("utf-8"))
 CHAT = next(entry for entry in GOLDEN if entry.get("note") == "chat template of one user message")

@@ -13,7 +13,7 @@ from transforming import ENTROPY, LENGTHS, SLOTS, SNAP, WINDOW, draw, kept, segm
 
 import jaxkv
 from jaxkv import FullKV, KNorm, PyramidKV, Random, SnapKV
-from jaxkv.models import prefill as prefilling
+from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import KVPressLayers, LinearLayers
 from jaxkv.transform import _sizes
 

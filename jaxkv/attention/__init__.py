@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention import columns, xla
 from jaxkv.attention.choice import KERNELS, Implementation, Implementations, choose, named
-from jaxkv.attention.columns import Heard
+from jaxkv.attention.columns import Received
 
 
 def causal(
@@ -155,7 +155,7 @@ def over_pool_scored(
     widest: int | None = None,
     other: Float[Array, "B K D"] | None = None,
     implementation: Implementation = Implementation.XLA,
-) -> tuple[Float[Array, "B K R D"], Float[Array, "B P"] | Heard]:
+) -> tuple[Float[Array, "B K R D"], Float[Array, "B P"] | Received]:
     """`over_pool`, and each row's score with the attention that it received added: the mean over the R queries.
 
     Args:
@@ -172,7 +172,7 @@ def over_pool_scored(
         implementation: what computes it.
 
     Returns:
-        The output, and the scores; where keys are read once, what `add_heard` makes them of.
+        The output, and the scores; where keys are read once, what `add_received` makes them of.
     """
     if implementation in KERNELS:
         kernels, interpret = _kernels(implementation)
@@ -181,25 +181,25 @@ def over_pool_scored(
     if walk is xla.Walk.WINDOWS and widest is not None:
         return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
     out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
-    heard = jnp.where(counts[:, None, None], lse, jnp.inf)
-    return out, columns.pool_sums(q, k, heard, start, length, score, walk=walk, weight=1 / q.shape[2])
+    lse = jnp.where(counts[:, None, None], lse, jnp.inf)
+    return out, columns.pool_sums(q, k, lse, start, length, score, walk=walk, weight=1 / q.shape[2])
 
 
-def add_heard(
-    score: Float[Array, "B P"], heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]
+def add_received(
+    score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
 ) -> Float[Array, "B P"]:
     """The second half of `over_pool_scored`, which need not happen before anything else goes on.
 
     Args:
         score: what rows have received so far.
-        heard: from the first half.
+        received: from the first half.
         start: first row of each segment.
         counts: sequences whose queries are to be counted.
 
     Returns:
         The scores.
     """
-    return columns.add_heard(score, heard, start, counts)
+    return columns.add_received(score, received, start, counts)
 
 
 def pool_sums(
@@ -359,8 +359,8 @@ __all__ = [
     "KERNELS",
     "Implementations",
     "Implementation",
-    "Heard",
-    "add_heard",
+    "Received",
+    "add_received",
     "causal",
     "choose",
     "column_sums",

@@ -23,7 +23,7 @@ from jaxkv.attention.xla import (
 )
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     """What one token's attention over segments of a shared pool leaves behind.
 
     Attributes:
@@ -138,8 +138,8 @@ def walk_scored(
     *,
     widest: int,
     other: Float[Array, "B K D"] | None = None,
-) -> tuple[Float[Array, "B K G D"], Heard]:
-    """`walk` for one token that keeps its logits: `add_heard` needs no second pass over the keys.
+) -> tuple[Float[Array, "B K G D"], Received]:
+    """`walk` for one token that keeps its logits: `add_received` needs no second pass over the keys.
 
     Args:
         q: queries as they come, not scaled.
@@ -196,27 +196,27 @@ def walk_scored(
     maximum, total, acc, held, products = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    return out, Heard(logits=held, lse=lse, products=products)
+    return out, Received(logits=held, lse=lse, products=products)
 
 
-def add_heard(
-    score: Float[Array, "B P"], heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]
+def add_received(
+    score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
 ) -> Float[Array, "B P"]:
     """Adds the attention of one token to each row's score, the mean over the group.
 
     Args:
         score: what rows have received so far.
-        heard: from `walk_scored`.
+        received: from `walk_scored`.
         start: first row of each segment.
         counts: sequences whose token is to be counted.
 
     Returns:
         The scores.
     """
-    group, width = heard.logits.shape[2:]
+    group, width = received.logits.shape[2:]
     first, _ = span(start, score.shape[1], width)
-    lse = jnp.where(counts[:, None, None], heard.lse, jnp.inf)
-    return add_windows(score, first, _summed(heard.logits, lse, heard.logits[:, :, 0] > MASKED) / group)
+    lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
+    return add_windows(score, first, _summed(received.logits, lse, received.logits[:, :, 0] > MASKED) / group)
 
 
 def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:

@@ -9,9 +9,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.config import ModelConfig
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, project
-from jaxkv.rope import Angles, rotate
+from jaxkv.models.rope import Angles, rotate
 
 # One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
 Leaves = tuple[Array, ...]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, plain, real
-from jaxkv.layout import Layout
+from jaxkv.cache.layout import Layout
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger

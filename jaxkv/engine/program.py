@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import KERNELS, Implementation
 from jaxkv.cache import KVCache, State
-from jaxkv.config import ModelConfig
-from jaxkv.layout import Layout
+from jaxkv.cache.layout import Layout
+from jaxkv.engine.plan import bucket, widest
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
-from jaxkv.plan import bucket, widest
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.reading import WHOLE, Reading
 

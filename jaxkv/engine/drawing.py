@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
-from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache
-from jaxkv.models import loop, staged
-from jaxkv.models.again import due
+from jaxkv.cache.bank import Traffic
+from jaxkv.engine import loop, staged
+from jaxkv.engine.growth import make_room, steps_that_fit
+from jaxkv.engine.program import Program
+from jaxkv.engine.recompress import due
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Program
-from jaxkv.models.room import make_room, steps_that_fit
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling
 

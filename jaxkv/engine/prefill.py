@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
-from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache, State
-from jaxkv.config import ModelConfig
-from jaxkv.models.compress import (
+from jaxkv.cache.bank import Bank, committed, put_away
+from jaxkv.cache.packing import Unpacked, pack
+from jaxkv.engine.compress import (
     Candidates,
     Compressed,
     Source,
@@ -30,16 +30,16 @@ from jaxkv.models.compress import (
     of_prompt,
     unordered,
 )
+from jaxkv.engine.plan import Plan, ring_rows
+from jaxkv.engine.prefill_layer import LayerOut, layer
+from jaxkv.engine.program import reading_state
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.models.layer import LayerOut, layer
-from jaxkv.models.moving import reading_state
-from jaxkv.models.packing import Unpacked, pack
-from jaxkv.plan import Plan, ring_rows
+from jaxkv.models.rope import Angles, angles
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs, Observed
 from jaxkv.policies.reading import Reading
-from jaxkv.rope import Angles, angles
 
 
 @partial(jax.jit, static_argnames=("graphs",))

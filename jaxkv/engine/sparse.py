@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention.xla import Walk
 from jaxkv.cache import KVCache
-from jaxkv.models.choosing import Chosen, asking, choose, gathered, over_gathered, rows_of
-from jaxkv.models.moving import Program
-from jaxkv.models.segments import Segments
-from jaxkv.models.tokens import NewTokens, in_blocks
-from jaxkv.pools import Pool
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.filters import Chosen, asking, choose, gathered, over_gathered, rows_of
+from jaxkv.engine.program import Program
+from jaxkv.engine.segments import Segments
+from jaxkv.engine.tokens import NewTokens, in_blocks
 
 # One layer's chosen rows of the prompt as they come from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.bank import Bank, committed, put_away
 from jaxkv.cache import KVCache
-from jaxkv.config import ModelConfig
-from jaxkv.models.decode import extend
+from jaxkv.cache.bank import Bank, committed, put_away
+from jaxkv.cache.packing import empty_pool
+from jaxkv.engine.decode import extend
+from jaxkv.engine.plan import Plan, ring_rows
+from jaxkv.engine.program import Program, reading_state
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat
-from jaxkv.models.moving import Program, reading_state
-from jaxkv.models.packing import empty_pool
-from jaxkv.plan import Plan, ring_rows
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import span
 from jaxkv.attention.xla import WALK_BLOCK, Walk, windows
-from jaxkv.models.segments import Segments, fold
-from jaxkv.pools import Pool, row_norms
+from jaxkv.cache.pools import Pool, row_norms
+from jaxkv.engine.segments import Segments, fold
 
 
 def nearest(

@@ -14,19 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.bank import Traffic, fetch_rows, fetch_whole
 from jaxkv.cache import KVCache
-from jaxkv.models.choosing import Chosen
+from jaxkv.cache.bank import Traffic, fetch_rows, fetch_whole
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.bookkeeping import segments_of
+from jaxkv.engine.filters import Chosen
+from jaxkv.engine.layer_step import LayerRows, layer_step, remembered
+from jaxkv.engine.loop import Draw, Running, drawn
+from jaxkv.engine.program import Program
+from jaxkv.engine.sparse import candidates_of, chosen_at
+from jaxkv.engine.tokens import NewTokens, StepAngles
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.models.layer_step import LayerRows, layer_step, remembered
-from jaxkv.models.limits import segments_of
-from jaxkv.models.loop import Draw, Running, drawn
-from jaxkv.models.moving import Program
-from jaxkv.models.sparse import candidates_of, chosen_at
-from jaxkv.models.tokens import NewTokens, StepAngles
+from jaxkv.models.rope import angles
 from jaxkv.policies.reading import Reading
-from jaxkv.pools import Pool
-from jaxkv.rope import angles
 from jaxkv.sampling import Sampling, argument
 
 

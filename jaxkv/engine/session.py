@@ -14,22 +14,22 @@ from jaxkv import arguments
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
-from jaxkv.bank import Traffic
 from jaxkv.cache import KVCache, repack
-from jaxkv.compilation import Clocks
-from jaxkv.drawing import Drawing
+from jaxkv.cache.bank import Traffic
+from jaxkv.engine import chunked, staged
+from jaxkv.engine import decode as decoding
+from jaxkv.engine import prefill as prefilling
+from jaxkv.engine.compilation import Clocks
+from jaxkv.engine.drawing import Drawing
+from jaxkv.engine.growth import MOST_AHEAD, first_room, make_room
+from jaxkv.engine.plan import Plan, available_bytes, bucket, check_bytes, check_memory, plan
+from jaxkv.engine.program import program_for
+from jaxkv.engine.recompress import again, beyond, due
 from jaxkv.loading import LanguageModel
-from jaxkv.models import chunked, staged
-from jaxkv.models import decode as decoding
-from jaxkv.models import prefill as prefilling
-from jaxkv.models.again import again, beyond, due
-from jaxkv.models.moving import program_for
-from jaxkv.models.room import MOST_AHEAD, first_room, make_room
-from jaxkv.plan import Plan, available_bytes, bucket, check_bytes, check_memory, plan
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.prompts import Encoded, Prompt, encode
 from jaxkv.sampling import Greedy, Sampling
+from jaxkv.text.prompts import Encoded, Prompt, encode
 
 # Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
 _BLOCK = 256

@@ -13,18 +13,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.attention import Heard
-from jaxkv.layout import Layout
-from jaxkv.models.choosing import Chosen
+from jaxkv.attention import Received
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool, append
+from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
+from jaxkv.engine.filters import Chosen
+from jaxkv.engine.ordering import behind
+from jaxkv.engine.program import Program
+from jaxkv.engine.segments import Segments
+from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest
+from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
 from jaxkv.models.decoder import Block
-from jaxkv.models.limits import decay_of, scores_of, with_heard
-from jaxkv.models.moving import Program
-from jaxkv.models.ordering import behind
-from jaxkv.models.segments import Segments
-from jaxkv.models.sparse import Loaded, chosen_at, over_chosen, over_rest
-from jaxkv.models.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
-from jaxkv.pools import Pool, append
-from jaxkv.rope import angles, rotate
+from jaxkv.models.rope import angles, rotate
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +83,7 @@ class Stepped(NamedTuple):
         x: hidden states for the next layer.
         rows: the layer's, the new ones among them.
         out: one number of each head's attention output, for what must come after it.
-        products: of the keys with those of the rows likely to go, see `Heard`, if the program looks ahead.
+        products: of the keys with those of the rows likely to go, see `Received`, if the program looks ahead.
         chosen: what the layers above read, if this one is a filter.
     """
 
@@ -113,23 +113,23 @@ def layer_step(
     token = project(block, program, x, rows.by.new)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new.positions, new.count))
-    out, rows, heard = attend(program, token, rows, new)
+    out, rows, received = attend(program, token, rows, new)
     chosen = None
     if chooses:
         # From the pool as it is now: a reader of what it was before would cost a copy.
         chosen = chosen_at(program, rows.pool, rows.segments, token.q, rows.ring, new)
     x, products = block.finish(x, out), None
-    if heard is not None:
+    if received is not None:
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
         counts = behind(new.count > 0, x[:, 0, 0])
-        rows = dataclasses.replace(rows, pool=with_heard(rows.pool, heard, rows.segments.start, counts))
-        products = heard.products
+        rows = dataclasses.replace(rows, pool=with_received(rows.pool, received, rows.segments.start, counts))
+        products = received.products
     return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
 
 
 def attend(
     program: Program, token: Token, rows: LayerRows, new: NewTokens
-) -> tuple[Float[Array, "B K G N D"], LayerRows, Heard | None]:
+) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | None]:
     """One layer's attention of N new tokens, whose rows join its own.
 
     Args:
@@ -139,8 +139,8 @@ def attend(
         new: what is known of the tokens.
 
     Returns:
-        The output; the layer's rows, the new ones among them; and what `attention.add_heard` makes their scores of, if
-        they are not yet.
+        The output; the layer's rows, the new ones among them; and what `attention.add_received` makes their scores of,
+        if they are not yet.
     """
     if rows.tail is not None:
         return *_beside(program, token, rows, new), None
@@ -170,7 +170,7 @@ def attend(
         other=rows.likely,
         implementation=program.implementation,
     )
-    if isinstance(scores, Heard):
+    if isinstance(scores, Received):
         return out[..., None, :], rows, scores
     return out[..., None, :], dataclasses.replace(rows, pool=dataclasses.replace(pool, score=scores)), None
 

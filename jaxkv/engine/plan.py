@@ -13,8 +13,8 @@ from jaxtyping import Int
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
-from jaxkv.config import ModelConfig
-from jaxkv.layout import Layout
+from jaxkv.cache.layout import Layout
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading

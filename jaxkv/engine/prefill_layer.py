@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Walk, as_bits, from_bits
+from jaxkv.engine.plan import QUERY_BLOCK
 from jaxkv.models.decoder import Block, Graphs, Leaves
-from jaxkv.plan import QUERY_BLOCK
+from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.protocol import Needs
-from jaxkv.rope import Angles, rotate
 
 _GPU_TOKENS = 8192
 
@@ -164,8 +164,8 @@ def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Ne
             out, lse = attention.causal(mine, k_row, v_row, first)
             if sums is not None:
                 position = first + jnp.arange(size, dtype=jnp.int32)
-                heard = jnp.where(position < length[row], lse, jnp.inf)
-                sums = sums.at[row].add(attention.column_sums(mine, k_row, heard, first))
+                real = jnp.where(position < length[row], lse, jnp.inf)
+                sums = sums.at[row].add(attention.column_sums(mine, k_row, real, first))
             if not last:
                 part = _take(x, (row, first, 0), (1, size, width))
                 x = _put(x, block.finish(part, out[None]), (row, first, 0))

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.layout import Layout
-from jaxkv.pools import Pool, segment_of_row
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool, segment_of_row
 
 
 class Unpacked(NamedTuple):

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv.attention import Heard
+from jaxkv.attention import Received
 from jaxkv.cache import KVCache
-from jaxkv.layout import by_layer, by_sequence
-from jaxkv.models.evict import evict, weakest
-from jaxkv.models.moving import Program
-from jaxkv.models.segments import Segments
+from jaxkv.cache.layout import by_layer, by_sequence
+from jaxkv.cache.pools import Pool, row_norms, take_rows
+from jaxkv.engine.evict import evict, weakest
+from jaxkv.engine.program import Program
+from jaxkv.engine.segments import Segments
 from jaxkv.policies.checks import checked
-from jaxkv.pools import Pool, row_norms, take_rows
 
 
 def segments_of(cache: KVCache, part: int | slice) -> Segments:
@@ -41,7 +41,7 @@ def within_limits(cache: KVCache, outs: list[Array], products: list[Array], prog
     Args:
         cache: after one token, rows and scores included.
         outs: `[B, K]` of each layer, any number of each head's attention output.
-        products: `f32[B, K, n]` of each layer, see `Heard`; none if the program does not look ahead.
+        products: `f32[B, K, n]` of each layer, see `Received`; none if the program does not look ahead.
         program: what is static.
 
     Returns:
@@ -82,10 +82,10 @@ def likely_keys(cache: KVCache) -> Float[Array, "L B K D"] | None:
     return by_layer(take_rows(cache.pools[0].k, jnp.maximum(by_sequence(cache.likely), 0)), cache.start.shape[2])
 
 
-def with_heard(pool: Pool, heard: Heard, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
+def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
     """A pool whose scores count the attention that one layer's rows received."""
     assert pool.score is not None
-    return dataclasses.replace(pool, score=attention.add_heard(pool.score, heard, start, counts))
+    return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
 
 
 def with_scratch(cache: KVCache, program: Program) -> KVCache:

@@ -23,12 +23,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import brief
-from jaxkv.bank import Bank
+from jaxkv.cache.bank import Bank
+from jaxkv.cache.encoding import encode
+from jaxkv.cache.layout import Layout, by_sequence
+from jaxkv.cache.pools import Pool, segment_of_row
 from jaxkv.checkpoints.orbax_files import CACHE, write_folder
-from jaxkv.config import ModelConfig
-from jaxkv.encoding import encode
-from jaxkv.layout import Layout, by_sequence
-from jaxkv.pools import Pool, segment_of_row
+from jaxkv.models.config import ModelConfig
 
 
 class Turn(enum.Enum):

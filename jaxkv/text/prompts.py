@@ -10,8 +10,8 @@ from jaxtyping import Int
 
 from jaxkv._errors import require
 from jaxkv.cache import Turn
-from jaxkv.config import ModelConfig
-from jaxkv.text import Message, Text
+from jaxkv.models.config import ModelConfig
+from jaxkv.text.tokenizer import Message, Text
 
 Prompt = str | Sequence[Any] | np.ndarray | Any
 

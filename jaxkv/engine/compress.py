@@ -17,14 +17,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.models.packing import Unpacked, empty_pool_for, pack, pack_shared
+from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared
+from jaxkv.cache.pools import Pool
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.select import HeadBudgets, sortable, top
-from jaxkv.pools import Pool
 
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"

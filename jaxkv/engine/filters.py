@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import MASKED, Walk, inside_segments
+from jaxkv.cache.pools import Pool
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.select import sortable, top
-from jaxkv.pools import Pool
 
 # Logits that exist at once while tokens are scored.
 _LOGITS = 1 << 24
@@ -187,7 +187,7 @@ def _by_position(
     most = max(1, _LOGITS // (batch * heads * group * pool.rows))
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
-    def heard(index: Array | int) -> Array:
+    def received(index: Array | int) -> Array:
         of = lambda a, axis: lax.dynamic_slice_in_dim(a, index * size, size, axis)  # noqa: E731
         queries, positions = of(scaled, 3).reshape(batch, -1, dim), of(asked.positions, 1)
         logits = lax.dot_general(queries, pool.k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
@@ -199,8 +199,8 @@ def _by_position(
         by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
         return (by_position * of(asked.weights, 1)[..., None]).sum(axis=1)
 
-    first = heard(0)
-    return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + heard(i), first)
+    first = received(0)
+    return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + received(i), first)
 
 
 def _scaled(q: Float[Array, "B K G w D"]) -> Float[Array, "B K G w D"]:

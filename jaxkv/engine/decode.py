@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import KVCache
+from jaxkv.engine.bookkeeping import faded, likely_keys, segments_of, within_limits
+from jaxkv.engine.layer_step import LayerRows, Tail, layer_step
+from jaxkv.engine.ordering import behind
+from jaxkv.engine.program import Program
+from jaxkv.engine.sparse import candidates_of
+from jaxkv.engine.tokens import NewTokens, step_angles
 from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.models.layer_step import LayerRows, Tail, layer_step
-from jaxkv.models.limits import faded, likely_keys, segments_of, within_limits
-from jaxkv.models.moving import Program
-from jaxkv.models.ordering import behind
-from jaxkv.models.sparse import candidates_of
-from jaxkv.models.tokens import NewTokens, step_angles
 
 
 def step(

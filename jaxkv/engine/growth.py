@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv.cache import KVCache, repack
-from jaxkv.models.again import again, beyond, due
+from jaxkv.engine.plan import bucket
+from jaxkv.engine.recompress import again, beyond, due
 from jaxkv.models.decoder import Flat
-from jaxkv.plan import bucket
 from jaxkv.policies.parts import Parts
 
 # New rows for which there is room from the beginning; longer answers grow into larger buffers on the way.

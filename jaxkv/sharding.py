@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
-from jaxkv.config import ModelConfig
+from jaxkv.models.config import ModelConfig
 
 _AXES = ("data", "model")
 _MODEL = ("kv", "rep")

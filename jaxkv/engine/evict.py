@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.attention.xla import WALK_BLOCK, Walk
-from jaxkv.models.nearest import nearest, nearest_of_products
-from jaxkv.models.ordering import behind
-from jaxkv.models.segments import Segments, fold
+from jaxkv.cache.pools import Pool, put_cells, put_rows, row_norms, take_rows
+from jaxkv.engine.nearest import nearest, nearest_of_products
+from jaxkv.engine.ordering import behind
+from jaxkv.engine.segments import Segments, fold
 from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import Joined, Merger, Row
 from jaxkv.policies.parts import Ongoing
-from jaxkv.pools import Pool, put_cells, put_rows, row_norms, take_rows
 
 
 class Evicted(NamedTuple):

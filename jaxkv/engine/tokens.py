@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.cache import KVCache
+from jaxkv.engine.plan import QUERY_BLOCK
+from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Block
-from jaxkv.models.moving import Program
-from jaxkv.plan import QUERY_BLOCK
-from jaxkv.rope import Angles, angles, rotate
+from jaxkv.models.rope import Angles, angles, rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
-from jaxkv.layout import Layout
-from jaxkv.pools import Pool
-from jaxkv.pools import append as append_rows
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool
+from jaxkv.cache.pools import append as append_rows
 
 
 @partial(

@@ -10,12 +10,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv.cache import KVCache
-from jaxkv.models.decode import step
+from jaxkv.cache.pools import append
+from jaxkv.engine.bookkeeping import with_scratch, without_scratch
+from jaxkv.engine.decode import step
+from jaxkv.engine.layer_step import Tail
+from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Flat
-from jaxkv.models.layer_step import Tail
-from jaxkv.models.limits import with_scratch, without_scratch
-from jaxkv.models.moving import Program
-from jaxkv.pools import append
 from jaxkv.sampling import Sampling, argument
 
 

@@ -11,18 +11,18 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value
 from jaxkv.cache import KVCache
-from jaxkv.layout import Layout
-from jaxkv.models.compress import ROWS, Candidates, Source, compress
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.compress import ROWS, Candidates, Source, compress
+from jaxkv.engine.plan import bucket
+from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.models.layer import value_norms
-from jaxkv.models.packing import Unpacked
-from jaxkv.plan import bucket
 from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.select import HeadBudgets
-from jaxkv.pools import Pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ from jaxkv._settings import settled
 from jaxkv.answering import Request, answered, bar
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
+from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.prompts import Prompt, encode
 from jaxkv.results import Generation, Stream
 from jaxkv.sampling import Greedy, Sampling
-from jaxkv.session import Session
+from jaxkv.text.prompts import Prompt, encode
 
 
 @settled

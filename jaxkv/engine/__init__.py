@@ -1,0 +1,1 @@
+"""The engine: plans, prefill, compression, one step of a layer and what drives it, sessions."""

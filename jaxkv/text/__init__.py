@@ -1,0 +1,1 @@
+"""Text: tokenizers, and prompts as the model's chat template has them."""
