@@ -7,8 +7,8 @@ import functools
 import math
 import os
 import re
+import secrets
 import shutil
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -247,25 +247,19 @@ def write_folder(folder: Path, kind: str, said: Mapping[str, Any], arrays: Mappi
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Beside it, so that the last step is a rename; who finds it half-written knows it by its name.
-        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=UNFINISHED))
+        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
+        part.mkdir()
     except OSError as error:
         raise refusal("path", folder, f"no folder can be made there ({error.strerror})") from error
     try:
         write_arrays(part / ARRAYS, arrays)
         entries = {name: Entry.of(name, array).json() for name, array in arrays.items()}
         write_json(part / MANIFEST, {"format": kind, "version": VERSION, **said, "arrays": entries})
-        part.chmod(0o777 & ~_umask())
         os.rename(part, folder)
     except OSError as error:
         raise refusal("path", folder, f"it cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
