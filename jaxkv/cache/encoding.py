@@ -90,7 +90,7 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
 
 
 def _is_frozen(cls: Any) -> bool:
-    return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+    return dataclasses.is_dataclass(cls) and getattr(cls, "__dataclass_params__").frozen  # noqa: B009
 
 
 def _inside(name: str, part: object) -> str:
