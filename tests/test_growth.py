@@ -139,7 +139,7 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
     expected = answers()
     monkeypatch.setattr(rooms, "MOST_AHEAD", 16)
-    monkeypatch.setattr(sys.modules["jaxkv.session"], "MOST_AHEAD", 16)
+    monkeypatch.setattr(sys.modules["jaxkv.engine.session"], "MOST_AHEAD", 16)
     with Listener() as events:
         found = answers()
     # 16, 32, 64 ... rows: two programs a size, not one for every 16 tokens; fewer where sizes were met before.

@@ -173,7 +173,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     out = []
     # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
     for most in (1 << 24, 2000, 1):
-        monkeypatch.setattr(choosing, "_LOGITS", most)
+        monkeypatch.setattr(filters, "_LOGITS", most)
         found = jax.jit(lambda: choose(asked, pool, start, kept, known, budget, now, reading, windowed=False))()
         count = np.asarray(found.count)
         out.append([row[:each].tolist() for row, each in zip(np.asarray(found.positions), count, strict=True)])

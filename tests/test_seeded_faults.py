@@ -128,7 +128,7 @@ def window_of_the_bucket(patch):
 
 
 def nothing_is_forgotten(patch):
-    patch.setattr(limits, "decay_of", lambda program: 1.0 if program.scored else None)
+    patch.setattr(bookkeeping, "decay_of", lambda program: 1.0 if program.scored else None)
 
 
 def single_rows_are_dropped(patch):
