@@ -10,26 +10,19 @@ documents; the documents are the same for all policies, so differences are taken
 """
 
 import argparse
-import dataclasses
 import gzip
 import json
 import math
 import time
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import jaxkv
 from benchmarks import record
 from jaxkv.engine.compilation import enable_compilation_cache
-from jaxkv.engine.decode import step
-from jaxkv.engine.growth import first_room
-from jaxkv.engine.plan import check_memory
-from jaxkv.engine.program import program_for
 from jaxkv.policies import UniformLayers
 
 DOCUMENTS = Path(__file__).parent / "data" / "documents.json.gz"
@@ -68,48 +61,22 @@ BESIDES = {
 }
 
 
+@jax.jit
 def judged(logits, token):
     """The loss of each sequence's next token."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
 
 
-@partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
-def teacher_forced(ends, blocks, pools, rest, logits, tokens, *, program):
-    """Losses `[B, T]` of the tokens given, the cache's lengths in the end, and its pools, which were donated."""
-    one = jnp.ones((tokens.shape[0],), jnp.int32)
-
-    def body(carry, token):
-        logits, cache = carry
-        after, cache, _ = step(ends, blocks, cache, token[:, None], one, program=program)
-        return (after, cache), judged(logits, token)
-
-    cache = dataclasses.replace(rest, pools=pools)
-    (logits, cache), losses = lax.scan(body, (logits, cache), tokens[:, :-1].T)
-    last = judged(logits, tokens[:, -1])
-    return jnp.concatenate([losses.T, last[:, None]], axis=1), cache.length, cache.pools
-
-
 def run(model, policy, ids, prefix):
     """Mean loss of each sequence after its prefix, and rows per head after prefill and in the end."""
-    batch, tokens = len(ids), ids.shape[1] - prefix
-    lengths = np.full(batch, prefix, np.int32)
-    room = first_room(policy.parts(), model.config.layers, lengths, tokens)
-    needed = jaxkv.plan(model.config, policy, lengths.tolist(), dtype=model.dtype, room=room)
-    check_memory(needed)
-    cache, flat = jaxkv.Session(model, policy).prefill(ids[:, :prefix], needed=needed), model.flat
-    kept, program, pools = cache.kept.mean(), program_for(flat, cache), cache.pools
-    rest, logits = dataclasses.replace(cache.unnamed(), pools=()), cache.logits
-    del cache
-    losses, length, _ = teacher_forced(
-        flat.ends,
-        flat.blocks,
-        pools,
-        rest,
-        logits,
-        jnp.asarray(ids[:, prefix:]),
-        program=program,
-    )
-    return np.asarray(losses, np.float64).mean(axis=1), float(kept), float(np.asarray(length).mean())
+    session, losses = jaxkv.Session(model, policy), []
+    cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
+    kept = cache.kept.mean()
+    for at in range(prefix, ids.shape[1]):
+        if at > prefix:
+            cache = session.extend(cache, ids[:, at - 1 : at], chunk=1, donate=True)
+        losses.append(judged(cache.logits, ids[:, at]))
+    return np.stack(losses, dtype=np.float64).mean(axis=0), float(kept), float(cache.kept.mean())
 
 
 def measure(model, policy, ids, prefix, batch):

@@ -21,15 +21,13 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.cache.bank import Traffic, committed
+from jaxkv.cache.bank import committed
 from jaxkv.engine import loop as looping
-from jaxkv.engine import staged
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.engine.program import program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
-NONE = (-2,)  # An id no token has: a run ends by its steps alone.
 ROOM = 64
 
 
@@ -52,49 +50,43 @@ def read_by(cache, policy):
 class Way:
     """One way of reading the cache."""
 
-    def __init__(self, name, flat, cache, needed, steps):
+    def __init__(self, name, model, cache, needed, steps):
         """Takes the cache's tables; its pools are passed around."""
-        self.name, self.flat, self.size = name, flat, 16 * -(-steps // 16)
-        self.draw = looping.Draw(logits=cache.logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
+        self.name, self.size, self.session = name, 16 * -(-steps // 16), jaxkv.Session(model, cache.policy)
         self.cache, self.away = cache, ()
         reading = cache.policy.parts().reading(cache.config.layers, needed.slots)
         if reading is not None and reading.offloaded:
             self.cache, self.away = banked(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
         self.own = {layer: self.cache.pools[layer] for layer in self.away}
-        self.program = program_for(flat, self.cache)
         self.cache = dataclasses.replace(self.cache, pools=())
-        self.traffic = Traffic()
+
+    def over(self, pools):
+        """The cache, with everybody's pools where it has none of its own."""
+        return dataclasses.replace(self.cache, pools=tuple(self.own.get(at, pool) for at, pool in enumerate(pools)))
 
     def run(self, pools, steps):
         """Draws and takes back; returns pools and seconds."""
-        none = jnp.asarray(NONE, jnp.int32)
-        options = {"program": self.program, "sampling": jaxkv.Greedy(), "size": self.size}
-        mine = tuple(self.own.get(layer, pool) for layer, pool in enumerate(pools))
-        running = looping.begin(dataclasses.replace(self.cache, pools=mine), program=self.program, size=self.size)
-        jax.block_until_ready((running.cache.pools, running.tails))
+        drawing = self.session.drawing(self.over(pools), new=self.size)
         begin = time.perf_counter()
-        if self.cache.bank is not None:
-            options["traffic"] = self.traffic
-            running, _, drawn, _ = staged.decode(self.flat, running, self.draw, none, steps, **options)
-        else:
-            running, _, drawn, _ = looping.decode(self.flat, running, self.draw, none, steps, **options)
-        jax.block_until_ready(running.cache.length)
-        np.asarray(drawn)
+        if steps:
+            drawing.draw(steps)
         seconds = time.perf_counter() - begin
-        after = running.cache if running.tails else looping.settle(running, program=self.program)
-        self.own = {layer: after.pools[layer] for layer in self.away}
-        back = (pool if layer in self.own else after.pools[layer] for layer, pool in enumerate(pools))
-        return tuple(back), seconds
+        # The tables are those of before: rows drawn lie behind them, where the next ones go.
+        after = drawing.close().pools
+        self.own = {layer: after[layer] for layer in self.away}
+        return tuple(pool if at in self.own else after[at] for at, pool in enumerate(pools)), seconds
 
     def bytes_accessed(self, pools):
         """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
         if self.cache.bank is not None:
             return None
-        cache = dataclasses.replace(self.cache, pools=pools)
-        running = looping.begin(cache, program=self.program, size=self.size)
-        given = looping.loop_arguments(self.flat, running, self.draw, jnp.asarray(NONE, jnp.int32), 1, jaxkv.Greedy())
-        compiled = looping._loop.lower(*given, program=self.program, size=self.size).compile()
+        flat, cache = self.session.params.flat, self.over(pools)
+        program, none = program_for(flat, cache), jnp.asarray((-2,), jnp.int32)
+        running = looping.begin(cache, program=program, size=self.size)
+        draw = looping.Draw(logits=cache.logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
+        given = looping.loop_arguments(flat, running, draw, none, 1, jaxkv.Greedy())
+        compiled = looping._loop.lower(*given, program=program, size=self.size).compile()
         return float(compiled.cost_analysis()["bytes accessed"])
 
 
@@ -111,13 +103,13 @@ def ways(budgets, filters):
 
 def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     """Milliseconds per step, ratios and bytes of every way."""
-    flat, where = model.flat, record.machine()
+    where = record.machine()
     cache, needed = cache_of(model, batch, tokens)
     policies = ways(budgets, filters)
     each = {}
     for name, policy in policies.items():
         mine = cache if name == "FullKV" else read_by(cache, policy)
-        each[name] = Way(name, flat, mine, needed, steps)
+        each[name] = Way(name, model, mine, needed, steps)
     pools, touched = cache.pools, {}
     for name, way in each.items():
         touched[name] = way.bytes_accessed(pools)
@@ -126,7 +118,7 @@ def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
             pools, _ = way.run(pools, some)
     spent = {name: [] for name in each}
     for way in each.values():
-        way.traffic.transfers = way.traffic.bytes = 0
+        way.session.drawn.transfers = way.session.drawn.bytes = 0
     for _ in range(rounds):
         for name, way in each.items():
             pools, seconds = way.run(pools, steps)
@@ -134,7 +126,7 @@ def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     out = {}
     for name, values in spent.items():
         ratios = [theirs / mine for mine, theirs in zip(values, spent["FullKV"], strict=True)]
-        traffic = each[name].traffic
+        traffic = each[name].session.drawn
         out[name] = {
             "policy": repr(policies[name]),
             "milliseconds": values,

@@ -3,7 +3,6 @@
 import gc
 import os
 import pathlib
-import tempfile
 
 import hypothesis
 import jax
@@ -24,8 +23,6 @@ _QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )
-# What one worker has compiled the other reads, and the same worker after it has let go of it: a folder of this run.
-_COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,27 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = (_DEVICES, *(_QUICK if config.option.markexpr == "not real" else ()))
     given = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in wanted if flag not in given)])
-    if hasattr(config, "workerinput"):
-        folder = config.workerinput["compiled"]
-    else:
-        config.stash[_COMPILED] = tempfile.TemporaryDirectory(prefix="jaxkv-tests-")
-        folder = config.stash[_COMPILED].name
-    # Not `enable_compilation_cache`: the library is first imported by the tests, with its annotations checked.
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node) -> None:
-    """Tells a worker of pytest-xdist's where programs lie."""
-    node.workerinput["compiled"] = node.config.stash[_COMPILED].name
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """No run reads what another one compiled: whatever a test finds, a fresh checkout finds too."""
-    if _COMPILED in config.stash:
-        config.stash[_COMPILED].cleanup()
 
 
 # An implicit float32 + bfloat16 or int + float is a bug in a library that promises a dtype.

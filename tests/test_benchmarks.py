@@ -1,12 +1,18 @@
-"""The GPU's benchmark and the search for tiles run from end to end, at tiny shapes, so that they cannot rot."""
+"""Benchmarks run from end to end, at tiny shapes, so that they cannot rot."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import running
+import tiny
+
+import jaxkv
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,3 +32,45 @@ def test_quick_run(module, tmp_path):
         assert len(results["checks"]) == 10
     else:
         assert all(results[kernel] for kernel in ("decode", "gather", "prefill"))
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a benchmark, as `python -m` in the checkout does."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+def test_loss_is_that_of_one_long_prompt(benchmark):
+    loss, model = benchmark("loss"), tiny.tiny(tiny.MODELS["gqa3"])
+    ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
+    found, before, after = loss.run(model, jaxkv.FullKV(), ids, 32)
+    prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
+    _, logits = running.prefill(model, prefixes)
+    logits = logits.astype(np.float64).reshape(2, 8, -1)
+    gathered = np.take_along_axis(logits, ids[:, 32:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found, (np.log(np.exp(logits).sum(axis=-1)) - gathered).mean(axis=1), atol=1e-4)
+    assert (before, after) == (32, 39)
+    measured = loss.measure(model, loss.POLICIES["H2O"](16), ids, 32, batch=2)
+    assert measured["rows"] == measured["rows_in_the_end"] == 16 and len(measured["losses"]) == 2
+    assert all(each["holds"] is None for each in loss.judge({"H2O": measured["losses"]}))
+
+
+def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call):
+    steps, model = benchmark("decode_step"), tiny.tiny(tiny.MODELS["gqa3"])
+    found = steps.measure(model, tiny.prompts(0, (60, 60)), budget=40, rounds=2, steps=3)
+    steps.show("tiny", found)
+    assert all(len(row["milliseconds"]) == 2 and row["rows"] == 40 for row in found["policies"].values())
+    assert "D2O-no-merging" in capsys.readouterr().out
+
+
+def test_ways_of_reading_are_measured_side_by_side(benchmark, capsys, as_users_call):
+    omnikv, config = benchmark("omnikv"), tiny.shape(layers=12, kv_heads=2, group=2, dim=8)
+    model, filters = tiny.tiny(config), (1, 5)
+    found = omnikv.measure(model, batch=2, tokens=60, budgets=[8, 16], filters=filters, rounds=2, steps=3)
+    omnikv.show("tiny", found)
+    assert len(capsys.readouterr().out.splitlines()) == 3 + len(found["ways"])
+    sent = {name: way["transfers_per_token"] for name, way in found["ways"].items()}
+    assert sent["FullKV"] == sent["OmniKV-8"] == 0 < min(sent["OmniKV-16-offloaded"], sent["BrutalOffload"])
+    prefill = omnikv.measure_prefill(model, tokens=60, filters=filters, ratios=[2], rounds=1)
+    assert all(len(way["seconds"]) == 1 for way in prefill["ways"].values())

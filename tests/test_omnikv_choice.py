@@ -14,7 +14,7 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.cache.pools import Pool
-from jaxkv.engine import sparse
+from jaxkv.engine import filters, sparse
 from jaxkv.engine.filters import Asking, Chosen, choose, rows_of
 from jaxkv.policies import EntropyLayers
 

@@ -14,10 +14,10 @@ import test_tail
 import tiny
 from policy_table import BY_NAME
 
-from jaxkv import H2O, AdaKV, Merge, attention, drawing
+from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.cache import KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import compress, evict, prefill
+from jaxkv.engine import bookkeeping, compress, drawing, evict, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
