@@ -5,8 +5,8 @@
 
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
 through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
-are of one round each, base / this checkout: above 1 this checkout is faster. Peak is what a run adds to resident memory;
-programs are what its first run compiles, or finds on disk.
+are of one round each, base / this checkout: above 1 this checkout is faster. Peak is what a run adds to resident
+memory; programs are what its first run compiles, or finds on disk.
 """
 
 import argparse
