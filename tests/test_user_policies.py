@@ -16,6 +16,7 @@ from jaxkv.policies import (
     EntropyLayers,
     Joined,
     KeyNorm,
+    LoadedReads,
     Merged,
     Merger,
     Rank,
@@ -56,6 +57,9 @@ def test_what_users_may_write():
         dataclasses.replace(spans, protect=((0, 4),))
 
 
+READS = jaxkv.OmniKV(budget=8, filter_layers=(1,)).parts().read
+
+
 @pytest.mark.parametrize(
     "parts, message",
     [
@@ -75,6 +79,9 @@ def test_what_users_may_write():
         ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
         ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
         ({"read": 3}, "read=3: give what layers read"),
+        ({"read": LoadedReads(resident_layers=1, ahead=0)}, "read=.*are whole prompts: leave the scorer out"),
+        ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
+        ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
         ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
         ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
         ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
