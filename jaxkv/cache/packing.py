@@ -44,7 +44,7 @@ def pack(
     rows: int,
     layout: Layout,
     implementation: Implementation = Implementation.XLA,
-) -> tuple[Pool, Int[Array, "B K"]]:
+) -> tuple[Pool, Int[Array, "1 B K"]]:
     """Gathers one layer's chosen rows into its pool, in the order they come.
 
     Args:
@@ -55,11 +55,12 @@ def pack(
         implementation: kernels gather in one pass.
 
     Returns:
-        The pool, and each segment's first row.
+        The pool, and each segment's first row, as those of a group of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
-    start = layout.place(length[None], rows)[0]
+    placed = layout.place(length[None], rows)
+    start = placed[0]
     segment = segment_of_row(start, rows)
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
     real = offset < jnp.take_along_axis(length, segment, axis=1)
@@ -82,7 +83,7 @@ def pack(
     if layer.positions is not None:
         pos = cells(layer.positions, -1)
     score = None if layer.score is None else cells(layer.score, 0.0)
-    return Pool(k=packed_k, v=packed_v, pos=pos, score=score), start
+    return Pool(k=packed_k, v=packed_v, pos=pos, score=score), placed
 
 
 @partial(jax.jit, donate_argnums=(0,))

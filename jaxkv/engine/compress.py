@@ -58,6 +58,7 @@ class Candidates:
     claim: Float[Array, " B"] | None = None
 
 
+@jax.jit
 def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
     """A prompt's rows, every head's alike.
 
@@ -144,7 +145,7 @@ def compress(
     for group in layout.groups(source.indices):
         masks = _masks(source, group, parts, below, due)
         below = masks[-1][:, 0] if parts.nested else None
-        kept = jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
+        kept = _counted(masks)
         total, pool = source.pool_rows(group, kept), None
         start = layout.place(kept, total, room) if layout.one_pool else None
         for at, index in enumerate(group):
@@ -154,7 +155,7 @@ def compress(
                 taus += [] if rows.tau is None else [rows.tau]
             if start is None:
                 pool, first = pack(rows, masks[at], rows=total, layout=layout, implementation=implementation)
-                starts.append(first[None])
+                starts.append(first)
             else:
                 pool = empty_pool_for(rows, total) if pool is None else pool
                 pool = pack_shared(pool, rows, masks[at], start[at])
@@ -167,6 +168,11 @@ def compress(
         starts += [] if start is None else [start]
     tau = jnp.stack(taus) if taus else None
     return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau)
+
+
+@jax.jit
+def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
+    return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
 def _masks(
