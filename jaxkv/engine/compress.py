@@ -307,7 +307,10 @@ def _merged(k, v, kept, inside, mass, tau, key, due, *, merge: Typed) -> Merged:
     found = checked_tuple(merger, "merge", merger.merge(k, v, kept, inside, mass, tau, key), Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
+    if tau is not None:
+        checked(merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]")
     if due is None:
         return found
     now = due[:, None, None, None]
-    return found._replace(k=jnp.where(now, found.k, k), v=jnp.where(now, found.v, v))
+    tau = None if tau is None else jnp.where(now[..., 0], found.tau, tau)
+    return Merged(jnp.where(now, found.k, k), jnp.where(now, found.v, v), tau)
