@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv import AdaKV, CriticalKV, Keep, Merge, Method, Policy, SnapKV
 from jaxkv.policies import (
     AdaptiveHeads,
+    Again,
     ByAge,
     CumulativeAttention,
     EntropyLayers,
@@ -26,6 +27,7 @@ from jaxkv.policies import (
 from jaxkv.policies.select import top
 
 GQA = tiny.MODELS["gqa3"]
+FEW = jaxkv.OmniKV(filter_layers=(0,)).parts().read
 pytestmark = pytest.mark.usefixtures("as_users_call")
 
 
@@ -75,6 +77,8 @@ def test_what_users_may_write():
         ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
         ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
         ({"read": 3}, "read=3: give what layers read"),
+        ({"read": FEW, "evict": ByAge()}, "after=Evict.*layers choose what they read among rows that stay"),
+        ({"read": FEW, "after": Again(every=4)}, "after=Again.*layers choose what they read among rows that stay"),
         ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
         ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
         ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),

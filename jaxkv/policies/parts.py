@@ -243,6 +243,9 @@ class Parts(Value):
             require(not self.nested, "after", after, "layers that build on one another are chosen once only")
             remedy = "rolling positions move in steps: give every=64, say"
             require(not self.rolling, "after", after, remedy)
+        if self.read is not None:
+            remedy = "layers choose what they read among rows that stay: give Append()"
+            require(isinstance(after, Append), "after", after, remedy)
         if merge is not None:
             require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
             fits = bool(merge.compares) or not isinstance(after, Evict)
