@@ -308,9 +308,9 @@ def _merged(k, v, kept, inside, mass, tau, key, due, *, merge: Typed) -> Merged:
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
     if tau is not None:
-        checked(merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]")
+        level = checked(merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]")
+        found = found._replace(tau=level if due is None else jnp.where(due[:, None, None], level, tau))
     if due is None:
         return found
     now = due[:, None, None, None]
-    tau = None if tau is None else jnp.where(now[..., 0], found.tau, tau)
-    return Merged(jnp.where(now, found.k, k), jnp.where(now, found.v, v), tau)
+    return found._replace(k=jnp.where(now, found.k, k), v=jnp.where(now, found.v, v))
