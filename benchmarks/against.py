@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +32,10 @@ def serve(dtype):
     """A worker: answers lines of JSON from the checkout that is on the path."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import jax
-
     import jaxkv
+    from jaxkv.engine.compilation import enable_compilation_cache
 
-    # Not through jaxkv's own door, which lies elsewhere in other checkouts.
-    jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "jaxkv-against"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    enable_compilation_cache()
     model = jaxkv.load("smollm2-135m-instruct", dtype, progress=False)
     policies = {"full": jaxkv.FullKV, "snapkv": jaxkv.SnapKV, "adakv": jaxkv.AdaKV, "h2o": jaxkv.H2O}
     print(json.dumps({"at": str(Path(jaxkv.__file__).parents[1])}), file=out)
