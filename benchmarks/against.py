@@ -5,7 +5,8 @@
 
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
 through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
-are of one round each, base / this checkout: above 1 this checkout is faster.
+are of one round each, base / this checkout: above 1 this checkout is faster. Peak is what a run adds to resident
+memory; programs are what its first run compiles, or finds on disk.
 """
 
 import argparse
@@ -32,15 +33,17 @@ def serve(dtype):
     """A worker: answers lines of JSON from the checkout that is on the path."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import jaxkv
-    from jaxkv.engine.compilation import enable_compilation_cache
+    sys.path.append(str(HERE))
+    from memory import reset_peak, status_bytes
 
-    enable_compilation_cache()
+    import jaxkv
+
     model = jaxkv.load("smollm2-135m-instruct", dtype, progress=False)
     policies = {"full": jaxkv.FullKV, "snapkv": jaxkv.SnapKV, "adakv": jaxkv.AdaKV, "h2o": jaxkv.H2O}
     print(json.dumps({"at": str(Path(jaxkv.__file__).parents[1])}), file=out)
     for line in sys.stdin:
         ask = json.loads(line)
+        before = status_bytes("VmRSS") if reset_peak() else None
         options = {} if ask["policy"] == "full" else {"budget": ask["budget"]}
         done = jaxkv.generate(
             model,
@@ -52,7 +55,10 @@ def serve(dtype):
         )
         stats = done.stats
         step = stats.decode_seconds / stats.decode_steps
-        print(json.dumps({"prefill": stats.prefill_seconds, "step": step, "compile": stats.compile_seconds}), file=out)
+        told = {"prefill": stats.prefill_seconds, "step": step, "compile": stats.compile_seconds}
+        told |= {"programs": stats.compiled_programs}
+        told |= {} if before is None else {"peak": status_bytes("VmHWM") - before}
+        print(json.dumps(told), file=out)
 
 
 class Worker:
@@ -61,6 +67,9 @@ class Worker:
     def __init__(self, root, dtype):
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", dtype]
         environment = {**os.environ, "PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
+        # Set here and not by either checkout: wherever its own setting lies.
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "jaxkv-against")}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.process = subprocess.Popen(command, env=environment, cwd=root, **pipes)
         found = json.loads(self.process.stdout.readline())["at"]
@@ -80,14 +89,15 @@ class Worker:
 
 def measure(workers, request, rounds):
     """Medians of both, and the rounds' ratios."""
-    for worker in workers.values():
-        worker.ask(request)  # compiles
+    programs = {name: worker.ask(request)["programs"] for name, worker in workers.items()}
     runs = {name: [] for name in workers}
     for index in range(rounds):
         for name in sorted(workers, reverse=bool(index % 2)):
             runs[name].append(workers[name].ask(request))
-    cell = dict(request)
-    for what in ("prefill", "step"):
+    cell = dict(request) | {"programs": programs}
+    for what in ("prefill", "step", "peak"):
+        if what not in runs["ours"][0]:
+            continue
         base, ours = ([run[what] for run in runs[name]] for name in ("base", "ours"))
         ratios = [a / b for a, b in zip(base, ours, strict=True)]
         cell[what] = {
@@ -134,7 +144,10 @@ def main():
                 f"{cell[what]['ratio']:.3f} ({cell[what]['least']:.3f}-{cell[what]['most']:.3f})"
                 for what in ("prefill", "step")
             )
-            print(f"{dtype:8} {policy:7} {figures}", flush=True)
+            if "peak" in cell:
+                figures += f"  peak {cell['peak']['base'] / 1e6:.1f} -> {cell['peak']['ours'] / 1e6:.1f} MB"
+            programs = " -> ".join(str(cell["programs"][name]) for name in ("base", "ours"))
+            print(f"{dtype:8} {policy:7} {figures}  programs {programs}", flush=True)
         for worker in workers.values():
             worker.stop()
     return None

@@ -155,7 +155,7 @@ def test_template_is_sandboxed_and_has_the_usual_helpers():
 
 
 def open_folder(folder):
-    return Checkpoint(path=folder, config={}, names=frozenset(), tokenizer_spec=folder, stream=lambda: iter(()))
+    return Checkpoint(path=folder, config={}, stored={}, tokenizer_spec=folder)
 
 
 def test_folder(tmp_path):
@@ -179,7 +179,7 @@ def test_folder(tmp_path):
 
 
 def test_folder_without_tokenizer(tmp_path):
-    checkpoint = Checkpoint(path=tmp_path, config={}, names=frozenset(), tokenizer_spec=None, stream=lambda: iter(()))
+    checkpoint = Checkpoint(path=tmp_path, config={}, stored={}, tokenizer_spec=None)
     assert Text.from_checkpoint(checkpoint) is None
 
 
@@ -286,7 +286,7 @@ def sentencepiece():
 
 def test_sentencepiece():
     spec = sentencepiece()
-    checkpoint = Checkpoint(path=Path("x"), config={}, names=frozenset(), tokenizer_spec=spec, stream=lambda: iter(()))
+    checkpoint = Checkpoint(path=Path("x"), config={}, stored={}, tokenizer_spec=spec)
     text = Text.from_checkpoint(checkpoint)
     ids = text.encode("the cat 🙂", bos=True)
     emoji = [f"<0x{byte:02X}>" for byte in "🙂".encode()]

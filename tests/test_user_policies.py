@@ -11,12 +11,12 @@ import jaxkv
 from jaxkv import AdaKV, CriticalKV, Keep, Merge, Method, Policy, SnapKV
 from jaxkv.policies import (
     AdaptiveHeads,
-    Again,
     ByAge,
     CumulativeAttention,
     EntropyLayers,
     Joined,
     KeyNorm,
+    LoadedReads,
     Merged,
     Merger,
     Rank,
@@ -27,7 +27,6 @@ from jaxkv.policies import (
 from jaxkv.policies.select import top
 
 GQA = tiny.MODELS["gqa3"]
-FEW = jaxkv.OmniKV(filter_layers=(0,)).parts().read
 pytestmark = pytest.mark.usefixtures("as_users_call")
 
 
@@ -58,6 +57,9 @@ def test_what_users_may_write():
         dataclasses.replace(spans, protect=((0, 4),))
 
 
+READS = jaxkv.OmniKV(budget=8, filter_layers=(1,)).parts().read
+
+
 @pytest.mark.parametrize(
     "parts, message",
     [
@@ -77,8 +79,9 @@ def test_what_users_may_write():
         ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
         ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
         ({"read": 3}, "read=3: give what layers read"),
-        ({"read": FEW, "evict": ByAge()}, "after=Evict.*layers choose what they read among rows that stay"),
-        ({"read": FEW, "after": Again(every=4)}, "after=Again.*layers choose what they read among rows that stay"),
+        ({"read": LoadedReads(resident_layers=1, ahead=0)}, "read=.*are whole prompts: leave the scorer out"),
+        ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
+        ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
         ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
         ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
         ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),

@@ -91,7 +91,8 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
 
 
 def _is_frozen(cls: Any) -> bool:
-    return dataclasses.is_dataclass(cls) and getattr(cls, "__dataclass_params__").frozen  # noqa: B009
+    made = getattr(cls, "__dataclass_params__", None)
+    return made is not None and made.frozen
 
 
 def _inside(name: str, part: object) -> str:

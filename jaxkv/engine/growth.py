@@ -8,7 +8,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv.cache import KVCache, repack
 from jaxkv.engine.plan import bucket
-from jaxkv.engine.recompress import again, beyond, due
+from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
 
@@ -97,7 +97,7 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     grown = int(length.max()) if parts.evicts else int(beyond(cache).max())
     wanted = room_for(parts, grow_by, new, grown=grown)
     if due(cache).any():
-        return again(flat, cache, key=key, room=wanted)
+        return recompress(flat, cache, key=key, room=wanted)
     if (cache.free() >= wanted).all():
         return cache
     return repack(cache, room=np.where(cache.free() >= wanted, 0, wanted), release=True)

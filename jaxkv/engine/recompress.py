@@ -135,7 +135,7 @@ class _Held(Source):
         )
 
 
-def again(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.ndarray, " L"] = 0) -> KVCache:
+def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.ndarray, " L"] = 0) -> KVCache:
     """Compresses the sequences that are due; the others stay as they are, moved into the new buffers.
 
     Args:

@@ -24,7 +24,7 @@ from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, make_room
 from jaxkv.engine.plan import Plan, available_bytes, bucket, check_bytes, check_memory, plan
 from jaxkv.engine.program import program_for
-from jaxkv.engine.recompress import again, beyond, due
+from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -323,7 +323,7 @@ class Session:
         if not due(cache).any():
             return cache
         with self.clocks.decode:
-            return jax.block_until_ready(again(self.params.flat, cache, key=self.key, room=room))
+            return jax.block_until_ready(recompress(self.params.flat, cache, key=self.key, room=room))
 
     def _encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
         if isinstance(ids, Encoded):

@@ -234,6 +234,12 @@ class Parts(Value):
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
         one_set = shares_positions(self.heads)
         require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
+        read = self.read
+        if read is not None and scorer is not None:
+            remedy = "rows that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
+            require(not read.whole_prompts, "read", read, remedy)
+            require(isinstance(after, Append), "read", read, "tokens are chosen of a prompt that stays: use Append()")
+            require(not self.rolling, "read", read, "positions within the cache change: leave rolling positions out")
         keeps = "this policy keeps everything: leave it out"
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)
@@ -243,9 +249,6 @@ class Parts(Value):
             require(not self.nested, "after", after, "layers that build on one another are chosen once only")
             remedy = "rolling positions move in steps: give every=64, say"
             require(not self.rolling, "after", after, remedy)
-        if self.read is not None:
-            remedy = "layers choose what they read among rows that stay: give Append()"
-            require(isinstance(after, Append), "after", after, remedy)
         if merge is not None:
             require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
             fits = bool(merge.compares) or not isinstance(after, Evict)

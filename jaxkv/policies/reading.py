@@ -118,6 +118,10 @@ class Reads(Protocol):
     def by_chunks(self) -> bool:
         """Whether prompts run through the model chunk by chunk."""
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether it takes prompts of which every row is kept, as they wait in host memory or come in chunks."""
+
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
         """Tokens of each prompt that a layer reads which does not read everything."""
 
@@ -200,6 +204,11 @@ class FilteredReads(Value):
     def by_chunks(self) -> bool:
         """With a `prefill_ratio`."""
         return self.prefill_ratio is not None
+
+    @property
+    def whole_prompts(self) -> bool:
+        """With either of both."""
+        return self.offload or self.by_chunks
 
     def described(self) -> str:
         """How many tokens are read, who chooses them, and where the others wait."""
@@ -292,6 +301,7 @@ class LoadedReads(Value):
 
     queries = 0
     by_chunks = False
+    whole_prompts = True
 
     def __post_init__(self) -> None:
         for name, least in (("resident_layers", 1), ("ahead", 0)):
