@@ -182,7 +182,7 @@ def test_policies_that_no_text_says(tmp_path):
     with pytest.raises(ValueError, match=r"policy\.scorer\.how='builtin_function_or_method': what can be saved is"):
         cache.save(tmp_path / "cache")
     # Numbers in arrays would come back as nothing at all.
-    policy = Policy(budget=20, scorer=Learned(weight=np.ones(40, np.float32)))
+    policy = Policy(budget=20, scorer=Learned(weight=np.ones(512, np.float32)))
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy)
     with pytest.raises(ValueError, match=r"policy\.scorer\.weight='ndarray': what can be saved is numbers, text"):
         cache.save(tmp_path / "cache")
