@@ -244,6 +244,8 @@ def write_folder(folder: Path, kind: str, said: Mapping[str, Any], arrays: Mappi
     require(
         not os.path.lexists(folder), "path", folder, "something is there already: choose another folder, or remove it"
     )
+    remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
+    require(not folder.name.endswith(UNFINISHED), "path", folder, remedy)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Beside it, so that the last step is a rename; who finds it half-written knows it by its name.

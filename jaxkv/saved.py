@@ -67,7 +67,7 @@ def _policy(said: Any, given: Any) -> Method:
                 f"policy={type(given).__name__}: give the policy that compressed the cache, or leave it out"
             )
         remedy = "another one compressed the cache: leave it out, or give that one"
-        require(encode(given, {}, "policy") == said, "policy", given, remedy)
+        require(encode(given, None, "policy") == said, "policy", given, remedy)
         return given
     try:
         policy = decode(said, lambda name: None)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -25,7 +26,7 @@ from jaxkv import (
 )
 from jaxkv.cache import repack
 from jaxkv.engine.recompress import beyond, due
-from jaxkv.policies import EntropyLayers, UniformLayers
+from jaxkv.policies import EntropyLayers, KeyNorm, Merged, Merger, UniformLayers
 
 GQA = tiny.MODELS["gqa3"]
 ROWS, EVERY = 24, 8
@@ -134,6 +135,25 @@ def test_choosing_again_is_choosing_at_once(name):
 def test_a_question_is_cut_back_as_a_prompt_would_be(name):
     policy = EVICTING[name]
     check_chooses_again(policy, 40, policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Merger):
+    """Its threshold counts how often it was asked."""
+
+    thresholds = 1
+
+    def merge(self, k, v, kept, inside, mass, tau, key):
+        return Merged(k, v, jnp.where(jnp.isneginf(tau), jnp.float32(1), tau + jnp.float32(1)))
+
+
+def test_a_merger_learns_nothing_of_sequences_that_are_not_due():
+    policy = jaxkv.Policy(budget=12, scorer=KeyNorm(), merge=Counting(), every=5)
+    session = jaxkv.Session(tiny.tiny(GQA), policy)
+    grown = session.extend(session.prefill(tiny.prompts(5, (40, 4))), tiny.prompts(6, (5, 5)))
+    assert due(grown).tolist() == [True, False]
+    tau = np.asarray(session.compress_again(grown).state.tau)
+    assert (tau[:, 0] == 2).all() and (tau[:, 1] == 1).all()
 
 
 @pytest.mark.parametrize("name", ("snapkv-sinks", "adakv-merge", "pyramidkv", "streaming-rolling", "h2o", "d2o"))

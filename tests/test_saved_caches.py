@@ -50,6 +50,16 @@ class Late(Scorer):
         return jnp.broadcast_to(self.weight * position, seen.k.shape[:3])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Learned(Scorer):
+    """A user's scorer with a weight for each position."""
+
+    weight: np.ndarray
+
+    def observe(self, seen):
+        return jnp.broadcast_to(jnp.asarray(self.weight)[: seen.k.shape[2]], seen.k.shape[:3])
+
+
 def assert_same(cache, other):
     """Bit by bit, and everything that is no array."""
     mine, theirs = jax.tree.flatten(cache), jax.tree.flatten(other)
@@ -171,6 +181,11 @@ def test_policies_that_no_text_says(tmp_path):
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=Policy(budget=20, scorer=Odd()))
     with pytest.raises(ValueError, match=r"policy\.scorer\.how='builtin_function_or_method': what can be saved is"):
         cache.save(tmp_path / "cache")
+    # Numbers in arrays would come back as nothing at all.
+    policy = Policy(budget=20, scorer=Learned(weight=np.ones(512, np.float32)))
+    cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy)
+    with pytest.raises(ValueError, match=r"policy\.scorer\.weight='ndarray': what can be saved is numbers, text"):
+        cache.save(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
 
@@ -217,6 +232,8 @@ def test_places_that_are_taken(tmp_path):
             cache.save(taken)
     with pytest.raises(ValueError, match="path=.*no folder can be made there"):
         cache.save(tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match=r"path=.*\.partial is for unfinished ones: leave it out"):
+        cache.save(tmp_path / "mine.partial")
     assert_same(jaxkv.load_cache(path), cache)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "file"]
     cache.save(tmp_path / "new" / "folder")

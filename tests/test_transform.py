@@ -78,6 +78,20 @@ def test_keeps_what_prefill_keeps(row, budget, layers):
             np.testing.assert_allclose(mine, its, atol=2e-5)
     np.testing.assert_array_equal(rows.seen, np.broadcast_to(LENGTHS, rows.seen.shape))
     assert all((np.asarray(rows.free(layer)) >= 3).all() for layer in range(GQA.layers))
+    # The first sequence without a token: it keeps none, and the other one knows nothing of it.
+    length = jnp.asarray([0, LENGTHS[1]])
+    none = kept(jaxkv.compress_layers(k, v, queries=q, length=length, policy=policy, room=3))
+    assert not any(head for layer in none for head in layer[0])
+    assert [layer[1] for layer in none] == [layer[1] for layer in kept(rows)]
+
+
+def test_published_sizes_of_no_tokens(layers):
+    k, v, q = layers
+    policy, both = jaxkv.D2O(budget=20, mode="prefill", official=True), []
+    for lengths in (LENGTHS, (0, LENGTHS[1])):
+        both.append(kept(jaxkv.compress_layers(k, v, queries=q, length=jnp.asarray(lengths), policy=policy)))
+    assert not any(head for layer in both[1] for head in layer[0])
+    assert [layer[1] for layer in both[1]] == [layer[1] for layer in both[0]]
     parts = policy.parts()
     if parts.layout.one_pool or parts.nested:
         return

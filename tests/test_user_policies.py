@@ -249,6 +249,12 @@ class Strange(Merger):
         return Joined(goes, None, None, tau) if self.one is None else self.one(goes, dropped)
 
 
+class Telling(Strange):
+    """One with a threshold."""
+
+    thresholds = 1
+
+
 def twice(self, index, cosine, dropped, nearest, goes, tau):
     return Joined(goes, None, nearest.v + 1, tau)
 
@@ -274,6 +280,12 @@ def evicting(rank, merge=None):
             Odd(),
             Strange(one=lambda goes, row: Joined(goes, row.k[0], None, None)),
             r"Strange\.merge_one\.k=float32\[2, 8",
+        ),
+        (Odd(), Telling(all=lambda k, v: Merged(k, v, None)), r"Telling\.merge\.tau=NoneType: give one float32"),
+        (
+            Odd(),
+            Telling(one=lambda goes, row: Joined(goes, None, None, None)),
+            r"Telling\.merge_one\.tau=NoneType: give one float32 for each threshold",
         ),
         (
             Odd(),

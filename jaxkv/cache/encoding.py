@@ -19,12 +19,12 @@ class UnknownClass(ValueError):
     """A value of a class that this process does not have."""
 
 
-def encode(value: Any, arrays: dict[str, np.ndarray], name: str = "") -> Any:
+def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> Any:
     """Says what a value is made of.
 
     Args:
         value: a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses.
-        arrays: takes the arrays, by where they lie in the value.
+        arrays: takes the arrays, by where they lie in the value; None refuses them.
         name: where the value lies in a larger one.
 
     Returns:
@@ -37,14 +37,15 @@ def encode(value: Any, arrays: dict[str, np.ndarray], name: str = "") -> Any:
         return value
     if type(value) is tuple:
         return [encode(each, arrays, _inside(name, index)) for index, each in enumerate(value)]
-    if isinstance(value, (jax.Array, np.ndarray)):
+    if isinstance(value, (jax.Array, np.ndarray)) and arrays is not None:
         arrays[name] = np.asarray(value)
         return {"array": name}
     if isinstance(value, type):
         return {"type": _path(value)}
     if isinstance(value, enum.Enum):
         return {"enum": _path(type(value)), "member": value.name}
-    remedy = "what can be saved is numbers, text, tuples, enums, arrays and frozen dataclasses of them"
+    kinds = "numbers, text, tuples, enums" + (" and" if arrays is None else ", arrays and")
+    remedy = f"what can be saved is {kinds} frozen dataclasses of them"
     require(_is_frozen(type(value)), name or "value", type(value).__name__, remedy)
     fields = [field.name for field in dataclasses.fields(value) if field.init]
     return {

@@ -151,7 +151,7 @@ class KVCache:
         arrays: dict[str, np.ndarray] = {}
         cache = encode(dataclasses.replace(self, policy=None), arrays)
         write_folder(
-            Path(path).expanduser(), CACHE, {"policy": encode(self.policy, {}, "policy"), "cache": cache}, arrays
+            Path(path).expanduser(), CACHE, {"policy": encode(self.policy, None, "policy"), "cache": cache}, arrays
         )
 
     @property

@@ -313,6 +313,9 @@ def _merged(k, v, kept, inside, mass, tau, key, due, *, merge: Typed) -> Merged:
     found = checked_tuple(merger, "merge", merger.merge(k, v, kept, inside, mass, tau, key), Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
+    if tau is not None:
+        level = checked(merger, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]")
+        found = found._replace(tau=level if due is None else jnp.where(due[:, None, None], level, tau))
     if due is None:
         return found
     now = due[:, None, None, None]

@@ -86,14 +86,16 @@ def weakest(
     return at, at >= 0, second
 
 
-def _as_joined(merge: Merger, found: Joined, shape: tuple[int, ...], heads: int, dim: int) -> Joined:
+def _as_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None) -> Joined:
     """What a merger says of single rows, checked."""
     checked_tuple(merge, "merge_one", found, Joined)
-    by_layer = (shape[0] * shape[1] // heads, heads)
+    by_layer = dropped.k.shape[:2]
     checked(merge, "merge_one.joins", found.joins, by_layer, "kv head, [N, K]", jnp.bool_)
     for name, new in (("k", found.k), ("v", found.v)):
         if new is not None:
-            checked(merge, f"merge_one.{name}", new, (*by_layer, dim), "number of a row, [N, K, D]")
+            checked(merge, f"merge_one.{name}", new, dropped.k.shape, "number of a row, [N, K, D]")
+    if tau is not None:
+        checked(merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]")
     return found
 
 
@@ -173,6 +175,7 @@ def _merging_dropped(
     by_layer = lambda a: a.reshape(-1, heads, *a.shape[2:])  # noqa: E731
     over, tau, newest, merged = writes
     dropped = rows_of(jnp.maximum(victim, 0))
+    tau = None if tau is None else by_layer(tau)
     for index, metric in enumerate(merge.compares):
         by_key, one = metric == "k", getattr(dropped, metric)
         if by_key and products is not None:
@@ -183,16 +186,10 @@ def _merging_dropped(
             cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, walk=walk, norm=norm)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
-        found = merge.merge_one(
-            index,
-            by_layer(cosine),
-            Row(*map(by_layer, dropped)),
-            Row(*map(by_layer, rows_of(target))),
-            by_layer(over),
-            None if tau is None else by_layer(tau),
-        )
-        found = _as_joined(merge, found, target.shape, heads, dropped.k.shape[-1])
-        tau = None if tau is None or found.tau is None else found.tau.reshape(tau.shape)
+        one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, rows_of(target)))
+        found = merge.merge_one(index, by_layer(cosine), one_of, near, by_layer(over), tau)
+        found = _as_joined(merge, found, one_of, tau)
+        tau = None if tau is None else found.tau
         joins = found.joins.reshape(over.shape) & over
         for name, new in (("k", found.k), ("v", found.v)):
             if new is None:
@@ -204,6 +201,7 @@ def _merging_dropped(
             takes_in = (joins & (target == last))[..., None]
             newest = newest | {name: jnp.where(takes_in, joined, newest[name])}
             merged = merged | {name: (jnp.where(joins & (target != last), target, jnp.int32(pool.rows)), joined)}
+    tau = None if tau is None else tau.reshape(*over.shape, -1)
     return _Writes(over, tau, newest, merged)
 
 

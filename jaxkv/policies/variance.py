@@ -197,7 +197,7 @@ class OfficialVarianceLayers(VarianceLayers):
     def sizes(self, budget: int, length: int, stat: np.ndarray) -> Int[np.ndarray, "2 L"]:
         """Rows chosen by score, and most recent rows, of each layer; together the prompt where nothing is dropped."""
         layers = len(stat)
-        rho = budget / length
+        rho = budget / max(1, length)
         claims = np.exp(-(stat - stat.min()))
         ratio = np.clip(claims / claims.sum() * layers * rho, 0.01, 1.0)
         recent = ((length + 1) * (ratio * self.recent_share)).astype(np.int64)
