@@ -26,7 +26,7 @@ from jaxkv import (
 )
 from jaxkv.cache import repack
 from jaxkv.engine.recompress import beyond, due
-from jaxkv.policies import EntropyLayers, KeyNorm, Merged, Merger, UniformLayers
+from jaxkv.policies import EntropyLayers, KeyNorm, LinearLayers, Merged, Merger, UniformLayers
 
 GQA = tiny.MODELS["gqa3"]
 ROWS, EVERY = 24, 8
@@ -135,6 +135,18 @@ def test_choosing_again_is_choosing_at_once(name):
 def test_a_question_is_cut_back_as_a_prompt_would_be(name):
     policy = EVICTING[name]
     check_chooses_again(policy, 40, policy)
+
+
+def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
+    """Half of the budget is more than a schedule gives its top layers."""
+    keep = jaxkv.Keep(recent=0.5)
+    policy = jaxkv.Policy(budget=16, scorer=KeyNorm(), keep=keep, layers=LinearLayers(), every=4)
+    session = jaxkv.Session(tiny.tiny(GQA), policy)
+    cache, _ = session.draw(session.prefill(tiny.prompts(5, (40, 3)), new=30), 30)
+    grown = session.extend(cache, tiny.prompts(6, (4, 4)))
+    after = session.compress_again(grown)
+    assert due(grown).all() and not due(after).any()
+    assert (after.kept.sum(axis=(0, 2)) == 16 * GQA.layers * GQA.kv_heads).all()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,10 @@ class _Held(Source):
         assert parts.scorer is not None and parts.ongoing is not None
         self.flat, self.cache, self.key, self.room = flat, cache, key, room
         self.indices, self.wants = range(len(room)), _rows(parts, cache)
+        assert cache.state is not None
+        forced = parts.keep.counts(np.asarray(cache.seen), np.asarray(cache.state.prompt))
+        # What those that stay anyway leave of each layer's rows.
+        self.left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
         self.static = _Static(
             graphs=flat.graphs,
             ongoing=parts.ongoing,
@@ -104,7 +108,9 @@ class _Held(Source):
         """What the policy says of the text so far."""
         assert self.cache.state is not None
         of = slice(group[0], group[-1] + 1)
-        return jnp.asarray(self.wants[of], jnp.int32), self.cache.state.recent[of]
+        rows = jnp.asarray(self.wants[of], jnp.int32)
+        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
+        return rows, jnp.minimum(self.cache.state.recent[of], jnp.asarray(self.left[of], jnp.int32))
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """What is wanted, or where sequences hold more that are not due a size that repeats."""
