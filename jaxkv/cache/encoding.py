@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv._errors import require
 
-_PUBLIC = ("jaxkv", "jaxkv.policies")
+_PUBLIC = ("jaxkv", "jaxkv.policies", "jaxkv.cache")
 _PLAIN = (bool, int, float, str, type(None))
 
 
