@@ -1,0 +1,161 @@
+"""Parameters on a mesh: each device's part of every tensor, and no more of it read."""
+
+import collections
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from orbax_cases import MODELS, ROOT, SOURCE, assert_same
+from test_checkpoints import write_gguf
+
+import jaxkv
+from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint, orbax_files
+from jaxkv.loading import fill
+from jaxkv.models.decoder import Decoder
+from jaxkv.sharding import model_mesh, spec_of
+
+
+def mesh_of(data, model):
+    return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
+
+
+@pytest.mark.parametrize("data, model", [(1, 1), (1, 2), (2, 4), (1, 8), (4, 2)])
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_parameters_on_a_mesh(tmp_path, data, model, kind):
+    source = MODELS / "llama_gqa8"  # two kv heads of eight query heads
+    loaded = jaxkv.load(source if kind == "safetensors" else convert(source, tmp_path / "m"), mesh=mesh_of(data, model))
+    plain = jaxkv.load(source)
+    assert_same(loaded, plain)
+    kv = min(2, model)
+    block = loaded.decoder.blocks[0]
+    assert block.attention.q.get_value().sharding.shard_shape((2, 8, 8, 48)) == (2 // kv, 8 * kv // model, 8, 48)
+    down, norm = block.mlp.down.get_value(), block.mlp_norm.scale.get_value()
+    assert down.sharding.shard_shape(down.shape) == (48, 64 // model)
+    assert norm.sharding.is_fully_replicated
+    assert dict(down.sharding.mesh.shape) == {"data": data, "kv": kv, "rep": model // kv}
+    assert set(down.sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+@pytest.mark.parametrize("name, model", [("llama_bias", 2), ("qwen2", 2), ("qwen3", 2), ("llama_mqa", 4)])
+def test_families_on_a_mesh(name, model):
+    assert_same(jaxkv.load(MODELS / name, "bfloat16", mesh=mesh_of(2, model)), jaxkv.load(MODELS / name, "bfloat16"))
+
+
+def test_a_gguf_on_a_mesh(tmp_path):
+    """Rows of interleaved heads, and quantised blocks that run through what is split."""
+    source = write_gguf(tmp_path / "m.gguf")
+    assert_same(jaxkv.load(source, mesh=mesh_of(1, 2)), jaxkv.load(source))
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors", "orbax"])
+def test_any_part_of_any_tensor(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(orbax_files, "_CHUNK_BYTES", 1000)  # so that parts run through several
+    source = write_gguf(tmp_path / "m.gguf") if kind == "gguf" else SOURCE
+    checkpoint = open_checkpoint(convert(source, tmp_path / "model") if kind == "orbax" else source)
+    rng = np.random.default_rng(3)
+    for name, tensor in checkpoint.stored.items():
+        whole = tensor.read(())
+        assert whole.shape == tensor.shape and whole.dtype == tensor.dtype
+        for _ in range(6):
+            ends = [sorted(rng.choice(size + 1, 2, replace=False).tolist()) for size in tensor.shape]
+            index = tuple(slice(*pair) for pair in ends)[: rng.integers(1, len(ends) + 1)]
+            np.testing.assert_array_equal(tensor.read(index), whole[index], err_msg=f"{name} {index}")
+
+
+def test_a_process_reads_its_own_slices_once():
+    """No split tensor is read whole, and devices with the same part share what was read."""
+    checkpoint = open_checkpoint(MODELS / "llama_gqa8")
+    reads, largest = collections.Counter(), collections.Counter()
+
+    def counted(name, tensor):
+        def read(index):
+            array = tensor.read(index)
+            reads[name] += array.size
+            largest[name] = max(largest[name], array.size)
+            return array
+
+        return StoredTensor(shape=tensor.shape, dtype=tensor.dtype, read=read)
+
+    stored = {name: counted(name, tensor) for name, tensor in checkpoint.stored.items()}
+    config = jaxkv.ModelConfig.from_hf(checkpoint.config)
+    decoder = Decoder(config)
+    fill(decoder, dataclasses.replace(checkpoint, stored=stored), model_mesh(mesh_of(2, 4), config))
+    assert reads == {name: int(np.prod(tensor.shape)) for name, tensor in stored.items()}
+    whole = {name for name, tensor in stored.items() if largest[name] == np.prod(tensor.shape)}
+    assert whole == {name for name in stored if "norm" in name}
+    assert spec_of("blocks.0.attention.out") == jax.sharding.PartitionSpec(None, ("kv", "rep"))
+
+
+_PROCESS = """
+import dataclasses, json, sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank, port, source = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+import jaxkv
+from jaxkv import checkpoints, loading
+
+read = {}
+
+def opened(path):
+    found = checkpoints.open_checkpoint(path)
+    def counted(name, tensor):
+        def part(index):
+            array = tensor.read(index)
+            read[name] = read.get(name, 0) + array.size
+            return array
+        return checkpoints.StoredTensor(shape=tensor.shape, dtype=tensor.dtype, read=part)
+    stored = {name: counted(name, tensor) for name, tensor in found.stored.items()}
+    return dataclasses.replace(found, stored=stored)
+
+loading.open_checkpoint = opened
+model = jaxkv.load(source, mesh=jax.make_mesh((1, 2), ("data", "model")))
+print(json.dumps([model.fingerprint, read]))
+jax.distributed.shutdown()
+"""
+
+
+def test_two_processes_read_half_each(tmp_path):
+    script = tmp_path / "process.py"
+    script.write_text(_PROCESS)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, str(script)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(port), str(SOURCE)], env=environment, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    expected = jaxkv.load(SOURCE).fingerprint
+    sizes = {name: int(np.prod(tensor.shape)) for name, tensor in open_checkpoint(SOURCE).stored.items()}
+    for process in processes:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        fingerprint, read = json.loads(out.splitlines()[-1])  # behind what gloo says
+        assert fingerprint == expected
+        assert read == {name: size if "norm" in name else size // 2 for name, size in sizes.items()}
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_meshes_that_do_not_fit():
+    with pytest.raises(TypeError, match=r"mesh=tuple: give jax\.make_mesh"):
+        jaxkv.load(SOURCE, mesh=(2, 4))
+    for axes in (("data", "tensor"), ("x", "y")):
+        with pytest.raises(ValueError, match="mesh=.*give a mesh with the axes 'data' and 'model'"):
+            jaxkv.load(SOURCE, mesh=jax.make_mesh((2, 4), axes))
+    # Two kv heads of three query heads: four devices would cut a group.
+    with pytest.raises(
+        ValueError, match=r"mesh\.model=4: it does not divide kv_heads=2, heads=6.*give one of \[1, 2\]"
+    ):
+        jaxkv.load(SOURCE, mesh=mesh_of(2, 4))
+    # Six kv heads on four devices: each would have three of them with half of their queries.
+    config = dataclasses.replace(jaxkv.load(SOURCE).config, heads=24, kv_heads=6)
+    with pytest.raises(ValueError, match=r"give one of \[1, 2\]"):
+        model_mesh(mesh_of(1, 4), config)
