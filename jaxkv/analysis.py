@@ -128,6 +128,7 @@ def similarity(
     require(several, "texts", texts, "give a list of one or more texts")
     require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
     require(queries >= 1, "queries", queries, "give at least 1 query")
+    require(params.axes is None, "params", "on a mesh", "not on a mesh yet: give the model without one")
     flat, most = params.flat, params.config.max_positions
     total, lengths = np.zeros((params.config.layers,) * 2), []
     for text in texts:

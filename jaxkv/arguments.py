@@ -12,6 +12,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
+from jaxkv.axes import host, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import plan
@@ -23,20 +24,22 @@ from jaxkv.sampling import Greedy, Sampling
 _SEEDS = 2**32
 
 
-def as_model(params: Any) -> LanguageModel:
+def as_model(params: Any, mesh: Any = None) -> LanguageModel:
     """The model, or an error that says how to get one.
 
     Args:
         params: what was given.
+        mesh: where it is to run; None for where it lies.
 
     Returns:
-        The same.
+        The same; or the same on the mesh.
 
     Raises:
-        TypeError: for anything but a `LanguageModel`.
+        TypeError: for anything but a `LanguageModel`, and for a mesh that is none.
+        ValueError: for a mesh whose axes are others, or do not divide the model.
     """
     if isinstance(params, LanguageModel):
-        return params
+        return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
     raise TypeError(f"params={given}: give what jaxkv.load returns: params = jaxkv.load('smollm2-135m-instruct')")
 
@@ -66,7 +69,7 @@ def as_cache(cache: Any) -> KVCache | None:
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
         return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
     bank = None if cache.bank is None else cache.bank.put_back()
-    device = jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None))
+    device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
@@ -227,6 +230,8 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
     require(policy is None or policy == cache.policy, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
     require(ours, "cache", cache.model, f"it was made by another model than {params.name!r}: prefill with this one")
+    theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
+    require(theirs == mine, "cache", theirs, f"the model lies on {mine}: prefill with this one")
 
 
 def require_fits(
@@ -248,7 +253,7 @@ def require_fits(
     if cache is not None:
         remedy = f"the cache holds {cache.batch}: give as many, or 1 cache"
         require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
-        seen = np.asarray(cache.seen)
+        seen = host(cache.seen)
     if policy.parts().rolling:
         return _require_places(config, policy, lengths, new, cache)
     total = int((seen + lengths).max()) + new
@@ -265,7 +270,7 @@ def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, ne
         now, target = int(needed.rows.max()), int(parts.may_hold(lengths, needed.budget).max())
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
-        target = int(np.asarray(cache.limit).max())
+        target = int(host(cache.limit).max())
     remedy = f"the model was made for {limit} at a time: shorten the prompt"
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
     every = parts.every

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Literal, TypedDict, Unpack, overload
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from jaxkv import arguments
@@ -30,6 +31,7 @@ def prefill(
     policy: Method | type[Method] | str | None = None,
     raw: bool = False,
     key: PRNGKeyArray | int | None = None,
+    mesh: Mesh | None = None,
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
@@ -43,6 +45,7 @@ def prefill(
         policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
         raw: the text is plain text, not a user's message.
         key: random key or seed, for policies that draw.
+        mesh: devices with the axes "data" and "model" to run on: the model is moved there once. By default where it is.
         implementation: what computes attention; by default the fastest one here.
         progress: a bar on stderr; by default where stderr is a terminal.
 
@@ -54,7 +57,7 @@ def prefill(
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    params, raw, key = arguments.as_model(params), arguments.as_flag("raw", raw), arguments.as_key(key)
+    params, raw, key = arguments.as_model(params, mesh), arguments.as_flag("raw", raw), arguments.as_key(key)
     progress = arguments.as_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
@@ -77,6 +80,7 @@ class _Options(TypedDict, total=False):
     stop_at_eos: bool
     key: PRNGKeyArray | int | None
     raw: bool
+    mesh: Mesh | None
     implementation: Implementation | str | None
     progress: bool | None
 
@@ -107,6 +111,7 @@ def generate(
     key: PRNGKeyArray | int | None = None,
     raw: bool = False,
     stream: bool = False,
+    mesh: Mesh | None = None,
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Generation | Stream:
@@ -126,6 +131,7 @@ def generate(
         key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
         raw: the text is plain text, not a user's message.
         stream: return a `Stream` that yields text as it comes.
+        mesh: devices with the axes "data" and "model" to run on: the model is moved there once. By default where it is.
         implementation: what computes attention; by default the fastest one here. `stats.attention` says what ran.
         progress: bars on stderr; by default where stderr is a terminal.
 
@@ -138,7 +144,7 @@ def generate(
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
-    params, cache = arguments.as_model(params), arguments.as_cache(cache)
+    params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
     max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
     sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
     raw, stream, stop_at_eos = (

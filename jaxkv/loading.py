@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
+from jaxkv.axes import Axes
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
@@ -77,6 +78,38 @@ class LanguageModel(nnx.Module):
     def config(self) -> ModelConfig:
         """What the decoder is made of: sizes, switches and special ids, as its checkpoint gave them."""
         return self.decoder.config
+
+    @property
+    def axes(self) -> Axes | None:
+        """Of the mesh that the parameters lie on; None where they lie on one device."""
+        return Axes.of(self.decoder.embedding.get_value())
+
+    def on(self, mesh: Mesh) -> "LanguageModel":
+        """The same model with its parameters on a mesh, moved there at the first call.
+
+        Args:
+            mesh: devices with the axes "data" and "model".
+
+        Returns:
+            A model that shares nothing but the tokenizer; this one, if it lies there already.
+
+        Raises:
+            TypeError: for a mesh that is none.
+            ValueError: for a mesh whose axes are others, or do not divide the model.
+        """
+        axes = Axes(mesh=model_mesh(mesh, self.config))
+        if axes == self.axes:
+            return self
+        # With the parameters taken apart: a new model where one of them has been replaced.
+        moved = self.flat.moved.get(axes)
+        if moved is None:
+            decoder = Decoder(self.config, dtype=self.dtype)
+            for path in _sources(decoder):
+                value = _at(self.decoder, path).get_value()
+                _at(decoder, path).set_value(jax.device_put(value, NamedSharding(axes.mesh, spec_of(path))))
+            moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
+            self.flat.moved = {axes: moved}
+        return moved
 
     @property
     def flat(self) -> Flat:

@@ -1,4 +1,4 @@
-"""Where a model's parameters lie on a mesh: axes of devices by a parameter's name."""
+"""Where a model's parameters lie on a mesh, and what a device has of the model."""
 
 import math
 from typing import Any
@@ -9,22 +9,22 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
+from jaxkv.axes import NAMES, spec_of_letters
 from jaxkv.models.config import ModelConfig
 
 _AXES = ("data", "model")
-_MODEL = ("kv", "rep")
 # By the last part of the name; all others lie whole on every device, biases that are added after the sum among them.
-_SPECS = {
-    "q": P("kv", "rep"),
-    "q_bias": P("kv", "rep"),
-    "kv": P(None, "kv"),
-    "kv_bias": P(None, "kv"),
-    "gate_up": P(None, _MODEL),
-    "gate_up_bias": P(None, _MODEL),
-    "out": P(None, _MODEL),
-    "down": P(None, _MODEL),
-    "embedding": P(_MODEL),
-    "head": P(_MODEL),
+_PARAMETERS = {
+    "q": "K G D E",
+    "q_bias": "K G D",
+    "kv": "2 K D E",
+    "kv_bias": "2 K D",
+    "gate_up": "2 F E",
+    "gate_up_bias": "2 F",
+    "out": "E H",
+    "down": "E F",
+    "embedding": "V E",
+    "head": "V E",
 }
 
 
@@ -37,7 +37,7 @@ def spec_of(path: str) -> P:
     Returns:
         Its spec, on a mesh of `model_mesh`.
     """
-    return _SPECS.get(path.rsplit(".", 1)[-1], P())
+    return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""))
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
@@ -64,8 +64,8 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     require(model in fits, "mesh.model", model, f"it does not divide {sizes}: give one of {fits}")
     kv = math.gcd(config.kv_heads, model)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
-    axes = ("data", *_MODEL)
-    return jax.sharding.Mesh(devices.reshape(-1, kv, model // kv), axes, axis_types=(AxisType.Auto,) * len(axes))
+    axes = (AxisType.Auto,) * len(NAMES)
+    return jax.sharding.Mesh(devices.reshape(-1, kv, model // kv), NAMES, axis_types=axes)
 
 
 def _divides(config: ModelConfig, model: int) -> bool:

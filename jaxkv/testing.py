@@ -59,7 +59,7 @@ def segments(cache: KVCache) -> Iterator[Segment]:
     Yields:
         Its segments, layer by layer.
     """
-    start, length = np.asarray(cache.start), np.asarray(cache.length)
+    start, length = cache.first_rows, cache.kept
     host = [(np.asarray(p.k), np.asarray(p.v), np.asarray(p.pos)) for p in cache.pools]
     for layer, sequence, head in np.ndindex(*start.shape):
         k, v, pos = host[cache.layout.pool_of(layer)]

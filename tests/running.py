@@ -90,7 +90,7 @@ def greedy_after_one(model: LanguageModel, cache: KVCache, steps: int) -> tuple[
 
 def kept(cache: KVCache, slots: int) -> np.ndarray:
     """Which positions each segment holds, `bool[L, B, K, slots]`."""
-    start, length = np.asarray(cache.start), np.asarray(cache.length)
+    start, length = cache.first_rows, cache.kept
     positions = [np.asarray(pool.pos) for pool in cache.pools]
     out = np.zeros((*start.shape, slots), bool)
     for layer, row, head in np.ndindex(*start.shape):

@@ -18,6 +18,8 @@ LAYERS = (
     "jaxkv._errors",
     "jaxkv._settings",
     "jaxkv._values",
+    # Where arrays lie: every program asks.
+    "jaxkv.axes",
     # What a cache knows of its model.
     "jaxkv.models.config",
     "jaxkv.models.rope",

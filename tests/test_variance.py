@@ -84,7 +84,8 @@ def test_the_statistic_agrees_with_the_oracle(kind):
     sums = np.pad(o.column_sums(q, k).reshape(1, 2, 2, 30), ((0, 0),) * 3 + ((0, 10),), constant_values=7.0)
     length = jnp.asarray([30], jnp.int32)
     nothing = jnp.zeros((1, 2, 40), jnp.float32), jnp.zeros((1, 1, 40), bool)
-    ours = VarianceLayers(statistic=kind).weight(*nothing, jnp.asarray(sums, jnp.float32), length)
+    layers = VarianceLayers(statistic=kind)
+    ours = layers.weight(layers.of_heads(*nothing, jnp.asarray(sums, jnp.float32), length).reshape(1, -1))
     np.testing.assert_allclose(ours, [o.layer_statistic(q, k, kind)], rtol=1e-5)
 
 

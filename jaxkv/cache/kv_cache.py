@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import brief
+from jaxkv.axes import Axes, host, program, settle_down
 from jaxkv.cache.bank import Bank
 from jaxkv.cache.encoding import encode
 from jaxkv.cache.layout import Layout, by_sequence
@@ -72,7 +73,7 @@ class State:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits"],
-    meta_fields=["layout", "policy", "config", "model", "turn"],
+    meta_fields=["layout", "policy", "config", "model", "turn", "axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
@@ -94,6 +95,8 @@ class KVCache:
         config: the model's shape.
         model: fingerprint of the weights that made it.
         turn: where the conversation stands; where sequences stand at different turns, that of each.
+        axes: of the mesh that it lies on, if it does. Each device then has the stretch of every pool that its heads lie
+            in, and first rows count from there.
     """
 
     pools: tuple[Pool, ...]
@@ -110,6 +113,7 @@ class KVCache:
     config: ModelConfig
     model: str = ""
     turn: Turn | tuple[Turn, ...] = Turn.START
+    axes: Axes | None = None
 
     def __repr__(self) -> str:
         """One line: the policy, sequences, rows per kv head, bytes, the turn. For any leaves, tracers among them."""
@@ -144,8 +148,9 @@ class KVCache:
 
         Raises:
             ValueError: where something lies at `path`, nothing can be written there, the cache's arrays have been given
-                up, or its policy holds what no text says.
+                up, it lies on a mesh, or its policy holds what no text says.
         """
+        require(self.axes is None, "cache", "on a mesh", "not on a mesh yet: save one that was made without")
         gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
         require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
         arrays: dict[str, np.ndarray] = {}
@@ -178,7 +183,7 @@ class KVCache:
     def full_nbytes(self) -> int:
         """What the tokens seen would weigh in a full, unpadded cache."""
         each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].k.dtype.itemsize
-        return int(np.asarray(self.seen).sum()) * each
+        return int(host(self.seen).sum()) * each
 
     @property
     def slack_nbytes(self) -> int:
@@ -189,12 +194,25 @@ class KVCache:
     @property
     def kept(self) -> np.ndarray:
         """Rows held on the device, `i32[L, B, K]`, as an array on the host."""
-        return np.asarray(self.length)
+        return host(self.length)
+
+    @property
+    def stretches(self) -> int:
+        """Parts of each pool that devices have, each with its own heads' segments."""
+        return 1 if self.axes is None else self.axes.size("K")
+
+    @property
+    def first_rows(self) -> np.ndarray:
+        """Where each segment begins in its pool, `i32[L, B, K]`, as an array on the host."""
+        start, rows = host(self.start), [pool.rows for pool in self.pools]
+        return self.layout.in_pools(start, rows, self.stretches)
 
     def free(self) -> Int[np.ndarray, " L"]:
         """Rows that every segment of a layer can still take where it lies (the smallest over the layer's segments)."""
-        start, length, pools = np.asarray(self.start), np.asarray(self.length), [pool.rows for pool in self.pools]
-        return np.asarray(self.layout.free(start, length, pools)).min(axis=(1, 2))
+        pools = [pool.rows // self.stretches for pool in self.pools]
+        # A stretch is to its heads what a pool is to all.
+        apart = lambda a: a.reshape(a.shape[0], -1, a.shape[2] // self.stretches)  # noqa: E731
+        return np.asarray(self.layout.free(apart(host(self.start)), apart(host(self.length)), pools)).min(axis=(1, 2))
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
@@ -220,8 +238,20 @@ def _bytes(tree: Any) -> int:
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
 
 
-@partial(jax.jit, static_argnames=("rows",))
-def _repack_pool(pool: Pool, start, length, new_start, *, rows: int) -> Pool:
+@program(static=("layout", "rows", "room", "axes"))
+def _repacked(
+    pool: Pool,
+    start: Int[Array, "n B K"],
+    length: Int[Array, "n B K"],
+    *,
+    layout: Layout,
+    rows: int,
+    room: tuple[int, ...],
+    axes: Axes | None,
+) -> tuple[Pool, Int[Array, "n B K"]]:
+    """The pool of some layers with so many rows, and where their segments then begin."""
+    placed = layout.place(length, rows, np.asarray(room, np.int32))
+    start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
     at = lambda a: jnp.take_along_axis(a, segment, axis=1)  # noqa: E731
     offset = jnp.arange(rows, dtype=jnp.int32) - at(new_start)
@@ -230,7 +260,7 @@ def _repack_pool(pool: Pool, start, length, new_start, *, rows: int) -> Pool:
     take = lambda a: jnp.where(real[..., None], jnp.take_along_axis(a, source[..., None], axis=1), 0)  # noqa: E731
     cells = lambda a, empty: jnp.where(real, jnp.take_along_axis(a, source, axis=1), empty)  # noqa: E731
     score = None if pool.score is None else cells(pool.score, 0.0)
-    return Pool(k=take(pool.k), v=take(pool.v), pos=cells(pool.pos, -1), score=score)
+    return Pool(k=take(pool.k), v=take(pool.v), pos=cells(pool.pos, -1), score=score), placed
 
 
 def repack(
@@ -260,11 +290,13 @@ def repack(
     pools, placed = [], []
     for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
         of = slice(group[0], group[-1] + 1)
-        rows = pool.rows + heads * int(rooms[of].sum())
-        placed.append(cache.layout.place(length[of], rows, rooms[of]))
+        room_of = tuple(rooms[of].tolist())
+        rows = (pool.rows + heads * sum(room_of)) // cache.stretches
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
-        segments = [by_sequence(table) for table in (start[of], length[of], placed[-1])]
-        pools.append(_repack_pool(source, *segments, rows=rows))
+        options = {"layout": cache.layout, "rows": rows, "room": room_of, "axes": cache.axes}
+        moved, first = _repacked(source, start[of], length[of], **options)
+        pools.append(moved)
+        placed.append(first)
         if release:
             jax.block_until_ready(pools[-1])
             for leaf in jax.tree.leaves(pool):
@@ -279,7 +311,7 @@ def repack(
             tau=None if state.tau is None else repeat(state.tau, 1),
             rings=tuple(repeat(ring, 0) for ring in state.rings),
         )
-    return dataclasses.replace(
+    copy = dataclasses.replace(
         cache,
         pools=tuple(pools),
         start=jnp.concatenate(placed),
@@ -289,3 +321,4 @@ def repack(
         state=state,
         logits=None if cache.logits is None else repeat(cache.logits, 0),
     )
+    return settle_down(copy, cache.axes)

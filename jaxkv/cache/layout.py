@@ -77,6 +77,14 @@ class Layout(enum.Enum):
         spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=jnp.int32)) // (layers * heads)
         return by_layer(before + spare * jnp.arange(layers * heads, dtype=jnp.int32), heads)
 
+    def in_pools(
+        self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int
+    ) -> Int[np.ndarray, "L B K"]:
+        """First rows in whole pools, where `start` counts from the stretch of P that a device's heads have."""
+        each = np.asarray([pools[self.pool_of(layer)] // stretches for layer in range(len(start))])
+        stretch = np.arange(start.shape[2]) * stretches // start.shape[2]
+        return start + each[:, None, None] * stretch
+
     def free(self, start: Numbers, length: Numbers, pools: Sequence[int]) -> Numbers:
         """Rows behind each segment that nothing lies in.
 

@@ -1,15 +1,15 @@
 """Rows that stay, gathered into pools: each layer's own, or one for all of them."""
 
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
+from jaxkv.axes import Axes, program, where
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, segment_of_row
 
@@ -29,14 +29,14 @@ class Unpacked(NamedTuple):
 
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
-    inside: Bool[Array, "B _ S"]
+    inside: Bool[Array, "B #K S"]
     score: Float[Array, "B K S"] | None = None
     positions: Int[Array, "B K S"] | None = None
     mass: Float[Array, "B K S"] | None = None
     tau: Float[Array, "B K n"] | None = None
 
 
-@partial(jax.jit, static_argnames=("rows", "layout", "implementation"))
+@program(static=("rows", "layout", "implementation", "axes"))
 def pack(
     layer: Unpacked,
     mask: Bool[Array, "B K S"],
@@ -44,23 +44,25 @@ def pack(
     rows: int,
     layout: Layout,
     implementation: Implementation = Implementation.XLA,
-) -> tuple[Pool, Int[Array, "1 B K"]]:
+    axes: Axes | None = None,
+) -> tuple[Pool, Int[Array, "n B K"]]:
     """Gathers one layer's chosen rows into its pool, in the order they come.
 
     Args:
         layer: its rows.
         mask: rows that stay.
-        rows: P.
+        rows: P; on a mesh, of each stretch of heads.
         layout: how the segments lie; room is spread evenly behind them.
         implementation: kernels gather in one pass.
+        axes: of the mesh that they lie on, if they do.
 
     Returns:
         The pool, and each segment's first row, as those of a group of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
-    placed = layout.place(length[None], rows)
-    start = placed[0]
+    first = layout.place(length[None], rows)
+    start = first[0]
     segment = segment_of_row(start, rows)
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
     real = offset < jnp.take_along_axis(length, segment, axis=1)
@@ -83,11 +85,31 @@ def pack(
     if layer.positions is not None:
         pos = cells(layer.positions, -1)
     score = None if layer.score is None else cells(layer.score, 0.0)
-    return Pool(k=packed_k, v=packed_v, pos=pos, score=score), placed
+    return Pool(k=packed_k, v=packed_v, pos=pos, score=score), first
 
 
-@partial(jax.jit, donate_argnums=(0,))
-def pack_shared(pool: Pool, layer: Unpacked, mask: Bool[Array, "B K S"], start: Int[Array, "B K"]) -> Pool:
+@program(static=("layout", "rows", "room", "axes"))
+def placed(
+    length: Int[Array, "n B K"],
+    *,
+    layout: Layout,
+    rows: int,
+    room: tuple[int, ...] | None = None,
+    axes: Axes | None = None,
+) -> Int[Array, "n B K"]:
+    """`Layout.place`, as a program: on a mesh, segments of each stretch of heads are placed by themselves."""
+    return layout.place(length, rows, None if room is None else np.asarray(room, np.int32))
+
+
+@program(static=("axes",), donate=("pool",))
+def pack_shared(
+    pool: Pool,
+    layer: Unpacked,
+    mask: Bool[Array, "B K S"],
+    start: Int[Array, "B K"],
+    *,
+    axes: Axes | None = None,
+) -> Pool:
     """Scatters one layer's chosen rows into the pool that all layers share.
 
     Args:
@@ -95,6 +117,7 @@ def pack_shared(pool: Pool, layer: Unpacked, mask: Bool[Array, "B K S"], start: 
         layer: the layer's rows.
         mask: rows that stay.
         start: first row of this layer's segments.
+        axes: of the mesh that they lie on, if they do.
 
     Returns:
         The pool with this layer's rows in place.
@@ -116,28 +139,31 @@ def pack_shared(pool: Pool, layer: Unpacked, mask: Bool[Array, "B K S"], start: 
     )
 
 
-def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: bool) -> Pool:
+def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: bool, axes: Axes | None = None) -> Pool:
     """A pool without rows.
 
     Args:
         batch: B.
-        rows: P.
+        rows: P; on a mesh, of each stretch of heads.
         dim: D.
         dtype: of keys and values.
         scored: whether it keeps scores.
+        axes: of the mesh that it is to lie on, if it is.
 
     Returns:
         The pool.
     """
+    cells = (batch, rows if axes is None else rows * axes.size("K"))
+    wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
     return Pool(
-        k=jnp.zeros((batch, rows, dim), dtype),
-        v=jnp.zeros((batch, rows, dim), dtype),
-        pos=jnp.full((batch, rows), -1, jnp.int32),
-        score=jnp.zeros((batch, rows), jnp.float32) if scored else None,
+        k=jnp.zeros((*cells, dim), dtype, device=wide),
+        v=jnp.zeros((*cells, dim), dtype, device=wide),
+        pos=jnp.full(cells, -1, jnp.int32, device=narrow),
+        score=jnp.zeros(cells, jnp.float32, device=narrow) if scored else None,
     )
 
 
-def empty_pool_for(layer: Unpacked, rows: int) -> Pool:
-    """A pool without rows, for rows as these are."""
+def empty_pool_for(layer: Unpacked, rows: int, axes: Axes | None = None) -> Pool:
+    """A pool without rows, for rows as these are; see `empty_pool`."""
     batch, _, _, dim = layer.k.shape
-    return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None)
+    return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None, axes=axes)

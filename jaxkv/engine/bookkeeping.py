@@ -60,6 +60,7 @@ def within_limits(cache: KVCache, outs: list[Array], products: list[Array], prog
             ongoing=program.ongoing,
             walk=program.layout.walk,
             widest=program.widest,
+            axes=program.axes,
             products=by_sequence(jnp.stack(products[part])) if products else None,
         )
         pools.append(left.pool)
@@ -99,7 +100,8 @@ def with_scratch(cache: KVCache, program: Program) -> KVCache:
     heads, ongoing = cache.start.shape[2], program.ongoing
     assert ongoing is not None
     soon = dataclasses.replace(segments_of(cache, slice(None)), seen=cache.seen + 1)
-    row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, walk=program.layout.walk, widest=program.widest)
+    of = {"walk": program.layout.walk, "widest": program.widest, "axes": program.axes}
+    row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, **of)
     return dataclasses.replace(cache, likely=by_layer(row, heads))
 
 

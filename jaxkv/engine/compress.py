@@ -17,14 +17,16 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared
+from jaxkv.axes import Axes, anywhere, gathered, own, program
+from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
-from jaxkv.policies.select import HeadBudgets, sortable, top
+from jaxkv.policies.scorers import of_group
+from jaxkv.policies.select import HeadBudgets, chooses_apart, sortable, top
 
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"
@@ -50,9 +52,9 @@ class Candidates:
     """
 
     scores: Float[Array, "B K S"] | None
-    inside: Bool[Array, "B _ S"]
-    forced: Bool[Array, "B _ S"]
-    positions: Int[Array, "_ _ S"]
+    inside: Bool[Array, "B #K S"]
+    forced: Bool[Array, "B #K S"]
+    positions: Int[Array, "#B #K S"]
     seen: Int[Array, " B"]
     norms: Float[Array, "B K S"] | None = None
     claim: Float[Array, " B"] | None = None
@@ -80,9 +82,11 @@ class Source(abc.ABC):
 
     Attributes:
         indices: which layers of the model.
+        axes: of the mesh that they lie on, if they do.
     """
 
     indices: Sequence[int]
+    axes: Axes | None = None
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
@@ -94,7 +98,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the pool for a group of layers that keep so many rows."""
+        """P of the pool for a group of layers that keep so many rows; on a mesh, of each stretch of heads."""
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:
@@ -139,7 +143,7 @@ def compress(
     Returns:
         Pools and segments.
     """
-    layout = parts.layout
+    layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     taus, below = list[Array](), None
     for group in layout.groups(source.indices):
@@ -147,18 +151,21 @@ def compress(
         below = masks[-1][:, 0] if parts.nested else None
         kept = _counted(masks)
         total, pool = source.pool_rows(group, kept), None
-        start = layout.place(kept, total, room) if layout.one_pool else None
+        start = None
+        if layout.one_pool:
+            behind = None if room is None else tuple(room.tolist())
+            start = placed(kept, layout=layout, rows=total, room=behind, axes=axes)
         for at, index in enumerate(group):
             rows = source.rows(index)
             if parts.merge is not None:
-                rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge)
+                rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge, axes=axes)
                 taus += [] if rows.tau is None else [rows.tau]
             if start is None:
-                pool, first = pack(rows, masks[at], rows=total, layout=layout, implementation=implementation)
+                pool, first = pack(rows, masks[at], rows=total, layout=layout, implementation=implementation, axes=axes)
                 starts.append(first)
             else:
-                pool = empty_pool_for(rows, total) if pool is None else pool
-                pool = pack_shared(pool, rows, masks[at], start[at])
+                pool = empty_pool_for(rows, total, axes) if pool is None else pool
+                pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
             # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
             if not isinstance(pool.k, jax.core.Tracer):
                 jax.block_until_ready(pool)
@@ -183,13 +190,13 @@ def _masks(
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
     masks = list[Array]()
     for at, layer in enumerate(seen):
-        masks.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads))
+        masks.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes))
         below = masks[-1][:, 0] if parts.nested else None
     return masks
 
 
 def observe(
-    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets
+    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets, axes: Axes | None = None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
     """Scores one layer's rows; with the layer's claim on the budget, where budgets follow from scores.
 
@@ -198,6 +205,7 @@ def observe(
         forced: rows that stay anyway.
         scorer: the policy's.
         layers: the policy's.
+        axes: of the mesh that they lie on, if they do.
 
     Returns:
         Scores, what they were made of, and weights or None.
@@ -205,25 +213,30 @@ def observe(
     Raises:
         TypeError: if what the scorer gives is no float32 of the rows' shape.
     """
-    return _observe(seen, forced, scorer=Typed(scorer), layers=Typed(layers))
+    return _observe(seen, forced, scorer=Typed(scorer), layers=Typed(layers), axes=axes)
 
 
-@partial(jax.jit, static_argnames=("scorer", "layers"))
-def _observe(seen: Observed, forced: Array, *, scorer: Typed, layers: Typed):
+@program(static=("scorer", "layers", "axes"))
+def _observe(
+    seen: Observed, forced: Bool[Array, "B S"], *, scorer: Typed, layers: Typed, axes: Axes | None
+) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
     matters, spread, weight = scorer.part, layers.part, None
     rows = seen.k.shape[:3]
-    mass = checked(matters, "observe", matters.observe(seen), rows, ROWS)
+    mass = of_group(checked(matters, "observe", matters.observe(seen), rows, ROWS), matters, axes)
     if spread.from_scores:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        weight = spread.weight(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
+        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
+        each = gathered(each, "K", 1, axes)
+        each = gathered(each, "G", 2, axes) if each.ndim == 3 else each
+        weight = spread.weight(each.reshape(len(each), -1))
     return checked(matters, "scores", matters.scores(mass, seen.length), rows, ROWS), mass, weight
 
 
-@jax.jit
-def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"]) -> Bool[Array, ""]:
+@program(static=("axes",))
+def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: Axes | None = None) -> Bool[Array, ""]:
     """Whether a score of any row there is is not a number, so that it has no place in an order."""
     inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
-    return (jnp.isnan(scores) & inside).any()
+    return anywhere((jnp.isnan(scores) & inside).any(), axes)
 
 
 def choose(
@@ -234,6 +247,7 @@ def choose(
     due: Bool[Array, " B"] | None = None,
     *,
     heads: HeadBudgets,
+    axes: Axes | None = None,
 ) -> Bool[Array, "B K S"]:
     """Chooses the rows of one layer that stay.
 
@@ -244,18 +258,32 @@ def choose(
         allowed: the only rows that can be chosen, if not all.
         due: sequences whose rows are chosen, all rows of the others stay; all by default.
         heads: how they spread over heads.
+        axes: of the mesh that they lie on, if they do.
 
     Returns:
         The mask; ties go to the lowest head, then to the lowest position.
     """
     if layer.scores is None:
         return layer.inside
-    return _choose(layer, rows, recent, allowed, due, heads=Typed(heads))
+    return _choose(layer, rows, recent, allowed, due, heads=Typed(heads), axes=axes)
 
 
-@partial(jax.jit, static_argnames=("heads",))
-def _choose(layer: Candidates, rows, recent, allowed, due, *, heads: Typed):
-    scores, inside, budgets = layer.scores, layer.inside, heads.part
+@program(static=("heads", "axes"))
+def _choose(
+    layer: Candidates,
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"] | None,
+    allowed: Bool[Array, "B S"] | None,
+    due: Bool[Array, " B"] | None,
+    *,
+    heads: Typed,
+    axes: Axes | None,
+) -> Bool[Array, "B K S"]:
+    budgets, mine = heads.part, layer.inside
+    # Where heads look at one another, every device looks at all of them.
+    over = None if chooses_apart(budgets) else axes
+    layer = _of_all_heads(layer, over)
+    scores, inside = layer.scores, layer.inside
     assert scores is not None
     forced = layer.forced
     if recent is not None:
@@ -272,8 +300,20 @@ def _choose(layer: Candidates, rows, recent, allowed, due, *, heads: Typed):
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
-    mask = forced | chosen
-    return mask if due is None else jnp.where(due[:, None, None], mask, inside)
+    mask = own(forced | chosen, "K", 1, over)
+    return mask if due is None else jnp.where(due[:, None, None], mask, mine)
+
+
+def _of_all_heads(layer: Candidates, axes: Axes | None) -> Candidates:
+    """What is known of the rows of all heads, where a device has some of them."""
+    if axes is None or layer.scores is None:
+        return layer
+    shape = layer.scores.shape
+    known = {name: getattr(layer, name) for name in ("scores", "inside", "forced", "positions", "norms")}
+    whole = {
+        name: gathered(jnp.broadcast_to(each, shape), "K", 1, axes) for name, each in known.items() if each is not None
+    }
+    return dataclasses.replace(layer, **whole)
 
 
 def merged(
@@ -283,6 +323,7 @@ def merged(
     due: Bool[Array, " B"] | None = None,
     *,
     merge: Merger,
+    axes: Axes | None = None,
 ) -> Unpacked:
     """Merges dropped rows of one layer into those that stay.
 
@@ -292,6 +333,7 @@ def merged(
         key: for mergers that draw.
         due: sequences that are compressed; all by default.
         merge: the policy's.
+        axes: of the mesh that they lie on, if they do.
 
     Returns:
         The rows, with the thresholds that the merger goes on with.
@@ -299,12 +341,24 @@ def merged(
     Raises:
         TypeError: if what the merger gives does not have the rows' shape and dtype.
     """
-    k, v, tau = _merged(rows.k, rows.v, kept, rows.inside, rows.mass, rows.tau, key, due, merge=Typed(merge))
+    k, v, tau = _merged(rows.k, rows.v, kept, rows.inside, rows.mass, rows.tau, key, due, merge=Typed(merge), axes=axes)
     return rows._replace(k=k, v=v, tau=tau)
 
 
-@partial(jax.jit, static_argnames=("merge",))
-def _merged(k, v, kept, inside, mass, tau, key, due, *, merge: Typed) -> Merged:
+@program(static=("merge", "axes"))
+def _merged(
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    kept: Bool[Array, "B K S"],
+    inside: Bool[Array, "B #K S"],
+    mass: Float[Array, "B K S"] | None,
+    tau: Float[Array, "B K n"] | None,
+    key: PRNGKeyArray,
+    due: Bool[Array, " B"] | None,
+    *,
+    merge: Typed,
+    axes: Axes | None,
+) -> Merged:
     merger, (batch, heads, *_) = merge.part, k.shape
     inside = jnp.broadcast_to(inside, kept.shape)
     if tau is None and merger.thresholds:

@@ -1,13 +1,13 @@
 """A step of the whole model: a few new tokens at once on top of a cache, a question or the one token of a drawing."""
 
 import dataclasses
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
+from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, likely_keys, segments_of, within_limits
 from jaxkv.engine.layer_step import LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
@@ -92,8 +92,17 @@ def step(
     return logits, cache, ()
 
 
-@partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
-def _extend(ends, blocks, pools, rest, tokens, count, *, program):
+@compiled(static=("program",), donate=("pools",), on="program")
+def _extend(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    pools: tuple[Pool, ...],
+    rest: KVCache,
+    tokens: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    *,
+    program: Program,
+) -> tuple[Float[Array, "B V"], tuple[Pool, ...], KVCache]:
     logits, cache, _ = step(ends, blocks, dataclasses.replace(rest, pools=pools), tokens, count, program=program)
     return logits, cache.pools, dataclasses.replace(cache, pools=())
 

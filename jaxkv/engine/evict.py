@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.attention.xla import WALK_BLOCK, Walk
+from jaxkv.axes import Axes, mean_of_devices
 from jaxkv.cache.pools import Pool, put_cells, put_rows, row_norms, take_rows
 from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
@@ -38,7 +39,14 @@ class Evicted(NamedTuple):
 
 
 def weakest(
-    pool: Pool, segments: Segments, *, heads: int, ongoing: Ongoing, walk: Walk, widest: int | None
+    pool: Pool,
+    segments: Segments,
+    *,
+    heads: int,
+    ongoing: Ongoing,
+    walk: Walk,
+    widest: int | None,
+    axes: Axes | None = None,
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
     """The row of each segment that has to go, if one has to; and the one that may have to at the next step.
 
@@ -49,6 +57,7 @@ def weakest(
         ongoing: the policy's.
         walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
+        axes: of the mesh whose devices have so many heads each, if it runs on one.
 
     Returns:
         The lowest score among rows that may go, the latest position among equals; whether there is any; and, where
@@ -66,7 +75,8 @@ def weakest(
         every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
         if ongoing.one_set:
             layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
-            every = jnp.broadcast_to(layers.mean(axis=2, keepdims=True), layers.shape).reshape(free.shape)
+            every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", axes)
+            every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
         ranks = jnp.where(free, every, jnp.inf)
         mine = ranks.min(axis=-1)
         position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
@@ -130,6 +140,7 @@ def evict(
     walk: Walk,
     widest: int | None = None,
     products: Float[Array, "B K n"] | None = None,
+    axes: Axes | None = None,
 ) -> Evicted:
     """Brings segments that hold one row too many back to their limit.
 
@@ -142,11 +153,13 @@ def evict(
         walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
         products: those of the likely rows' keys with all keys; the result is the same without.
+        axes: of the mesh whose devices have so many heads each, if it runs on one.
 
     Returns:
         What is left.
     """
-    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, walk=walk, widest=widest)
+    known = {"heads": heads, "ongoing": ongoing, "walk": walk, "widest": widest, "axes": axes}
+    victim, there, second = weakest(pool, segments, **known)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.

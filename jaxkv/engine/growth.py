@@ -6,6 +6,7 @@ Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofol
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
+from jaxkv.axes import host
 from jaxkv.cache import KVCache, repack
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.recompress import beyond, due, recompress
@@ -73,7 +74,7 @@ def steps_that_fit(cache: KVCache) -> int:
         return int(free.min())
     if parts.evicts:
         # One spare row is all that a segment at its limit needs.
-        to_limit = (np.asarray(cache.limit, np.int64) - np.asarray(cache.length)).max(axis=(1, 2))
+        to_limit = (host(cache.limit).astype(np.int64) - cache.kept).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
     return int(min(free.min(), (parts.every or 1) - beyond(cache).max()))
@@ -91,8 +92,8 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     Returns:
         A cache on which at least one token can be drawn.
     """
-    parts, length = cache.policy.parts(), np.asarray(cache.length)
-    grow_by = (np.asarray(cache.limit, np.int64) - length).max(axis=(1, 2))
+    parts, length = cache.policy.parts(), cache.kept
+    grow_by = (host(cache.limit).astype(np.int64) - length).max(axis=(1, 2))
     # Rows below a limit, and of layers without one, have all come one by one.
     grown = int(length.max()) if parts.evicts else int(beyond(cache).max())
     wanted = room_for(parts, grow_by, new, grown=grown)

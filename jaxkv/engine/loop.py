@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv.axes import Axes, everywhere, first, gathered, where
+from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
-from jaxkv.cache.pools import append
+from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import with_scratch, without_scratch
 from jaxkv.engine.decode import step
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.program import Program
-from jaxkv.models.decoder import Flat
+from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.sampling import Sampling, argument
 
 
@@ -60,7 +62,8 @@ def begin(cache: KVCache, *, program: Program, size: int) -> Running:
         What `decode` takes.
     """
     config, batch = program.config, cache.seen.shape[0]
-    zeros = lambda: jnp.zeros((batch, config.kv_heads, size, config.head_dim), jnp.float32)  # noqa: E731
+    shape = (batch, config.kv_heads, size, config.head_dim)
+    zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, program.axes))  # noqa: E731
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
     return Running(cache=cache, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
 
@@ -83,16 +86,25 @@ def settle(running: Running, *, program: Program) -> KVCache:
     return dataclasses.replace(cache, pools=pools, length=length, seen=seen)
 
 
-@partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
-def _settle(pools, start, length, seen, tails, written, *, program):
-    pools = list(pools)
+@compiled(static=("program",), donate=("pools",), on="program")
+def _settle(
+    pools: tuple[Pool, ...],
+    start: Int[Array, "L B K"],
+    length: Int[Array, "L B K"],
+    seen: Int[Array, " B"],
+    tails: tuple[Tail, ...],
+    written: Int[Array, " B"],
+    *,
+    program: Program,
+) -> tuple[Pool, ...]:
+    moved = list(pools)
     text = seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
     for layer, tail in enumerate(tails):
         at = program.layout.pool_of(layer)
-        dtype = pools[at].k.dtype
+        dtype = moved[at].k.dtype
         end = start[layer] + length[layer]
-        pools[at] = append(pools[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
-    return tuple(pools)
+        moved[at] = append(moved[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
+    return tuple(moved)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["logits", "done", "key"], meta_fields=[])
@@ -116,17 +128,20 @@ class Draw:
 
 
 def drawn(
-    draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling
+    draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling, axes: Axes | None = None
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """The next token of every sequence, and which sequences have then ended."""
     rows = jnp.arange(seen.shape[0], dtype=jnp.int32)
+    if axes is not None:
+        rows = rows + first("B", rows.shape[0], axes)
+    logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen)
-    token = sampling(draw.logits, keys)
+    token = sampling(logits, keys)
     whole = jnp.issubdtype(jnp.asarray(token).dtype, jnp.integer)
     if not whole or jnp.shape(token) != rows.shape:
         found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
         raise TypeError(f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]")
-    vocab = draw.logits.shape[1]
+    vocab = logits.shape[1]
     # What is no token of the vocabulary is told as such where it is read; -1 would be taken for an end.
     token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
     return token, draw.done | (token[:, None] == eos).any(axis=1)
@@ -191,10 +206,29 @@ def loop_arguments(
     return flat.ends, flat.blocks, written, read, rest, moving, eos, jnp.int32(steps), argument(sampling)
 
 
-@partial(jax.jit, static_argnames=("program", "size"), donate_argnames=("written",))
-def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, program, size):
+@compiled(static=("program", "size"), donate=("written",), on="program")
+def _loop(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    written: tuple[Pool | Tail, ...],
+    read: tuple[Pool, ...],
+    rest: KVCache,
+    moving: tuple[Int[Array, ""], Int[Array, " B"], Draw],
+    eos: Int[Array, " n"],
+    steps: Int[Array, ""],
+    sampling: Any,
+    *,
+    program: Program,
+    size: int,
+) -> tuple[
+    tuple[Pool | Tail, ...],
+    KVCache,
+    tuple[Int[Array, ""], Int[Array, " B"], Draw],
+    Int[Array, "B size"],
+    Int[Array, ""],
+]:
     """The loop over what it writes: pools, or tails beside pools that are only read."""
-    first, fed, draw = moving
+    begun, fed, draw = moving
     batch = fed.shape[0]
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
     if program.tail:
@@ -206,18 +240,18 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
     def going(carry):
         index, _, draw, _, _ = carry
         # Stops at the requested number of steps, or as soon as every sequence has ended.
-        return (index < steps) & ~draw.done.all()
+        return (index < steps) & ~everywhere(draw.done.all(), program.axes)
 
     def body(carry):
         index, store, draw, fed, out = carry
-        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, eos, sampling)
+        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, eos, sampling, program.axes)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         count = (~done).astype(jnp.int32)
         one = partial(step, ends, blocks, tokens=token[:, None], count=count, program=program)
         if program.tail:
             tails, state = store
             cache = dataclasses.replace(standing, state=state)
-            logits, cache, tails = one(cache, tails=tails, index=first + index)
+            logits, cache, tails = one(cache, tails=tails, index=begun + index)
             store = tails, cache.state
         else:
             logits, store, _ = one(store)
@@ -227,6 +261,6 @@ def _loop(ends, blocks, written, read, rest, moving, eos, steps, sampling, *, pr
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
     if not program.tail:
         store = without_scratch(store)
-        return store.pools, dataclasses.replace(store, pools=()), (first, jnp.zeros_like(fed), draw), out, index
+        return store.pools, dataclasses.replace(store, pools=()), (begun, jnp.zeros_like(fed), draw), out, index
     tails, state = store
-    return tails, dataclasses.replace(rest, state=state), (first + index, fed, draw), out, index
+    return tails, dataclasses.replace(rest, state=state), (begun + index, fed, draw), out, index

@@ -64,6 +64,7 @@ class Plan:
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
         room: rows left behind every segment of each layer.
         layout: how segments lie in the pools.
+        level: whether all heads of a layer hold as many rows.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
         budget: `[B]` rows per kv head, averaged over layers.
         forced: `[B]` rows that stay whatever their score.
@@ -79,6 +80,7 @@ class Plan:
     capacity: tuple[int, ...]
     room: tuple[int, ...]
     layout: Layout
+    level: bool
     rows: Int[np.ndarray, "L B"] | None
     budget: Int[np.ndarray, " B"]
     forced: Int[np.ndarray, " B"]
@@ -98,11 +100,16 @@ class Plan:
         size += f", peak {self.peak_bytes / 1e6:.2f} MB"
         return f"Plan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
 
-    def pool_rows(self, heads: int) -> tuple[int, ...]:
-        """P of each pool."""
+    def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
+        """P of each pool, or of each of the stretches that devices have of it, heads alike."""
+        mine, layers = heads // stretches, len(self.room)
+        capacity, slots = self.capacity, self.slots
         if self.layout.one_pool:
-            return (self.capacity[0] + heads * sum(self.room),)
-        return tuple(heads * (rows + room) for rows, room in zip(self.capacity, self.room, strict=True))
+            capacity, slots = (self.capacity[0] // heads,), layers * slots
+        rooms = (sum(self.room),) if self.layout.one_pool else self.room
+        # What heads compete for may all go to those of one device, as far as there are prompts.
+        most = [mine * rows if self.level else min(heads * rows, mine * slots) for rows in capacity]
+        return tuple(rows + mine * room for rows, room in zip(most, rooms, strict=True))
 
 
 @settled
@@ -173,6 +180,7 @@ def plan(
         capacity=capacity,
         room=rooms,
         layout=parts.layout,
+        level=parts.heads.uniform,
         rows=rows,
         budget=budget,
         forced=forced,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
+from jaxkv.axes import Axes, host, place, program, settle_down
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked, pack
@@ -42,7 +43,7 @@ from jaxkv.policies.protocol import Needs, Observed
 from jaxkv.policies.reading import Reading
 
 
-@partial(jax.jit, static_argnames=("graphs",))
+@program(static=("graphs",), on="graphs")
 def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[Array, "B S E"]:
     return graphs.ends(ends).embed(tokens)
 
@@ -53,9 +54,9 @@ def _table(*, slots: int, config: ModelConfig) -> Angles:
 
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
-_layer = jax.jit(layer, static_argnames=_LAYER_STATICS, donate_argnames=("x",))
+_layer = program(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
 # The top block gives back one token's hidden state: there is nothing to write in place.
-_top_layer = jax.jit(layer, static_argnames=_LAYER_STATICS)
+_top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
 
 
 def _run_layer(
@@ -74,7 +75,7 @@ def _run_layer(
     )
 
 
-@partial(jax.jit, static_argnames=("graphs",))
+@program(static=("graphs",), on="graphs")
 def _logits(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
     return graphs.ends(ends).logits(x)
 
@@ -94,7 +95,7 @@ def read_layers(
         A layer's rotated queries and keys, and the queries' positions.
     """
     x = _embed(flat.ends, tokens, graphs=flat.graphs)
-    table = _table(slots=tokens.shape[1], config=flat.config)
+    table = settle_down(_table(slots=tokens.shape[1], config=flat.config), flat.axes)
     for index, leaves in enumerate(flat.blocks):
         last = index == len(flat.blocks) - 1
         run = _top_layer if last else _layer
@@ -123,7 +124,7 @@ def compile_ahead(
         needed: the plan.
         implementation: what computes attention.
     """
-    pool_rows, parts = needed.pool_rows(config.kv_heads), policy.parts()
+    pool_rows, parts = _pool_rows(flat, needed), policy.parts()
     scored = parts.ongoing is not None and parts.ongoing.scored
     key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
     signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, key, implementation)
@@ -132,30 +133,42 @@ def compile_ahead(
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
     x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
-    table = _table(slots=needed.slots, config=config)
+    table = settle_down(_table(slots=needed.slots, config=config), flat.axes)
     for index in sorted({0, config.layers - 1}):
         out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
         x = out.x
     mask, layer = jnp.zeros(out.k.shape[:3], bool), of_prompt(None, forced, length)
     rows = Unpacked(out.k, out.v, layer.inside)
     if parts.scorer is not None:
-        seen = _observed(out, parts.scorer.queries, length, 0, jax.random.key(0), implementation)
-        scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers)
-        unordered(scores, length)
+        seen = _observed(flat, out, parts.scorer.queries, length, 0, jax.random.key(0), implementation)
+        scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers, axes=flat.axes)
+        unordered(scores, length, axes=flat.axes)
         layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)
-        mask = choose(layer, length, length, forced if parts.nested else None, heads=parts.heads)
+        allowed = forced if parts.nested else None
+        mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes)
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
-            rows = merged(rows, mask, jax.random.key(0), merge=parts.merge)
+            rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
     if not needed.layout.one_pool:
         for count in set(pool_rows):
-            pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation)
+            pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation, axes=flat.axes)
     jax.block_until_ready(_logits(flat.ends, x, graphs=flat.graphs))
     flat.compiled.add(signature)
 
 
+def _pool_rows(flat: Flat, needed: Plan) -> tuple[int, ...]:
+    stretches = 1 if flat.axes is None else flat.axes.size("K")
+    return needed.pool_rows(flat.config.kv_heads, stretches)
+
+
 def _observed(
-    out: LayerOut, queries: int, length: Array, index: int, key: PRNGKeyArray, implementation: Implementation
+    flat: Flat,
+    out: LayerOut,
+    queries: int,
+    length: Array,
+    index: int,
+    key: PRNGKeyArray,
+    implementation: Implementation,
 ) -> Observed:
     # Others than the scorer may have asked for queries, too.
     first = out.q.shape[3] - queries
@@ -169,6 +182,7 @@ def _observed(
         key=key,
         sums=out.sums,
         implementation=implementation,
+        axes=flat.axes,
     )
 
 
@@ -190,17 +204,17 @@ class _Prompts(Source):
         layers, heads = flat.config.layers, flat.config.kv_heads
         self.flat, self.parts, self.needed, self.lengths = flat, parts, needed, np.asarray(lengths, np.int64)
         self.key, self.implementation, self.tick = key, implementation, tick
-        self.indices = range(layers)
-        self.length = jnp.asarray(lengths, jnp.int32)
-        self.forced = jnp.asarray(parts.keep.mask(lengths, needed.slots))
+        self.indices, self.axes = range(layers), flat.axes
+        self.length = place(lengths, "B", flat.axes, jnp.int32)
+        self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
         # Of every layer what is known before it is looked at; and of layers that keep everything.
         self.prompts = of_prompt(None, self.forced, self.length)
         everything = jnp.broadcast_to(self.prompts.inside, (len(lengths), heads, needed.slots))
         self.whole = dataclasses.replace(self.prompts, inside=everything)
         self.reading = parts.reading(layers, needed.slots)
         self.remembered = _remembering(parts.ongoing, self.reading, layers)
-        self.x = _embed(flat.ends, jnp.asarray(tokens, jnp.int32), graphs=flat.graphs)
-        self.table = _table(slots=needed.slots, config=flat.config)
+        self.x = _embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
+        self.table = settle_down(_table(slots=needed.slots, config=flat.config), flat.axes)
         self.kept_rows, self.recents = needed.rows, np.zeros((layers, len(lengths)), np.int64)
         if needed.rows is not None:
             self.recents = parts.recents(needed.rows, lengths, needed.forced)
@@ -217,7 +231,7 @@ class _Prompts(Source):
         k = out.k if out.unrotated is None else out.unrotated
         if self.remembered[index]:
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
-            self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index])))
+            self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
         if self.reading is not None and index in self.reading.offloaded:
             # Before the next but one begins: two layers' rows are on their way at most.
             jax.block_until_ready(self.banked[-1:])
@@ -228,9 +242,9 @@ class _Prompts(Source):
         if scorer is None:
             self.held[index] = rows
             return self.whole
-        seen = _observed(out, scorer.queries, length, index, self.key, self.implementation)
-        scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers)
-        self.torn.append(unordered(scores, length))
+        seen = _observed(self.flat, out, scorer.queries, length, index, self.key, self.implementation)
+        scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
+        self.torn.append(unordered(scores, length, axes=self.axes))
         scored = parts.ongoing is not None and parts.ongoing.scored
         self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
         return dataclasses.replace(self.prompts, scores=scores, norms=out.norms, claim=claim)
@@ -239,7 +253,7 @@ class _Prompts(Source):
         """The plan's rows, or what layers claim of them."""
         if self.parts.layers.from_scores:
             self.require_ordered()
-            weights = np.stack([np.asarray(claim) for claim in claims])
+            weights = np.stack([host(claim) for claim in claims])
             self.kept_rows = self.parts.layers.rows(
                 self.needed.budget,
                 self.lengths,
@@ -251,11 +265,12 @@ class _Prompts(Source):
             self.recents = self.parts.recents(self.kept_rows, self.lengths, self.needed.forced, weights)
         of = slice(group[0], group[-1] + 1)
         rows = self.recents if self.kept_rows is None else self.kept_rows
-        return jnp.asarray(rows[of], jnp.int32), jnp.asarray(self.recents[of], jnp.int32)
+        on_devices = lambda table: place(table[of], "n B", self.axes, jnp.int32)  # noqa: E731
+        return on_devices(rows), on_devices(self.recents)
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """As many as the plan says, whatever is kept."""
-        return self.needed.pool_rows(self.flat.config.kv_heads)[group[0]]
+        return _pool_rows(self.flat, self.needed)[group[0]]
 
     def rows(self, index: int) -> Unpacked:
         """What was held of a layer."""
@@ -263,7 +278,7 @@ class _Prompts(Source):
 
     def require_ordered(self) -> None:
         """Refuses scores that are not numbers, once for all layers: nothing waits for them before."""
-        layers = np.flatnonzero(np.asarray(self.torn, bool)).tolist()
+        layers = np.flatnonzero([bool(host(each)) for each in self.torn]).tolist()
         remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
         require(not layers, "scores", "NaN", remedy + "that is not finite")
 
@@ -310,6 +325,7 @@ def prefill(
     elif prompts.reading is not None:
         state = reading_state(parts, lengths, made.length, tuple(prompts.rings))
     cache = KVCache(
+        axes=flat.axes,
         pools=made.pools,
         start=made.start,
         length=made.length,
@@ -325,7 +341,7 @@ def prefill(
         assert prompts.reading is not None
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
-    return cache, _logits(flat.ends, prompts.x, graphs=flat.graphs)
+    return settle_down(cache, flat.axes), _logits(flat.ends, prompts.x, graphs=flat.graphs)
 
 
 def _going_on(prompts: _Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
@@ -367,8 +383,10 @@ def _limits(
     return jnp.where(grown, spread, kept)
 
 
-@partial(jax.jit, static_argnames=("rows",))
-def _ring(q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int) -> Float[Array, "B K G R D"]:
+@program(static=("rows", "axes"))
+def _ring(
+    q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, axes: Axes | None
+) -> Float[Array, "B K G R D"]:
     """The prompt's last queries, each in the slot of its position."""
     batch, heads, group, window, dim = q.shape
     position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)

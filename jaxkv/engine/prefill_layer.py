@@ -6,11 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Walk, as_bits, from_bits
+from jaxkv.axes import mean_of_devices
 from jaxkv.engine.plan import QUERY_BLOCK
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
@@ -39,7 +40,7 @@ class LayerOut:
         norms: `f32[B, K, S]` L1 norms of values at the layer's output, mean over the group, if asked for.
     """
 
-    x: Array
+    x: Shaped[Array, "B ..."]
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
     unrotated: Float[Array, "B K S D"] | None
@@ -129,7 +130,8 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
         return jnp.abs(seen).sum(axis=-1).mean(axis=2)
 
     parts = jnp.moveaxis(v.reshape(batch, heads, slots // size, size, dim), 2, 0)
-    return jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, slots)
+    mine = jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, slots)
+    return mean_of_devices(mine, "G", block.axes)
 
 
 def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool):

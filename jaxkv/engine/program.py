@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import KERNELS, Implementation
+from jaxkv.axes import Axes, host
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.plan import bucket, widest
@@ -73,6 +74,11 @@ class Program:
     implementation: Implementation = Implementation.XLA
 
     @property
+    def axes(self) -> Axes | None:
+        """Of the mesh that it runs on, if it does."""
+        return self.graphs.axes
+
+    @property
     def scored(self) -> bool:
         """Whether the attention that rows receive enters their scores."""
         return self.ongoing is not None and self.ongoing.attends
@@ -113,7 +119,7 @@ class Program:
 
 
 def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
-    """The program that decodes on top of a cache, on the default device.
+    """The program that decodes on top of a cache, where that lies.
 
     Args:
         flat: the decoder's parameters.
@@ -127,7 +133,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     ongoing = parts.ongoing
     most, reading = None, None
     if cache.state is not None:
-        slots = bucket(int(np.asarray(cache.state.prompt).max()))
+        slots = bucket(int(host(cache.state.prompt).max()))
         reading = parts.reading(cache.config.layers, slots)
     if ongoing is not None and cache.layout.one_pool and cache.state is not None:
         most = widest(parts, slots, cache.config.layers)
@@ -136,12 +142,13 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
     settled = cache.bank is None and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
+    platform = jax.default_backend() if flat.axes is None else flat.axes.platform
     return Program(
         graphs=flat.graphs,
         config=cache.config,
         layout=cache.layout,
         rolling=parts.rolling,
-        tail=appends and jax.default_backend() == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
+        tail=appends and platform == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
         ongoing=ongoing,
         reading=reading,
         widest=most,

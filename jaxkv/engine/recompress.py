@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value
+from jaxkv.axes import Axes, host, place, program, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
@@ -22,6 +23,7 @@ from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer
+from jaxkv.policies.scorers import of_group
 from jaxkv.policies.select import HeadBudgets
 
 
@@ -35,6 +37,11 @@ class _Static(Value):
     heads: HeadBudgets
     layout: Layout
     slots: int
+
+    @property
+    def axes(self) -> Axes | None:
+        """Of the mesh that they run on, if they do."""
+        return self.graphs.axes
 
 
 @partial(
@@ -74,7 +81,7 @@ def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
 
 def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:
     """Rows that each sequence's fullest segment holds beyond its limit; negative while there is room to grow."""
-    return (np.asarray(cache.length, np.int64) - np.asarray(cache.limit)).max(axis=(0, 2))
+    return (cache.kept.astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
 
 
 class _Held(Source):
@@ -85,9 +92,9 @@ class _Held(Source):
         parts = cache.policy.parts()
         assert parts.scorer is not None and parts.ongoing is not None
         self.flat, self.cache, self.key, self.room = flat, cache, key, room
-        self.indices, self.wants = range(len(room)), _rows(parts, cache)
+        self.indices, self.wants, self.axes = range(len(room)), _rows(parts, cache), flat.axes
         assert cache.state is not None
-        forced = parts.keep.counts(np.asarray(cache.seen), np.asarray(cache.state.prompt))
+        forced = parts.keep.counts(host(cache.seen), host(cache.state.prompt))
         # What those that stay anyway leave of each layer's rows.
         self.left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
         self.static = _Static(
@@ -97,7 +104,7 @@ class _Held(Source):
             heads=parts.heads,
             layout=cache.layout,
             # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
-            slots=min(bucket(int(np.asarray(cache.seen).max())), _widest(cache)),
+            slots=min(bucket(int(host(cache.seen).max())), _widest(cache)),
         )
 
     def candidates(self, index: int) -> Candidates:
@@ -108,15 +115,17 @@ class _Held(Source):
         """What the policy says of the text so far."""
         assert self.cache.state is not None
         of = slice(group[0], group[-1] + 1)
-        rows = jnp.asarray(self.wants[of], jnp.int32)
+        rows, left = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.left))
         # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
-        return rows, jnp.minimum(self.cache.state.recent[of], jnp.asarray(self.left[of], jnp.int32))
+        return rows, jnp.minimum(self.cache.state.recent[of], left)
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """What is wanted, or where sequences hold more that are not due a size that repeats."""
         of = slice(group[0], group[-1] + 1)
-        heads = kept.shape[2]
-        rows = int(self.cache.layout.takes(np.asarray(kept, np.int64)).max())
+        heads = kept.shape[2] // self.cache.stretches
+        # A stretch of heads is a sequence of its own to its pool.
+        apart = host(kept).astype(np.int64).reshape(len(kept), -1, heads)
+        rows = int(self.cache.layout.takes(apart).max())
         target = int(heads * self.wants[of].sum(axis=0).max())
         size = heads * bucket(-(-rows // heads))
         return (min(target, size) if rows <= target else size) + heads * int(self.room[of].sum())
@@ -156,12 +165,12 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
     parts, state = cache.policy.parts(), cache.state
     assert state is not None
     held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)))
-    now = jnp.asarray(due(cache))
+    now = place(due(cache), "B", flat.axes)
     made = compress(held, parts, key=key, room=held.room, due=now)
     target = made.length
     if parts.heads.uniform:
-        target = jnp.asarray(np.broadcast_to(held.wants[..., None], target.shape), jnp.int32)
-    return dataclasses.replace(
+        target = place(np.broadcast_to(held.wants[..., None], target.shape), "L B K", flat.axes, jnp.int32)
+    made_anew = dataclasses.replace(
         cache,
         pools=made.pools,
         start=made.start,
@@ -169,21 +178,24 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
         limit=jnp.where(now[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
     )
+    return settle_down(made_anew, flat.axes)
 
 
 def _widest(cache: KVCache) -> int:
     """Rows that a segment could hold at most where it lies."""
-    return cache.layout.widest(max(pool.rows for pool in cache.pools), cache.start.shape[2])
+    most = max(pool.rows for pool in cache.pools) // cache.stretches
+    return cache.layout.widest(most, cache.start.shape[2] // cache.stretches)
 
 
 def _rows(parts: Parts, cache: KVCache) -> Int[np.ndarray, "L B"]:
     """What each layer is to hold: limits, or for schedules over layers what they say of the text so far."""
-    limit = np.asarray(cache.limit, np.int64)
+    limit = host(cache.limit).astype(np.int64)
     if parts.evicts or parts.layers.from_scores or cache.state is None:
         # Heads of different budgets share their layer's rows.
         return limit.sum(axis=2) // limit.shape[2]
-    seen, budget = np.asarray(cache.seen, np.int64), np.asarray(cache.state.budget, np.int64)
-    forced = parts.keep.counts(seen, np.asarray(cache.state.prompt, np.int64))
+    on_host = lambda table: host(table).astype(np.int64)  # noqa: E731
+    seen, budget = on_host(cache.seen), on_host(cache.state.budget)
+    forced = parts.keep.counts(seen, on_host(cache.state.prompt))
     now = np.maximum(np.minimum(budget, seen), forced)
     return parts.layers.rows(now, seen, forced, layers=len(limit), window=parts.keep.window, weights=None)
 
@@ -211,7 +223,7 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
     )
 
 
-@partial(jax.jit, static_argnames=("static",))
+@program(static=("static",), on="static")
 def _unpacked(layer: _Layer, *, static: _Static) -> Unpacked:
     """What is packed of a layer; with what a merger wants that does not compare rows: what is observed of them now."""
     rows, merge = _taken(layer, static), static.ongoing.merge
@@ -242,14 +254,15 @@ def _observed(layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Ar
         length=length,
         layer=layer.layer,
         key=layer.key,
+        axes=None if fold else static.axes,
     )
     shape = seen.k.shape[:3]
-    mass = checked(scorer, "observe", scorer.observe(seen), shape, ROWS)
+    mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, ROWS), scorer, static.axes)
     scores = checked(scorer, "scores", scorer.scores(mass, length), shape, ROWS)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 
-@partial(jax.jit, static_argnames=("static",))
+@program(static=("static",), on="static")
 def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
     """A layer's rows, as a choice among them sees them."""
     rows, ongoing = _taken(layer, static), static.ongoing

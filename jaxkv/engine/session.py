@@ -16,7 +16,7 @@ from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.cache import KVCache, repack
 from jaxkv.cache.bank import Traffic
-from jaxkv.engine import chunked, staged
+from jaxkv.engine import chunked, on_mesh, staged
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
@@ -26,6 +26,7 @@ from jaxkv.engine.plan import Plan, available_bytes, bucket, check_bytes, check_
 from jaxkv.engine.program import program_for
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.loading import LanguageModel
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
@@ -82,6 +83,8 @@ class Session:
         self.policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
         self.implementations = _implementations(params, self.policy, arguments.as_implementation(implementation))
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
+        if self.params.axes is not None:
+            on_mesh.require_known(self.policy)
         given = arguments.as_key(key)
         self._keyed = given is not None
         with self.clocks.making:
@@ -100,15 +103,28 @@ class Session:
         Raises:
             MemoryError: naming the plan's bytes, if they are not there.
         """
-        config, policy = self.params.config, self.policy
-        of = partial(plan, config, policy, lengths.tolist(), dtype=self.params.dtype)
-        needed = of(room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        config, policy, axes = self.params.config, self.policy, self.params.axes
+        if axes is not None:
+            on_mesh.require_even(len(lengths), axes)
+        of = partial(plan, policy=policy, lengths=lengths.tolist(), dtype=self.params.dtype)
+        needed = of(config, room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
         with self.clocks.making:
-            check_memory(needed)
+            self._check_memory(needed, partial(of, room=needed.room))
         if new > MOST_AHEAD and policy.parts().ongoing is None:
             # It grows to that on the way, where a refusal would cost the answer.
-            check_bytes(of(room=bucket(new)).cache_bytes, f"the cache behind max_new_tokens={new}")
+            check_bytes(of(config, room=bucket(new)).cache_bytes, f"the cache behind max_new_tokens={new}")
         return needed
+
+    def _check_memory(self, needed: Plan, of: Callable[[ModelConfig], Plan]) -> None:
+        """Refuses a plan that does not fit; on a mesh by what each device has of heads and prompts."""
+        config, axes = self.params.config, self.params.axes
+        if axes is None:
+            return check_memory(needed)
+        mine, groups = of(config.on_one_of(axes.size("K"), axes.size("H"))), axes.size("B")
+        share = dataclasses.replace(
+            mine, cache_bytes=-(-mine.cache_bytes // groups), peak_bytes=-(-mine.peak_bytes // groups)
+        )
+        check_memory(share, axes.mesh.local_devices[0])
 
     @settled
     def prefill(
@@ -335,6 +351,8 @@ class Session:
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)
+        if self.params.axes is not None:
+            on_mesh.require_even(len(lengths), self.params.axes)
 
 
 def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
@@ -342,7 +360,7 @@ def _implementations(params: LanguageModel, policy: Method, asked: Implementatio
     needs, read = parts.needs, parts.read
     chosen = choose(
         asked,
-        platform=jax.default_backend(),
+        platform=jax.default_backend() if params.axes is None else params.axes.platform,
         dtype=params.dtype,
         head_dim=params.config.head_dim,
         scores=needs.queries > 0 or needs.sums,

@@ -181,6 +181,16 @@ class ModelConfig:
         """G: query heads per kv head."""
         return self.heads // self.kv_heads
 
+    def on_one_of(self, kv: int, model: int) -> ModelConfig:
+        """What one device has of the model, of `kv` that share kv heads, and `model` that share all else."""
+        return dataclasses.replace(
+            self,
+            kv_heads=self.kv_heads // kv,
+            heads=self.heads // model,
+            hidden=self.hidden // model,
+            vocab=self.vocab // model,
+        )
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads the keys of a Hugging Face `config.json`; every key is used, known to be harmless, or refused.

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from jaxkv.axes import Axes, first, total
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, project
 from jaxkv.models.rope import Angles, rotate
 
 # One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
-Leaves = tuple[Array, ...]
+Leaves = tuple[Shaped[Array, "..."], ...]
 
 
 class Attention(nnx.Module):
@@ -40,6 +41,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
+        self.axes: Axes | None = None
         self.attention_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
         self.attention = Attention(config, dtype=dtype)
         self.mlp_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
@@ -66,9 +68,9 @@ class Block(nnx.Module):
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
         """Adds the attention's output and the MLP to the residual stream."""
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
-        added = project(merged, self.attention.out[...], _value(self.attention.out_bias), wide=True)
+        added = project(merged, self.attention.out[...], _value(self.attention.out_bias), wide=True, over=self.axes)
         wide = x.astype(jnp.float32) + added
-        return (wide + self.mlp(self.mlp_norm(wide))).astype(x.dtype)
+        return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -98,16 +100,22 @@ class Ends(nnx.Module):
 
     def __init__(self, decoder: Decoder):
         self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
+        self.axes: Axes | None = None
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """Embeds token ids; out-of-range ids are the caller's to refuse."""
         # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out
         # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
-        return jnp.take(table, tokens, axis=0, mode="clip")
+        if self.axes is None:
+            return jnp.take(table, tokens, axis=0, mode="clip")
+        row = tokens - first("V", table.shape[0], self.axes)
+        mine = (row >= 0) & (row < table.shape[0])
+        found = jnp.take(table, row, axis=0, mode="clip")
+        return total(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of one position per sequence."""
+        """Float32 logits of one position per sequence; on a mesh those of the device's part of the vocabulary."""
         head = self.embedding if self.head is None else self.head
         return project(self.norm(x), head[...]).astype(jnp.float32)
 
@@ -129,19 +137,23 @@ class Flat:
         blocks: one tuple of leaves per block, all of the same structure.
         graphs: `(ends, block)` graph definitions, hashable, passed as static arguments.
         config: the decoder's shape.
+        axes: of the mesh that its parameters lie on, if they do.
         compiled: signatures of what has been compiled for it ahead of its use.
+        moved: the whole model with these parameters on a mesh, once it was asked for.
     """
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
         self.compiled: set[tuple] = set()
+        self.moved: dict[Axes, Any] = {}
         self._source = tuple(parameters(decoder))
         ends_graph, ends = nnx.split(Ends(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
         parts = [nnx.split(block) for block in decoder.blocks]
         self.blocks: tuple[Leaves, ...] = tuple(tuple(jax.tree.leaves(state)) for _, state in parts)
+        self.axes = Axes.of(self.ends[0])
         self.graphs = Graphs(
-            Graph(ends_graph, jax.tree.structure(ends)), Graph(parts[0][0], jax.tree.structure(parts[0][1]))
+            Graph(ends_graph, jax.tree.structure(ends)), Graph(parts[0][0], jax.tree.structure(parts[0][1])), self.axes
         )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -173,16 +185,26 @@ class Graph:
 
 
 class Graphs(tuple):
-    """The pair (ends, block) of `Graph`s."""
+    """Two `Graph`s, of the ends and of a block, and the axes of the mesh that they run on, if they do."""
 
-    def __new__(cls, ends: Graph, block: Graph):
-        """Pairs them."""
-        return super().__new__(cls, (ends, block))
+    def __new__(cls, ends: Graph, block: Graph, axes: Axes | None = None):
+        """Puts them together."""
+        return super().__new__(cls, (ends, block, axes))
+
+    @property
+    def axes(self) -> Axes | None:
+        """Those of the mesh."""
+        return self[2]
 
     def ends(self, leaves: Leaves) -> Ends:
-        """Binds embedding, final norm and output matrix."""
-        return self[0].bind(leaves)
+        """Embedding, final norm and output matrix around a device's parameters."""
+        bound = self[0].bind(leaves)
+        bound.axes = self.axes
+        return bound
 
     def block(self, leaves: Leaves) -> Block:
-        """Binds one block."""
-        return self[1].bind(leaves)
+        """One block around a device's parameters, of which it knows the shape."""
+        bound = self[1].bind(leaves)
+        if self.axes is not None:
+            bound.axes, bound.config = self.axes, bound.config.on_one_of(self.axes.size("K"), self.axes.size("H"))
+        return bound

@@ -6,6 +6,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkv.axes import Axes, total
+
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
 _MIN_ROWS_16BIT = 8
 
@@ -21,6 +23,7 @@ def project(
     bias: Float[Array, "*out"] | None = None,
     *,
     wide: bool = False,
+    over: Axes | None = None,
 ) -> Float[Array, "..."]:
     """A linear map with its weight kept as rows of the output.
 
@@ -29,6 +32,7 @@ def project(
         weight: one row per output channel, in x's dtype; may have several output axes.
         bias: added to the output, or None.
         wide: leave the output in float32, for a caller that goes on computing with it.
+        over: a mesh whose devices have a part of E each; None if this one has it all.
 
     Returns:
         The output in x's dtype unless wide; products are summed in float32.
@@ -40,7 +44,7 @@ def project(
         flat = jnp.pad(flat, ((0, _MIN_ROWS_16BIT - count), (0, 0)))
     matrix = weight.reshape(-1, weight.shape[-1])
     out = lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    out = out[:count].reshape(*rows, *outputs)
+    out = total(out[:count].reshape(*rows, *outputs), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out if wide else out.astype(x.dtype)
@@ -70,13 +74,13 @@ class GatedMLP(nnx.Module):
         self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
-    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
         """Applies the MLP row by row; the result is float32, for the residual stream to be added to."""
         # Converting to 16 bits is slow on a CPU: once, after the gate, not three times around it.
         both = project(x, self.gate_up[...], _value(self.gate_up_bias), wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return project(hidden, self.down[...], _value(self.down_bias), wide=True)
+        return project(hidden, self.down[...], _value(self.down_bias), wide=True, over=over)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:

@@ -75,8 +75,8 @@ class Angles:
         sin: likewise.
     """
 
-    cos: Float[Array, "B N half"]
-    sin: Float[Array, "B N half"]
+    cos: Float[Array, "#B N half"]
+    sin: Float[Array, "#B N half"]
 
     def block(self, first: Int[Array, ""], size: int) -> "Angles":
         """Those of `size` neighbouring rows from `first` on."""

@@ -35,14 +35,14 @@ class LayerBudgets(Protocol):
     def needs_sums(self) -> bool:
         """Whether `weight` looks at the attention received from all queries."""
 
-    def weight(
+    def of_heads(
         self,
         scores: Float[Array, "B K S"],
         candidates: Bool[Array, "B 1 S"],
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
-    ) -> Float[Array, " B"]:
-        """One layer's claim on rows.
+    ) -> Float[Array, "B K *G"]:
+        """A statistic of each head of one layer.
 
         Args:
             scores: before pooling.
@@ -51,7 +51,17 @@ class LayerBudgets(Protocol):
             length: tokens of each sequence.
 
         Returns:
-            A statistic that `rows` turns into numbers.
+            The statistic, of kv heads or of query heads.
+        """
+
+    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
+        """One layer's claim on rows.
+
+        Args:
+            heads: from `of_heads`, of all heads of the layer.
+
+        Returns:
+            What `rows` turns into numbers.
         """
 
     def rows(
@@ -156,13 +166,16 @@ class _HostLayers(Exact):
 
     from_scores: ClassVar[bool] = False
 
-    def weight(
+    def of_heads(
         self,
         scores: Float[Array, "B K S"],
         candidates: Bool[Array, "B 1 S"],
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
-    ) -> Float[Array, " B"]:
+    ) -> Float[Array, "B K *G"]:
+        raise TypeError(f"{type(self).__name__} does not look at scores")
+
+    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
 
@@ -247,6 +260,10 @@ class _FromScores(Exact):
 
     from_scores: ClassVar[bool] = True
 
+    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
+        """The mean over heads."""
+        return heads.mean(axis=-1)
+
     def rows(
         self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
     ) -> Int[np.ndarray, "L N"]:
@@ -273,31 +290,31 @@ def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> 
 class EntropyLayers(_FromScores):
     """Layers whose attention is spread more evenly get more rows (Table 5 of PyramidKV)."""
 
-    def weight(
+    def of_heads(
         self,
         scores: Float[Array, "B K S"],
         candidates: Bool[Array, "B 1 S"],
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
-    ) -> Float[Array, " B"]:
-        """Entropy in nats of each head's distribution over candidates, mean over heads."""
+    ) -> Float[Array, "B K"]:
+        """Entropy in nats of each head's distribution over candidates."""
         share = _shares(scores, candidates)
         terms = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0)
-        return -terms.sum(axis=-1).mean(axis=-1)
+        return -terms.sum(axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GiniLayers(_FromScores):
     """Layers whose attention is concentrated more get more rows (Table 5 of PyramidKV)."""
 
-    def weight(
+    def of_heads(
         self,
         scores: Float[Array, "B K S"],
         candidates: Bool[Array, "B 1 S"],
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
-    ) -> Float[Array, " B"]:
-        """Gini coefficient of each head's distribution over candidates, mean over heads."""
+    ) -> Float[Array, "B K"]:
+        """Gini coefficient of each head's distribution over candidates."""
         share = jnp.where(candidates, _shares(scores, candidates), -1.0)
         count = candidates.sum(axis=-1, dtype=jnp.float32)
         # Ascending; the -1 of non-candidates sorts in front, so ranks count from there.
@@ -305,7 +322,7 @@ class GiniLayers(_FromScores):
         slots = share.shape[-1]
         rank = jnp.arange(1, slots + 1, dtype=jnp.float32) - (slots - count)[..., None]
         weighted = jnp.where(ordered >= 0, (2 * rank - count[..., None] - 1) * ordered, 0.0).sum(axis=-1)
-        return (weighted / jnp.maximum(count, 1.0)).mean(axis=-1)
+        return weighted / jnp.maximum(count, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

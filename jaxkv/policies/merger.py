@@ -21,9 +21,9 @@ class Merged(NamedTuple):
         tau: `f32[B, K, n]` thresholds, or None.
     """
 
-    k: Array
-    v: Array
-    tau: Array | None
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+    tau: Float[Array, "B K n"] | None
 
 
 class Row(NamedTuple):

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import is_whole
 from jaxkv.attention import Implementation
+from jaxkv.axes import Axes
 from jaxkv.policies.after import Rank
 
 
@@ -32,7 +33,7 @@ class Needs:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums"],
-    meta_fields=["implementation"],
+    meta_fields=["implementation", "axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
@@ -48,6 +49,7 @@ class Observed:
         key: random key of this call.
         sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
         implementation: what computes attention.
+        axes: of the mesh whose devices have K of the heads each; None where all heads are here.
     """
 
     q: Float[Array, "B K G w D"]
@@ -59,6 +61,7 @@ class Observed:
     key: PRNGKeyArray
     sums: Float[Array, "B K G S"] | None = None
     implementation: Implementation = Implementation.XLA
+    axes: Axes | None = None
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import KERNELS
+from jaxkv.axes import Axes, mean_of_devices, most_of_devices, own
 from jaxkv.policies.after import ByAge, ByAttention, Rank
 from jaxkv.policies.protocol import Observed, Scorer
 
@@ -209,6 +210,21 @@ class WindowAttention(Scorer, Value):
         return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
 
 
+def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
+    """What a scorer observes of each kv head's whole group, where several devices have a part of its query heads.
+
+    Args:
+        observed: by the device's part.
+        scorer: who did.
+        axes: of the mesh, if there is one.
+
+    Returns:
+        The mean over the parts, or where the group is reduced to its largest, that.
+    """
+    largest = isinstance(scorer, WindowAttention) and scorer.group is GroupReduce.MAX
+    return (most_of_devices if largest else mean_of_devices)(observed, "G", axes)
+
+
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
     return jnp.arange(slots, dtype=jnp.int32) < end
 
@@ -246,5 +262,7 @@ class Uniform01(Scorer, Value):
         batch, heads, slots = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
-        draws = jax.vmap(lambda k: jax.random.uniform(k, (heads,)))(keys)
+        # Of all heads, also where a device has some of them: a head's draws are the same everywhere.
+        whole = heads if seen.axes is None else heads * seen.axes.size("K")
+        draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
         return jnp.broadcast_to(draws.T, (batch, heads, slots))

@@ -303,6 +303,11 @@ class TwoStageHeads(Value):
         return chosen | top(rest, count - jnp.clip(safe, 0, count))
 
 
+def chooses_apart(heads: HeadBudgets) -> bool:
+    """Whether the rows of each kv head are chosen without a look at the others'."""
+    return isinstance(heads, UniformHeads) or (isinstance(heads, TwoStageHeads) and chooses_apart(heads.budgets))
+
+
 def shares_positions(heads: HeadBudgets) -> bool:
     """Whether all kv heads of a layer keep the same positions."""
     return isinstance(heads, SharedHeads) or (isinstance(heads, TwoStageHeads) and shares_positions(heads.budgets))

@@ -62,14 +62,14 @@ class VarianceLayers(Exact):
         require(whole, "dense_layers", given, "give layers such as (0, 1, -1)")
         object.__setattr__(self, "dense_layers", layers)
 
-    def weight(
+    def of_heads(
         self,
         scores: Float[Array, "B K S"],
         candidates: Bool[Array, "B 1 S"],
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
-    ) -> Float[Array, " B"]:
-        """The layer's statistic, F: variances over keys of what each query head's keys received in all."""
+    ) -> Float[Array, "B K G"]:
+        """Variances over keys of what each query head's keys received in all."""
         if sums is None:
             raise TypeError("VarianceLayers needs sums over all queries")
         batch, heads, group, slots = sums.shape
@@ -78,7 +78,11 @@ class VarianceLayers(Exact):
         count = jnp.maximum(length, 1).astype(jnp.float32)[:, None]
         mean = jnp.where(inside, received, 0.0).sum(axis=-1) / count
         off = jnp.where(inside, received - mean[..., None], 0.0)
-        variance = (off * off).sum(axis=-1) / jnp.maximum(count - 1, 1)
+        return ((off * off).sum(axis=-1) / jnp.maximum(count - 1, 1)).reshape(batch, heads, group)
+
+    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
+        """The layer's statistic, F: the variances' mean, or that of where each lies between the least and the most."""
+        variance = heads
         if self.statistic is Statistic.HEADNORM:
             least, most = variance.min(axis=-1, keepdims=True), variance.max(axis=-1, keepdims=True)
             variance = (variance - least) / (most - least + 1e-6)

@@ -1,0 +1,345 @@
+"""Where arrays lie on a mesh, by the letters of their axes, and the one door through which programs are compiled.
+
+Inside a program every array is one device's part, and the code is the code of one device. What differs stands here: the
+functions at the end, which change nothing without a mesh.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey, SequenceKey
+from jaxtyping import Array
+
+from jaxkv._errors import require
+from jaxkv._values import Value
+
+_DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
+_MODEL = (_KV, _REP)
+# Sequences; kv heads, and rows of their pools; query heads of each; query heads, the MLP's and the vocabulary's rows.
+_LETTERS = {"B": (_DATA,), "K": (_KV,), "P": (_KV,), "G": (_REP,), "H": _MODEL, "F": _MODEL, "V": _MODEL}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axes(Value):
+    """A mesh whose axes are told by the letters of arrays: static in every program that runs on it.
+
+    Attributes:
+        mesh: from `model_mesh`.
+    """
+
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        remedy = "give what model_mesh makes of a mesh with the axes 'data' and 'model'"
+        require(isinstance(self.mesh, Mesh) and self.mesh.axis_names == NAMES, "mesh", self.mesh, remedy)
+
+    @classmethod
+    def of(cls, leaf: Any) -> "Axes | None":
+        """The axes that an array is split over; None for one that lies on a single device, or in a user's own way."""
+        sharding = getattr(leaf, "sharding", None)
+        fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
+        return cls(mesh=typing.cast(NamedSharding, sharding).mesh) if fits else None
+
+    @property
+    def axes(self) -> "Axes":
+        """These; so that programs can be given them alone, or in what else is static."""
+        return self
+
+    @property
+    def platform(self) -> str:
+        """Of the devices."""
+        return self.mesh.devices.flat[0].platform
+
+    def size(self, letter: str) -> int:
+        """Parts that an axis of this letter is cut into."""
+        return math.prod(self.mesh.shape[name] for name in _LETTERS.get(letter, ()))
+
+    def spec(self, letters: str, shape: tuple[int, ...]) -> P:
+        """Which axes of the mesh a whole array's axes are split over.
+
+        Args:
+            letters: of its axes, as its annotation has them; an axis behind `#` may be 1, and is then not split.
+            shape: its sizes.
+
+        Returns:
+            The spec.
+
+        Raises:
+            ValueError: if two letters want the same axis of the mesh, or a size does not divide.
+        """
+        names = letters.split()
+        for at, (name, size) in enumerate(zip(names, shape, strict=False)):
+            parts = self.size(name.lstrip("#"))
+            if name.startswith("#") and size == 1:
+                names[at] = "_"
+            else:
+                over = "x".join(_LETTERS.get(name.lstrip("#"), ()))
+                require(size % parts == 0, name, size, f"it is split over {over}={parts}: give a multiple of {parts}")
+        return spec_of_letters(" ".join(names))
+
+
+def spec_of_letters(letters: str) -> P:
+    """Axes of the mesh for letters, those that are not split at the end left out."""
+    found = [_LETTERS.get(name.lstrip("#")) for name in letters.split()]
+    taken = [name for names in found for name in names or ()]
+    remedy = f"two of them want one axis of the mesh ({', '.join(taken)}): give one another letter"
+    require(len(taken) == len(set(taken)), "letters", letters, remedy)
+    while found and found[-1] is None:
+        found.pop()
+    return P(*(names if names is None or len(names) > 1 else names[0] for names in found))
+
+
+def host(value: Any) -> np.ndarray:
+    """The whole of an array, on the host: of every process' parts, where there are several."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    return np.asarray(value)
+
+
+def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Array:
+    """An array of the host's on the devices.
+
+    Args:
+        value: the array.
+        letters: of its axes.
+        axes: of the mesh; None for the default device.
+        dtype: of the result; by default as it is.
+
+    Returns:
+        The array.
+    """
+    if axes is None:
+        return jnp.asarray(value, dtype)
+    array = np.asarray(value, dtype)
+    return _put(array, where(letters, array.shape, axes))
+
+
+def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
+    """Where an array of these letters is to lie: the `device` of `jnp.zeros`, None for the default one."""
+    return None if axes is None else NamedSharding(axes.mesh, axes.spec(letters, shape))
+
+
+def settle_down(tree: Any, axes: Axes | None) -> Any:
+    """A dataclass of arrays where its fields' letters say: programs then find them as those before left them."""
+    return tree if axes is None else _as_said(tree, type(tree), axes)
+
+
+def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(value)
+    specs = [_spec_of(leaf, _letters(value, hint, path), axes) for path, leaf in leaves]
+    return jax.tree.unflatten(
+        tree, [_put(leaf, NamedSharding(axes.mesh, spec)) for (_, leaf), spec in zip(leaves, specs, strict=True)]
+    )
+
+
+def _put(leaf: Any, there: NamedSharding) -> Any:
+    if isinstance(leaf, jax.core.Tracer) or getattr(leaf, "sharding", None) == there:
+        return leaf
+    if there.is_fully_addressable or isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, there)
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
+
+
+def _spec_of(leaf: Any, letters: str, axes: Axes) -> P:
+    if letters != "...":
+        return axes.spec(letters, np.shape(leaf))
+    found = Axes.of(leaf)
+    if found is None or found != axes:
+        raise TypeError(f"a leaf of shape {np.shape(leaf)} lies elsewhere than on {axes.mesh}")
+    return leaf.sharding.spec
+
+
+@functools.cache
+def _hints(of: Any) -> dict[str, Any]:
+    return typing.get_type_hints(of)
+
+
+def _letters(value: Any, hint: Any, path: tuple[Any, ...]) -> str:
+    """The letters of a leaf: its annotation's, found on the way from the whole."""
+    for key in path:
+        if isinstance(key, GetAttrKey):
+            hint, value = _hints(type(value)).get(key.name), getattr(value, key.name)
+        elif isinstance(key, SequenceKey):
+            hint, value = _item(hint, key.idx), value[key.idx]
+        else:
+            # Numbers of a sampler.
+            return ""
+    found = _dims(hint)
+    if found is None:
+        if np.ndim(value) == 0:
+            return ""
+        raise TypeError(f"no letters for {jax.tree_util.keystr(path)} of {type(value).__name__}: annotate it")
+    return found
+
+
+def _item(hint: Any, index: int) -> Any:
+    of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
+    inner = typing.get_args(of)
+    return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
+
+
+def _dims(hint: Any) -> str | None:
+    return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)
+
+
+class Door:
+    """A function as a program: `jax.jit`, and on a mesh the same function of each device's parts.
+
+    Where arrays lie follows from the letters in the annotations of the function and of the dataclasses it takes and
+    gives; what is annotated "..." stays where it is, parameters say.
+    """
+
+    def __init__(self, fn: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...], on: str):
+        self._fn, self._static, self._given, self._on = fn, static, donate, on
+        self._signature = inspect.signature(fn)
+        self._plain = jax.jit(fn, static_argnames=static, donate_argnames=donate)
+        self._split = jax.jit(self._run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Runs the program."""
+        axes = self._axes(options)
+        if axes is None:
+            return self._plain(*args, **options)
+        given, rest, static = self._bound(axes, args, options)
+        return self._split(given, rest, **static)
+
+    def lower(self, *args: Any, **options: Any) -> Any:
+        """The program, lowered for these arguments."""
+        axes = self._axes(options)
+        if axes is None:
+            return self._plain.lower(*args, **options)
+        given, rest, static = self._bound(axes, args, options)
+        return self._split.lower(given, rest, **static)
+
+    def clear_cache(self) -> None:
+        """Forgets what has been compiled."""
+        self._plain.clear_cache()
+        self._split.clear_cache()
+
+    def _axes(self, options: dict[str, Any]) -> Axes | None:
+        carrier = options.get(self._on)
+        return None if carrier is None else carrier.axes
+
+    def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        hints = _hints(self._fn)
+        arrays = {
+            name: _as_said(value, hints.get(name), axes)
+            for name, value in bound.arguments.items()
+            if name not in self._static
+        }
+        given = {name: value for name, value in arrays.items() if name in self._given}
+        rest = {name: value for name, value in arrays.items() if name not in self._given}
+        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
+        statics = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
+        return given, rest, {"axes": axes, "ins": ins, "statics": statics}
+
+    def _run(
+        self, given: dict[str, Any], rest: dict[str, Any], *, axes: Axes, ins: tuple[P, ...], statics: tuple[Any, ...]
+    ) -> Any:
+        leaves, tree = jax.tree.flatten((given, rest))
+        found: dict[str, Any] = {}
+
+        def local(*mine: Array) -> list[Array]:
+            donated, others = jax.tree.unflatten(tree, mine)
+            out = self._fn(**donated, **others, **dict(statics))
+            flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
+            found["outs"] = [_out_spec(_letters(out, _hints(self._fn)["return"], path)) for path, _ in flat]
+            return [leaf for _, leaf in flat]
+
+        split = functools.partial(jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False)
+        # Which arrays come out is known once the function has been looked at.
+        jax.eval_shape(split(out_specs=P()), *leaves)
+        return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
+
+
+def _out_spec(letters: str) -> P:
+    if letters.startswith("..."):
+        raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
+    # A part does not show whether an axis behind `#` is one of many: what comes out of a program is.
+    return spec_of_letters(letters)
+
+
+def program(
+    *, static: tuple[str, ...] = (), donate: tuple[str, ...] = (), on: str = "axes"
+) -> Callable[[Callable[..., Any]], Door]:
+    """The one door to compiled programs.
+
+    Args:
+        static: arguments that are compiled in.
+        donate: arguments whose buffers are given up.
+        on: the static argument, always given by name, that says where it runs: `Axes`, what has them as its `axes`, or
+            None.
+
+    Returns:
+        A decorator.
+    """
+    return lambda fn: Door(fn, static, donate, on)
+
+
+# Inside a program: what one device's part is to the whole.
+
+
+def total(x: Array, axes: Axes | None) -> Array:
+    """The sum of what the devices of a sequence have made, each of its heads or its part of the MLP."""
+    return x if axes is None else lax.psum(x, _MODEL)
+
+
+def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
+    """The mean over the devices that share an axis of this letter."""
+    return x if axes is None or axes.size(letter) == 1 else lax.pmean(x, _LETTERS[letter])
+
+
+def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
+    """The largest that any of these devices has."""
+    return x if axes is None or axes.size(letter) == 1 else lax.pmax(x, _LETTERS[letter])
+
+
+def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
+    """The whole of an axis of this letter, of which each device has its part."""
+    return x if axes is None or axes.size(letter) == 1 else lax.all_gather(x, _LETTERS[letter], axis=axis, tiled=True)
+
+
+def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
+    """The device's part of such an axis again."""
+    if axes is None:
+        return x
+    size = x.shape[axis] // axes.size(letter)
+    return lax.dynamic_slice_in_dim(x, first(letter, size, axes), size, axis)
+
+
+def first(letter: str, size: int, axes: Axes | None) -> Any:
+    """Where a device's part of such an axis begins, of so many elements."""
+    return 0 if axes is None else lax.axis_index(_LETTERS[letter]).astype(jnp.int32) * size
+
+
+def anywhere(flag: Array, axes: Axes | None) -> Array:
+    """Whether it is so on any device."""
+    return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
+
+
+def everywhere(flag: Array, axes: Axes | None) -> Array:
+    """Whether it is so on every device."""
+    return flag if axes is None else lax.pmin(flag.astype(jnp.int32), NAMES) > 0
