@@ -50,7 +50,7 @@ class Axes(Value):
         """The axes that an array is split over; None for one that lies on a single device, or in a user's own way."""
         sharding = getattr(leaf, "sharding", None)
         fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
-        return cls(mesh=typing.cast(NamedSharding, sharding).mesh) if fits else None
+        return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
     @property
     def axes(self) -> "Axes":
@@ -173,7 +173,8 @@ def _letters(value: Any, hint: Any, path: tuple[Any, ...]) -> str:
     """The letters of a leaf: its annotation's, found on the way from the whole."""
     for key in path:
         if isinstance(key, GetAttrKey):
-            hint, value = _hints(type(value)).get(key.name), getattr(value, key.name)
+            kind: Any = type(value)
+            hint, value = _hints(kind).get(key.name), getattr(value, key.name)
         elif isinstance(key, SequenceKey):
             hint, value = _item(hint, key.idx), value[key.idx]
         else:
@@ -212,8 +213,8 @@ class Door:
     def __init__(self, fn: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...], on: str):
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
-        self._plain = jax.jit(fn, static_argnames=static, donate_argnames=donate)
-        self._split = jax.jit(self._run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
+        self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate)
+        self._split: Any = jax.jit(self._run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:

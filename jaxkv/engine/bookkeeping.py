@@ -100,8 +100,15 @@ def with_scratch(cache: KVCache, program: Program) -> KVCache:
     heads, ongoing = cache.start.shape[2], program.ongoing
     assert ongoing is not None
     soon = dataclasses.replace(segments_of(cache, slice(None)), seen=cache.seen + 1)
-    of = {"walk": program.layout.walk, "widest": program.widest, "axes": program.axes}
-    row, *_ = weakest(pools[0], soon, heads=heads, ongoing=ongoing, **of)
+    row, *_ = weakest(
+        pools[0],
+        soon,
+        heads=heads,
+        ongoing=ongoing,
+        walk=program.layout.walk,
+        widest=program.widest,
+        axes=program.axes,
+    )
     return dataclasses.replace(cache, likely=by_layer(row, heads))
 
 

@@ -158,8 +158,7 @@ def evict(
     Returns:
         What is left.
     """
-    known = {"heads": heads, "ongoing": ongoing, "walk": walk, "widest": widest, "axes": axes}
-    victim, there, second = weakest(pool, segments, **known)
+    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, walk=walk, widest=widest, axes=axes)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.

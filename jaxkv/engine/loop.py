@@ -210,7 +210,7 @@ def loop_arguments(
 def _loop(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
-    written: tuple[Pool | Tail, ...],
+    written: tuple[Any, ...],
     read: tuple[Pool, ...],
     rest: KVCache,
     moving: tuple[Int[Array, ""], Int[Array, " B"], Draw],
@@ -221,7 +221,7 @@ def _loop(
     program: Program,
     size: int,
 ) -> tuple[
-    tuple[Pool | Tail, ...],
+    tuple[Any, ...],
     KVCache,
     tuple[Int[Array, ""], Int[Array, " B"], Draw],
     Int[Array, "B size"],
