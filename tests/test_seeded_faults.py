@@ -94,8 +94,8 @@ def layers_rounded_down(patch):
 def padding_competes(patch):
     real = compress.choose
 
-    def choose(layer, *rest, heads):
-        return real(dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)), *rest, heads=heads)
+    def choose(layer, *rest, **options):
+        return real(dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)), *rest, **options)
 
     patch.setattr(compress, "choose", choose)
 

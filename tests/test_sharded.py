@@ -1,8 +1,11 @@
 """Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a refusal by name."""
 
 import functools
+import math
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -10,6 +13,8 @@ from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv.axes import Axes
+from jaxkv.engine import loop
+from jaxkv.engine.program import program_for
 from jaxkv.sharding import model_mesh
 
 BUDGET, NEW = 24, 10
@@ -185,3 +190,26 @@ def test_a_cache_stays_on_its_mesh(tmp_path):
             jaxkv.generate(model, ids, cache=there, progress=False)
     with pytest.raises(ValueError, match=r"cache='on a mesh': not on a mesh yet"):
         there.save(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "adakv", "tova", "d2o"])
+def test_no_keys_or_values_travel_while_tokens_are_drawn(as_users_call, name):
+    """What the decode loop sends: hidden states after attention and MLP, the embedding, logits, scores at most."""
+    of = model_of(4).on(mesh_of(2, 4))
+    session = jaxkv.Session(of, BY_NAME[name].make(BUDGET))
+    cache = session.prefill(prompts(5, LENGTHS), new=NEW)
+    program = program_for(of.flat, cache)
+    draw = loop.Draw(logits=cache.logits, done=jnp.zeros((2,), bool), key=jax.random.key(0))
+    running = loop.begin(cache, program=program, size=16)
+    given = loop.loop_arguments(of.flat, running, draw, jnp.asarray([-2], jnp.int32), NEW, jaxkv.Greedy())
+    text = loop._loop.lower(*given, program=program, size=16).compile().as_text()
+    sent = re.findall(r"= \(?(.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", text)
+    shapes = [tuple(map(int, each.split(","))) for line, _ in sent for each in re.findall(r"\[([\d,]+)\]", line)]
+    kinds = [kind for _, kind in sent]
+    layers, rows = of.config.layers, {pool.rows // 4 for pool in cache.pools}
+    # Hidden states are [1, 1, 24], logits [1, 64]; only heads that decide together say what each row is worth.
+    assert (1, 1, 24) in shapes and (1, 64) in shapes and kinds.count("all-gather") == 1
+    assert kinds.count("all-reduce") <= 2 * layers + 2 + layers * (name == "tova")
+    assert all(math.prod(shape) <= max(64, *rows) for shape in shapes)
+    aliased = text[text.index("input_output_alias") : text.index("entry_computation_layout")]
+    assert aliased.count("may-alias") + aliased.count("must-alias") >= len(jax.tree.leaves(cache.pools))
