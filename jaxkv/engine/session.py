@@ -120,10 +120,13 @@ class Session:
         config, axes = self.params.config, self.params.axes
         if axes is None:
             return check_memory(needed)
-        mine, groups = of(config.on_one_of(axes.size("K"), axes.size("H"))), axes.size("B")
-        share = dataclasses.replace(
-            mine, cache_bytes=-(-mine.cache_bytes // groups), peak_bytes=-(-mine.peak_bytes // groups)
-        )
+        heads, groups = axes.size("K"), axes.size("B")
+        mine = of(config.on_one_of(heads, axes.size("H")))
+        # What heads compete for may all go to those of one device: its pools have room for more than its share.
+        more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
+        more *= len(needed.budget) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
+        of_group = lambda size: -(-(size + more) // groups)  # noqa: E731
+        share = dataclasses.replace(mine, cache_bytes=of_group(mine.cache_bytes), peak_bytes=of_group(mine.peak_bytes))
         check_memory(share, axes.mesh.local_devices[0])
 
     @settled
