@@ -106,7 +106,7 @@ class LanguageModel(nnx.Module):
             decoder = Decoder(self.config, dtype=self.dtype)
             for path in _sources(decoder):
                 value = _at(self.decoder, path).get_value()
-                _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path))))
+                _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path, axes.mesh))))
             moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.moved = {axes: moved}
         return moved
@@ -209,7 +209,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
         if mesh is None:
             value = jnp.array(_part(tensors, shape, dtype, (slice(None),) * len(shape)))
         else:
-            value = _spread(tensors, shape, dtype, NamedSharding(mesh, spec_of(path)))
+            value = _spread(tensors, shape, dtype, NamedSharding(mesh, spec_of(path, mesh)))
         finite.append((of, _replicated(_are_finite, value)(value)))
         parameter.set_value(value)
     bad: list[str] = []

@@ -28,16 +28,17 @@ _PARAMETERS = {
 }
 
 
-def spec_of(path: str) -> P:
+def spec_of(path: str, mesh: Mesh | None = None) -> P:
     """Which axes of the mesh a parameter's axes are split over.
 
     Args:
         path: the parameter's name, `blocks.0.attention.q` say.
+        mesh: from `model_mesh`, whose axes of one device are left out.
 
     Returns:
         Its spec, on a mesh of `model_mesh`.
     """
-    return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""))
+    return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""), mesh)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:

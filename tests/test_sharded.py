@@ -151,7 +151,11 @@ def test_letters():
     spec = jax.sharding.PartitionSpec
     assert axes.spec("L B K n", (2, 4, 4, 1)) == spec(None, "data", "kv")
     assert axes.spec("#B #K S", (1, 1, 9)) == spec() and axes.spec("#B #K S", (2, 4, 9)) == spec("data", "kv")
-    assert axes.spec("V E", (64, 24)) == spec(("kv", "rep")) and axes.spec("B ...", (2, 3, 3)) == spec("data")
+    assert axes.spec("B ...", (2, 3, 3)) == spec("data")
+    # An axis of one device splits nothing, and what comes out of programs does not name it.
+    assert axes.spec("V E", (64, 24)) == spec("kv") and axes.spec("B K G R D", (2, 4, 2, 8, 8)) == spec("data", "kv")
+    fewer = Axes(mesh=model_mesh(mesh_of(1, 4), model_of(2).config))
+    assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(None, "kv")
     with pytest.raises(ValueError, match=r"letters='K P': two of them want one axis of the mesh \(kv, kv\)"):
         axes.spec("K P", (4, 8))
     with pytest.raises(ValueError, match=r"B=3: it is split over data=2: give a multiple of 2"):
