@@ -213,7 +213,8 @@ def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: i
     size = math.prod(shape) // block * block_bytes
     if at + size > cursor.size:
         raise _Corrupt(f"the tensor {name!r} ends at byte {at + size:,}")
-    dtype, stored = np.dtype(np.uint8), (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
+    dtype: np.dtype = np.dtype(np.uint8)
+    stored = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
     if known.name in plain:
         dtype, stored = np.dtype(plain[known.name]), shape
     tensor = GgufTensor(name=name, kind=known, shape=shape, path=cursor.path, at=at, dtype=dtype, stored=stored)
