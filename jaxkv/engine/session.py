@@ -14,6 +14,7 @@ from jaxkv import arguments
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
+from jaxkv.axes import place
 from jaxkv.cache import KVCache, repack
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import chunked, on_mesh, staged
@@ -160,7 +161,7 @@ class Session:
             options: dict[str, Any] = {"implementation": self.implementations.prefill, "tick": tick}
             if not self._by_chunks:
                 options["key"] = self.key
-            of = (params.flat, params.config, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
+            of = (params.flat, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
             cache, logits = self._way.prefill(*of, model=params.fingerprint, **options)
             jax.block_until_ready(logits)
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
@@ -175,7 +176,7 @@ class Session:
         """
         params, implementation = self.params, self.implementations.prefill
         with self.clocks.making:
-            of = (params.flat, params.config, batch, self.policy, needed)
+            of = (params.flat, batch, self.policy, needed)
             self._way.compile_ahead(*of, implementation=implementation)
 
     @property
@@ -226,9 +227,10 @@ class Session:
             logits = cache.logits
             for first in range(0, tokens.shape[1], size):
                 count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
-                part = jnp.asarray(tokens[:, first : first + size])
-                after, cache = run(cache, part, jnp.asarray(count))
-                logits = after if logits is None else jnp.where(jnp.asarray(count > 0)[:, None], after, logits)
+                part = place(tokens[:, first : first + size], "B N", self.params.axes)
+                after, cache = run(cache, part, place(count, "B", self.params.axes))
+                read = place(count > 0, "B", self.params.axes)[:, None]
+                logits = after if logits is None else jnp.where(read, after, logits)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
                 # A long question leaves nothing behind but what the policy keeps of it.
