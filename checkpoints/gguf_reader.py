@@ -98,7 +98,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     Raises:
         ValueError: where the file is missing, truncated or corrupt.
     """
-    require(path.is_file(), "file", path, "no such file")
+    require(path.is_file(), "file", path, "no such file; give the path of a .gguf file")
     size = path.stat().st_size
     try:
         if size < 24:

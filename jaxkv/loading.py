@@ -139,9 +139,9 @@ def load(
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
             folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
-        mesh: devices with the axes "data" and "model": each gets its part of every parameter, and a process reads what
-            its own devices get. The checksums of a converted folder are of whole tensors, so that parts of them are
-            read unchecked.
+        mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
+            own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
+            tensors, so that parts of them are read unchecked.
         progress: show bars on stderr, if it is a terminal.
 
     Returns:
