@@ -18,12 +18,12 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.axes import Axes, put
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
+from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.sharding import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
 
-_DTYPES = ("float32", "bfloat16", "float16")
 # Buffers some exporters write; the rotation is computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
@@ -139,8 +139,9 @@ def load(
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
             folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
-        mesh: devices with the axes "data" and "model": each gets its part of every parameter, and a process reads what
-            its own devices get.
+        mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
+            own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
+            tensors, so that parts of them are read unchecked.
         progress: show bars on stderr, if it is a terminal.
 
     Returns:
@@ -171,7 +172,7 @@ def _dtype(given: Any) -> np.dtype:
         name = jnp.dtype(given).name
     except TypeError:  # no dtype at all
         name = given
-    require(name in _DTYPES, "dtype", name, f"give one of {', '.join(_DTYPES)}")
+    require(name in DTYPES, "dtype", name, f"give one of {', '.join(DTYPES)}")
     return jnp.dtype(name)
 
 

@@ -61,8 +61,9 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     model = mesh.shape["model"]
-    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, hidden={config.hidden} and vocab={config.vocab}"
-    require(model in fits, "mesh.model", model, f"it does not divide {sizes}: give one of {fits}")
+    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
+    remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
+    require(model in fits, "mesh.model", model, remedy)
     kv = math.gcd(config.kv_heads, model)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
     axes = (AxisType.Auto,) * len(NAMES)

@@ -113,6 +113,13 @@ def test_imports_go_one_way(module):
         assert not others & {target.split(".")[0] for target in targets}, f"{package} stands alone"
 
 
+def test_contributors_read_the_same_list():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## How the files lie")[1]
+    lines = text.split("```")[1].strip().splitlines()
+    told = [name for line in lines for name in line.split("  ")[0].split()]
+    assert told == [layer.removeprefix("jaxkv.") for layer in LAYERS]
+
+
 def test_the_rule_bites():
     tree = ast.parse("from jaxkv import generation\nfrom jaxkv.policies import SnapKV\nimport jaxkv")
     targets = list(imported(tree, Path("inline")))

@@ -155,13 +155,21 @@ class KVCache:
                 up, it lies on a mesh, or its policy holds what no text says.
         """
         require(self.axes is None, "cache", "on a mesh", "not on a mesh yet: save one that was made without")
-        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+        self.require_arrays()
         arrays: dict[str, np.ndarray] = {}
         cache = encode(dataclasses.replace(self, policy=None), arrays)
         write_folder(
             Path(path).expanduser(), CACHE, {"policy": encode(self.policy, None, "policy"), "cache": cache}, arrays
         )
+
+    def require_arrays(self) -> None:
+        """Refuses a cache whose arrays are gone.
+
+        Raises:
+            ValueError: where a donating function has been given them.
+        """
+        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
 
     @property
     def batch(self) -> int:
