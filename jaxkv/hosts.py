@@ -25,6 +25,7 @@ from jaxkv.axes import host
 
 # Of what a process tells the others at a time, and of the message that may be in it.
 _BYTES, _CHARACTERS = 2048, 300
+_SHOWN = 60
 # Larger arrays are compared by shape and dtype alone.
 _COMPARED = 2**24
 
@@ -71,7 +72,7 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
         other = next((each for each in others if heard[each][name] != heard[first][name]), None)
         mine = params if name == "params" else _told(value) if isinstance(value, jax.Array) else value
         remedy = f"process {other} was given another one than process {first}: give all processes the same"
-        require(other is None, name, shortened(str(mine)), remedy)
+        require(other is None, name, mine if len(repr(mine)) <= _SHOWN else shortened(str(mine), _SHOWN), remedy)
 
 
 @contextlib.contextmanager
