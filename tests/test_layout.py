@@ -20,6 +20,7 @@ LAYERS = (
     "jaxkv._values",
     # Where arrays lie: every program asks.
     "jaxkv.axes",
+    "jaxkv.hosts",
     # What a cache knows of its model.
     "jaxkv.models.config",
     "jaxkv.models.rope",
