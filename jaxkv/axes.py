@@ -341,6 +341,11 @@ def anywhere(flag: Array, axes: Axes | None) -> Array:
     return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
 
 
+def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
+    """Whether it is so on any device that shares an axis of this letter."""
+    return flag if axes is None else most_of_devices(flag.astype(jnp.int32), letter, axes) > 0
+
+
 def everywhere(flag: Array, axes: Axes | None) -> Array:
     """Whether it is so on every device."""
     return flag if axes is None else lax.pmin(flag.astype(jnp.int32), NAMES) > 0

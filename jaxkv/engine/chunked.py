@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
+from jaxkv.axes import settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool
@@ -127,15 +128,18 @@ def prefill(
 def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> KVCache:
     """A cache of no tokens, with room for the prompts in every layer."""
     reading = _reading(policy, config, needed)
-    dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
-    rows = tuple(heads * (needed.slots + room) for room in needed.room)
-    start = jnp.stack([jnp.arange(heads, dtype=jnp.int32) * (each // heads) for each in rows])
+    dtype, heads, dim, batch, axes = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths), flat.axes
+    # On a mesh, of each stretch of heads.
+    mine = heads if axes is None else heads // axes.size("K")
+    rows = tuple(mine * (needed.slots + room) for room in needed.room)
+    start = jnp.stack([jnp.arange(heads, dtype=jnp.int32) % mine * (each // mine) for each in rows])
     start = jnp.broadcast_to(start[:, None], (config.layers, batch, heads))
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing = jnp.zeros_like(start)
-    return KVCache(
-        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False) for each in rows),
+    cache = KVCache(
+        axes=axes,
+        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, axes=axes) for each in rows),
         start=start,
         length=nothing,
         limit=nothing,
@@ -145,6 +149,7 @@ def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], poli
         policy=policy,
         config=config,
     )
+    return settle_down(cache, axes)
 
 
 def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = False) -> KVCache:

@@ -304,8 +304,9 @@ class TwoStageHeads(Value):
 
 
 def chooses_apart(heads: HeadBudgets) -> bool:
-    """Whether the rows of each kv head are chosen without a look at the others'."""
-    return isinstance(heads, UniformHeads) or (isinstance(heads, TwoStageHeads) and chooses_apart(heads.budgets))
+    """Whether the rows of each kv head are known to be chosen without a look at the others'."""
+    # A class derived from these may choose otherwise.
+    return type(heads) is UniformHeads or (type(heads) is TwoStageHeads and chooses_apart(heads.budgets))
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
