@@ -165,7 +165,7 @@ def walk_scored(
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
     first, width = span(start, k.shape[1], widest)
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
-    inside = (row >= start[..., None]) & (row < (start + length)[..., None])
+    inside = inside_segments(row, start, length)
 
     def step(index, carry):
         maximum, total, acc, held, products = carry

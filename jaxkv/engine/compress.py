@@ -149,7 +149,7 @@ def compress(
     for group in layout.groups(source.indices):
         masks = _masks(source, group, parts, below, due)
         below = masks[-1][:, 0] if parts.nested else None
-        kept = _counted(masks)
+        kept = counted(masks)
         total, pool = source.pool_rows(group, kept), None
         start = None
         if layout.one_pool:
@@ -169,6 +169,7 @@ def compress(
             # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
             if not isinstance(pool.k, jax.core.Tracer):
                 jax.block_until_ready(pool)
+            del rows
         assert pool is not None
         pools.append(pool)
         lengths.append(kept)
@@ -178,7 +179,8 @@ def compress(
 
 
 @jax.jit
-def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
+def counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
+    """How many rows of each segment stay."""
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 

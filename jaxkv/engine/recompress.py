@@ -96,7 +96,9 @@ class _Held(Source):
         assert cache.state is not None
         forced = parts.keep.counts(host(cache.seen), host(cache.state.prompt))
         # What those that stay anyway leave of each layer's rows.
-        self.left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
+        left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
+        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
+        self.recents = np.minimum(host(cache.state.recent), left)
         self.static = _Static(
             graphs=flat.graphs,
             ongoing=parts.ongoing,
@@ -113,14 +115,12 @@ class _Held(Source):
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """What the policy says of the text so far."""
-        assert self.cache.state is not None
         of = slice(group[0], group[-1] + 1)
-        rows, left = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.left))
-        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
-        return rows, jnp.minimum(self.cache.state.recent[of], left)
+        rows, recents = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
+        return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """What is wanted, or where sequences hold more that are not due a size that repeats."""
+        """What is wanted, or where sequences hold more that are not due a size that repeats: waits for what is kept."""
         of = slice(group[0], group[-1] + 1)
         heads = kept.shape[2] // self.cache.stretches
         # A stretch of heads is a sequence of its own to its pool.

@@ -160,7 +160,7 @@ class Session:
             options: dict[str, Any] = {"implementation": self.implementations.prefill, "tick": tick}
             if not self._by_chunks:
                 options["key"] = self.key
-            of = (params.flat, params.config, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
+            of = (params.flat, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
             cache, logits = self._way.prefill(*of, model=params.fingerprint, **options)
             jax.block_until_ready(logits)
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
@@ -175,7 +175,7 @@ class Session:
         """
         params, implementation = self.params, self.implementations.prefill
         with self.clocks.making:
-            of = (params.flat, params.config, batch, self.policy, needed)
+            of = (params.flat, batch, self.policy, needed)
             self._way.compile_ahead(*of, implementation=implementation)
 
     @property
