@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.plan import LOOK
@@ -128,8 +129,9 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
 
 
 def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing) -> Stats:
-    session = request.session
+    session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
+    before = 0 if given is None else _moved(given) * cache.batch // given.batch
     return Stats(
         **dataclasses.asdict(sizes),
         prompt_tokens=int(request.encoded.lengths.sum()),
@@ -147,4 +149,9 @@ def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, dr
         transferred_bytes=session.drawn.bytes,
         loaded_bytes=session.read.bytes,
         filter_layers=() if reading is None else reading.filters,
+        moved_rows=_moved(cache) - before,
     )
+
+
+def _moved(cache: KVCache) -> int:
+    return 0 if cache.moved is None else int(host(cache.moved).sum())

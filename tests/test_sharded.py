@@ -1,39 +1,16 @@
 """Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a refusal by name."""
 
-import functools
-import math
-import re
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from policy_table import BY_NAME
+from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
 from jaxkv.axes import Axes
-from jaxkv.engine import loop
-from jaxkv.engine.program import program_for
 from jaxkv.sharding import model_mesh
 
-BUDGET, NEW = 24, 10
+NEW = 10
 LENGTHS = (61, 37)
-
-
-def mesh_of(data: int, model: int):
-    return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
-
-
-@functools.cache
-def model_of(kv_heads: int):
-    return tiny.tiny(tiny.shape(layers=2, kv_heads=kv_heads, group=2, dim=8))
-
-
-def prompts(seed: int, lengths):
-    """Token ids none of which comes twice: rows of one token tie, and are told apart by rounding alone."""
-    rng = np.random.default_rng(seed)
-    return [rng.permutation(tiny.VOCAB)[:length].tolist() for length in lengths]
 
 
 def run(model, policy, **options):
@@ -45,13 +22,9 @@ def run(model, policy, **options):
     return [tokens.tolist() for tokens in made.tokens], [positions(each) for each in (asked, made.cache)], made
 
 
-def positions(cache):
-    return {part[:3]: sorted(part.pos.tolist()) for part in tiny.segments(cache)}
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_whole_job(kv_heads):
-    policy, of = BY_NAME["adakv"].make(BUDGET), model_of(kv_heads)
+    policy, of = roomy("adakv"), model_of(kv_heads)
     tokens, kept, _ = run(of, policy)
     there, rows, made = run(of, policy, mesh=mesh_of(2, 4))
     assert there == tokens
@@ -90,7 +63,7 @@ def test_sequences_end_apart():
 @pytest.mark.parametrize("name", ["full", "snapkv", "adakv", "h2o"])
 def test_a_cache_is_asked_more(name):
     """A question on top of a cache, and another one on top of the answer, with one cache for all questions."""
-    of, policy = model_of(4), BY_NAME[name].make(BUDGET)
+    of, policy = model_of(4), roomy(name)
     (document,), questions = prompts(8, (60,)), prompts(9, (5, 11, 3, 8))
     out = []
     for model in (of, of.on(mesh_of(1, 4))):
@@ -142,26 +115,3 @@ def test_a_cache_stays_on_its_mesh(tmp_path):
             jaxkv.generate(model, ids, cache=there, progress=False)
     with pytest.raises(ValueError, match=r"cache='on a mesh': not on a mesh yet"):
         there.save(tmp_path / "cache")
-
-
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "adakv", "tova", "d2o"])
-def test_no_keys_or_values_travel_while_tokens_are_drawn(as_users_call, name):
-    """What the decode loop sends: hidden states after attention and MLP, the embedding, logits, scores at most."""
-    of = model_of(4).on(mesh_of(2, 4))
-    session = jaxkv.Session(of, BY_NAME[name].make(BUDGET))
-    cache = session.prefill(prompts(5, LENGTHS), new=NEW)
-    program = program_for(of.flat, cache)
-    draw = loop.Draw(logits=cache.logits, done=jnp.zeros((2,), bool), key=jax.random.key(0))
-    running = loop.begin(cache, program=program, size=16)
-    given = loop.loop_arguments(of.flat, running, draw, jnp.asarray([-2], jnp.int32), NEW, jaxkv.Greedy())
-    text = loop._loop.lower(*given, program=program, size=16).compile().as_text()
-    sent = re.findall(r"= \(?(.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", text)
-    shapes = [tuple(map(int, each.split(","))) for line, _ in sent for each in re.findall(r"\[([\d,]+)\]", line)]
-    kinds = [kind for _, kind in sent]
-    layers, rows = of.config.layers, {pool.rows // 4 for pool in cache.pools}
-    # Hidden states are [1, 1, 24], logits [1, 64]; only heads that decide together say what each row is worth.
-    assert (1, 1, 24) in shapes and (1, 64) in shapes and kinds.count("all-gather") == 1
-    assert kinds.count("all-reduce") <= 2 * layers + 2 + layers * (name == "tova")
-    assert all(math.prod(shape) <= max(64, *rows) for shape in shapes)
-    aliased = text[text.index("input_output_alias") : text.index("entry_computation_layout")]
-    assert aliased.count("may-alias") + aliased.count("must-alias") >= len(jax.tree.leaves(cache.pools))

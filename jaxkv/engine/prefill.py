@@ -142,7 +142,7 @@ def compile_ahead(
         layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)
         # Where layers build on one another the lowest one has nothing below it.
         for allowed in (None, forced) if parts.nested else (None,):
-            mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes)
+            mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes).mask
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
             rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
@@ -333,6 +333,7 @@ def prefill(
         policy=policy,
         config=flat.config,
         model=model,
+        moved=made.moved,
     )
     if prompts.banked:
         assert prompts.reading is not None

@@ -14,6 +14,7 @@ from jaxkv import arguments
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
+from jaxkv.axes import place
 from jaxkv.cache import KVCache, repack
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import chunked, on_mesh, staged
@@ -226,9 +227,10 @@ class Session:
             logits = cache.logits
             for first in range(0, tokens.shape[1], size):
                 count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
-                part = jnp.asarray(tokens[:, first : first + size])
-                after, cache = run(cache, part, jnp.asarray(count))
-                logits = after if logits is None else jnp.where(jnp.asarray(count > 0)[:, None], after, logits)
+                part = place(tokens[:, first : first + size], "B N", self.params.axes)
+                after, cache = run(cache, part, place(count, "B", self.params.axes))
+                read = place(count > 0, "B", self.params.axes)[:, None]
+                logits = after if logits is None else jnp.where(read, after, logits)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
                 # A long question leaves nothing behind but what the policy keeps of it.
