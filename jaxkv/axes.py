@@ -263,7 +263,10 @@ class Door:
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
         self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate)
-        self._split: Any = jax.jit(self._run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
+        run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
+        # Profiles call it as they do without a mesh.
+        run.__name__ = fn.__name__
+        self._split: Any = jax.jit(run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -389,6 +392,11 @@ def first(letter: str, size: int, axes: Axes | None) -> Any:
 def anywhere(flag: Array, axes: Axes | None) -> Array:
     """Whether it is so on any device."""
     return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
+
+
+def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
+    """Whether it is so on any device that shares an axis of this letter."""
+    return flag if axes is None else most_of_devices(flag.astype(jnp.int32), letter, axes) > 0
 
 
 def everywhere(flag: Array, axes: Axes | None) -> Array:

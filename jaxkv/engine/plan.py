@@ -19,7 +19,7 @@ from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
-from jaxkv.policies.select import most_rows, own_budgets
+from jaxkv.policies.select import most_rows, share_of
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -160,7 +160,7 @@ def plan(
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     item = jnp.dtype(dtype).itemsize
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
-    ongoing, own = parts.ongoing, own_budgets(parts.heads)
+    ongoing = parts.ongoing
     row_bytes = 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
     tables = len(lengths) * _table_bytes(config, ongoing, reading)
     pool_rows = capacity[0] if parts.layout.one_pool else heads * sum(capacity)
@@ -181,7 +181,7 @@ def plan(
         capacity=capacity,
         room=rooms,
         layout=parts.layout,
-        share=1.0 if own is None else own.capacity,
+        share=share_of(parts.heads),
         rows=rows,
         budget=budget,
         forced=forced,
