@@ -133,6 +133,11 @@ def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
     return None if axes is None else NamedSharding(axes.mesh, axes.spec(letters, shape))
 
 
+def missing(batch: int, axes: Axes | None) -> int:
+    """Sequences that a batch is short of as many for each of a mesh's groups."""
+    return 0 if axes is None else -batch % axes.size("B")
+
+
 def settle_down(tree: Any, axes: Axes | None) -> Any:
     """A dataclass of arrays where its fields' letters say: programs then find them as those before left them."""
     return tree if axes is None else _as_said(tree, type(tree), axes)
@@ -144,6 +149,12 @@ def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
     return jax.tree.unflatten(
         tree, [_put(leaf, NamedSharding(axes.mesh, spec)) for (_, leaf), spec in zip(leaves, specs, strict=True)]
     )
+
+
+def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
+    """The leaves of a dataclass of arrays: where each lies in it, the letters of its axes, and itself."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path, _letters(tree, type(tree), path), leaf) for path, leaf in leaves]
 
 
 def _put(leaf: Any, there: NamedSharding) -> Any:

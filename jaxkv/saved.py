@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
@@ -17,11 +18,16 @@ from jaxkv.cache.encoding import UnknownClass, decode, encode
 from jaxkv.checkpoints.orbax_files import ARRAYS, CACHE, described, read_array, read_manifest, require_whole
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+from jaxkv.resharding import moved, reshard
 
 
 @settled
 def load_cache(
-    path: str | os.PathLike[str], params: LanguageModel | None = None, *, policy: Method | None = None
+    path: str | os.PathLike[str],
+    params: LanguageModel | None = None,
+    *,
+    policy: Method | None = None,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """Loads a cache that `KVCache.save` has written, bit by bit as it was.
 
@@ -29,14 +35,17 @@ def load_cache(
         path: the folder.
         params: the model that is to go on from it, to have the cache of another refused here and not when it is used.
         policy: who compressed it, where its class is one that this process cannot find by name.
+        mesh: devices with the axes "data" and "model" that it is to lie on; by default where `params` does, or the
+            default device.
 
     Returns:
-        The cache on the default device, its bank in host memory.
+        The cache, its bank in host memory.
 
     Raises:
-        TypeError: for a policy or a model that is none.
+        TypeError: for a policy, a model or a mesh that is none.
         ValueError: for what is no saved cache, one that is half-written, damaged, of another version of the format or
-            made by another model or policy, and for a policy whose class is not in this process.
+            made by another model or policy, and for a policy whose class is not in this process; for a mesh that does
+            not divide the model.
     """
     folder = Path(path).expanduser()
     require_whole(folder)
@@ -47,16 +56,24 @@ def load_cache(
     def array(name: str) -> Any:
         require(name in entries, "array", name, f"the manifest in {folder} says nothing of it: save the cache anew")
         read = read_array(folder / ARRAYS, entries[name])
-        return jax.device_put(read, host_of(device)) if name.startswith("bank.") else jnp.asarray(read)
+        # What is to be split over devices need not fit on one of them.
+        waits = name.startswith("bank.") or elsewhere
+        return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
 
+    model = None if params is None else as_model(params)
+    elsewhere = mesh is not None or (model is not None and model.axes is not None)
     made_by = _policy(manifest.get("policy"), policy)
     cache = decode(manifest.get("cache"), array)
     require(isinstance(cache, KVCache), "cache", type(cache).__name__, f"{folder} holds no cache: save it anew")
     cache = dataclasses.replace(cache, policy=made_by)
-    if cache.bank is not None:
+    if mesh is not None:
+        cache = reshard(cache, mesh)
+    elif model is not None and model.axes is not None:
+        cache = moved(cache, model.axes)
+    elif cache.bank is not None:
         cache = dataclasses.replace(committed(dataclasses.replace(cache, bank=None)), bank=cache.bank)
-    if params is not None:
-        require_ours(as_model(params), cache, None)
+    if model is not None:
+        require_ours(model, cache, None)
     return cache
 
 

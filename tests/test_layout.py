@@ -37,6 +37,7 @@ LAYERS = (
     "jaxkv.arguments",
     "jaxkv.engine",
     "jaxkv.transform",
+    "jaxkv.resharding",
     "jaxkv.saved",
     "jaxkv.answering",
     "jaxkv.generation",

@@ -74,7 +74,7 @@ def steps_that_fit(cache: KVCache) -> int:
         return int(free.min())
     if parts.evicts:
         # One spare row is all that a segment at its limit needs.
-        to_limit = (host(cache.limit).astype(np.int64) - cache.kept).max(axis=(1, 2))
+        to_limit = _to_limit(cache).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
     return int(min(free.min(), (parts.every or 1) - beyond(cache).max()))
@@ -92,13 +92,17 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     Returns:
         A cache on which at least one token can be drawn.
     """
-    parts, length = cache.policy.parts(), cache.kept
-    grow_by = (host(cache.limit).astype(np.int64) - length).max(axis=(1, 2))
+    parts, grow_by = cache.policy.parts(), _to_limit(cache).max(axis=(1, 2))
     # Rows below a limit, and of layers without one, have all come one by one.
-    grown = int(length.max()) if parts.evicts else int(beyond(cache).max())
+    grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
     wanted = room_for(parts, grow_by, new, grown=grown)
     if due(cache).any():
         return recompress(flat, cache, key=key, room=wanted)
     if (cache.free() >= wanted).all():
         return cache
     return repack(cache, room=np.where(cache.free() >= wanted, 0, wanted), release=True)
+
+
+def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
+    """Rows that each segment may still grow by; those of sequences that nobody asks stand still."""
+    return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

@@ -1,7 +1,6 @@
 """What runs on a mesh, and what is refused there by name."""
 
 from jaxkv._errors import require
-from jaxkv.axes import Axes
 from jaxkv.policies.merging import Decision, Merge, Scope
 from jaxkv.policies.policy import Method
 from jaxkv.policies.scorers import CumulativeAttention, KeyNorm, LastAttention, Position, Uniform01, WindowAttention
@@ -30,17 +29,3 @@ def require_known(policy: Method) -> None:
     require(known, "policy.scorer", parts.scorer, _YET)
     heads = parts.heads.budgets if isinstance(parts.heads, TwoStageHeads) else parts.heads
     require(type(heads) in _HEADS, "policy.heads", heads, _YET)
-
-
-def require_even(batch: int, axes: Axes) -> None:
-    """Refuses prompts that do not spread evenly.
-
-    Args:
-        batch: how many there are.
-        axes: of the mesh.
-
-    Raises:
-        ValueError: naming how many would.
-    """
-    groups = axes.size("B")
-    require(batch % groups == 0, "prompts", batch, f"not on a mesh yet: give a multiple of mesh.data={groups}")

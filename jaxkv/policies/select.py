@@ -13,6 +13,9 @@ from jaxkv._values import Value, real
 # Of Python's, of numpy's, or on a device.
 Numbers = TypeVar("Numbers", int, Array)
 
+# More devices than that have no kv head each.
+_UNLIMITED = 1000.0
+
 
 def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     """Float32 scores as unsigned integers of the same order; 0 is left for rows that are no candidates.
@@ -138,7 +141,7 @@ class _Uneven(Value):
 
     def __post_init__(self) -> None:
         real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
-        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=1000)
+        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,10 +343,18 @@ def shares_positions(heads: HeadBudgets) -> bool:
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """Who gives each kv head a number of rows of its own; None where all get as many."""
+    """Who gives each kv head a number of rows of its own, as far as a device has room; None for others."""
     if isinstance(heads, TwoStageHeads):
         return own_budgets(heads.budgets)
     return heads if isinstance(heads, (AdaptiveHeads, ProtectedHeads)) else None
+
+
+def capacity_of(heads: HeadBudgets) -> float:
+    """Rows of a layer that the kv heads of one device may hold on a mesh, over their even share."""
+    if heads.uniform:
+        return 1.0
+    own = own_budgets(heads)
+    return _UNLIMITED if own is None else own.capacity
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
