@@ -103,7 +103,7 @@ def spec_of_letters(letters: str) -> P:
 
 def host(value: Any) -> np.ndarray:
     """The whole of an array, on the host: of every process' parts, where there are several."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
@@ -125,7 +125,7 @@ def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Arr
     if axes is None:
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
-    return _put(array, where(letters, array.shape, axes))
+    return put(array, where(letters, array.shape, axes))
 
 
 def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
@@ -147,7 +147,7 @@ def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
     leaves, tree = jax.tree_util.tree_flatten_with_path(value)
     specs = [_spec_of(leaf, _letters(value, hint, path), axes) for path, leaf in leaves]
     return jax.tree.unflatten(
-        tree, [_put(leaf, NamedSharding(axes.mesh, spec)) for (_, leaf), spec in zip(leaves, specs, strict=True)]
+        tree, [put(leaf, NamedSharding(axes.mesh, spec)) for (_, leaf), spec in zip(leaves, specs, strict=True)]
     )
 
 
@@ -157,11 +157,23 @@ def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
     return [(path, _letters(tree, type(tree), path), leaf) for path, leaf in leaves]
 
 
-def _put(leaf: Any, there: NamedSharding) -> Any:
+def put(leaf: Any, there: NamedSharding) -> Any:
+    """An array there: of the host's or of one device's, which every process holds whole, or one that lies on a mesh.
+
+    Args:
+        leaf: the array.
+        there: where it is to lie.
+
+    Returns:
+        The array; the same one if it lies there.
+    """
     if isinstance(leaf, jax.core.Tracer) or getattr(leaf, "sharding", None) == there:
         return leaf
-    if there.is_fully_addressable or isinstance(leaf, jax.Array):
+    if there.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return jax.device_put(leaf, there)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), there), impl=jax.random.key_impl(leaf))
+    # Every process holds it whole. `device_put` would compare them first, at a round trip for each array.
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
 

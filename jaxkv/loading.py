@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.axes import Axes
+from jaxkv.axes import Axes, put
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
@@ -106,7 +106,7 @@ class LanguageModel(nnx.Module):
             decoder = Decoder(self.config, dtype=self.dtype)
             for path in _sources(decoder):
                 value = _at(self.decoder, path).get_value()
-                _at(decoder, path).set_value(jax.device_put(value, NamedSharding(axes.mesh, spec_of(path))))
+                _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path))))
             moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.moved = {axes: moved}
         return moved

@@ -293,11 +293,12 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _known(leaf: Any) -> np.ndarray | None:
-    """An array's numbers, if it has any that can be looked at: no tracer, nothing deleted."""
-    deleted = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-    if isinstance(leaf, jax.core.Tracer) or deleted or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
+    """An array's numbers, if it has any that can be looked at: no tracer, nothing deleted, all in this process."""
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
         return None
-    return np.asarray(leaf)
+    # What other processes hold is not asked for: one process may print what the others do not.
+    gone = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
+    return None if gone else np.asarray(leaf)
 
 
 def _range(numbers: np.ndarray) -> str:
