@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
+from jaxkv.attention.columns import put_windows, span
+from jaxkv.attention.xla import windows
 from jaxkv.axes import mean_of_devices
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, append
@@ -124,7 +126,7 @@ def layer_step(
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
         counts = behind(new.count > 0, x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
-        rows = dataclasses.replace(rows, pool=_of_group(pool, program))
+        rows = dataclasses.replace(rows, pool=_of_group(pool, program, rows.segments))
         products = received.products
     return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
 
@@ -174,14 +176,24 @@ def attend(
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
-    pool = _of_group(dataclasses.replace(pool, score=scores), program)
+    pool = _of_group(dataclasses.replace(pool, score=scores), program, rows.segments)
     return out[..., None, :], dataclasses.replace(rows, pool=pool), None
 
 
-def _of_group(pool: Pool, program: Program) -> Pool:
-    """A pool whose scores count the attention of each kv head's whole group, and not of the device's part alone."""
-    assert pool.score is not None
-    return dataclasses.replace(pool, score=mean_of_devices(pool.score, "G", program.axes))
+def _of_group(pool: Pool, program: Program, segments: Segments | None = None) -> Pool:
+    """A pool whose scores count the attention of each kv head's whole group, and not of the device's part alone.
+
+    Where only these segments have been looked at, none of them wider than the program says, no others' scores travel.
+    """
+    score, axes = pool.score, program.axes
+    assert score is not None
+    if axes is None or axes.size("G") == 1:
+        return pool
+    if segments is None or program.widest is None:
+        return dataclasses.replace(pool, score=mean_of_devices(score, "G", axes))
+    first, width = span(segments.start, pool.rows, program.widest)
+    mean = mean_of_devices(windows(score, first, width), "G", axes)
+    return dataclasses.replace(pool, score=put_windows(score, first, mean))
 
 
 def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
