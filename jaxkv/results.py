@@ -37,6 +37,8 @@ class Stats:
         transferred_bytes: their bytes.
         loaded_bytes: bytes of whole layers that a prompt on top of the cache brought to the device before.
         filter_layers: layers that chose what others read.
+        moved_rows: rows that went to another device's heads than they were best for, because of the policy's
+            `capacity`, over all sequences; 0 without a mesh.
     """
 
     prompt_tokens: int
@@ -58,6 +60,7 @@ class Stats:
     transferred_bytes: int = 0
     loaded_bytes: int = 0
     filter_layers: tuple[int, ...] = ()
+    moved_rows: int = 0
 
     def __repr__(self) -> str:
         """One line; `dataclasses.asdict` gives everything."""

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv._settings import settled
+from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.plan import Plan, bucket, plan
 from jaxkv.generation import generate, prefill
@@ -60,9 +61,9 @@ def segments(cache: KVCache) -> Iterator[Segment]:
         Its segments, layer by layer.
     """
     start, length = cache.first_rows, cache.kept
-    host = [(np.asarray(p.k), np.asarray(p.v), np.asarray(p.pos)) for p in cache.pools]
+    whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
     for layer, sequence, head in np.ndindex(*start.shape):
-        k, v, pos = host[cache.layout.pool_of(layer)]
+        k, v, pos = whole[cache.layout.pool_of(layer)]
         first = start[layer, sequence, head]
         span = slice(first, first + length[layer, sequence, head])
         yield Segment(layer, sequence, head, k[sequence, span], v[sequence, span], pos[sequence, span])

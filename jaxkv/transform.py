@@ -159,18 +159,11 @@ class _Sizes:
     recent: Int[np.ndarray, "L N"] | None = None
 
 
-@lru_cache(maxsize=64)
-def _budgets(parts: Parts, slots: int) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
-    """Rows per kv head, and those that stay anyway, of prompts of 1 to S tokens."""
-    lengths = np.arange(1, slots + 1)
-    forced = parts.keep.counts(lengths)
-    return parts.budgets(lengths, forced, strict=False), forced
-
-
 @lru_cache(maxsize=256)
 def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
     lengths = np.arange(1, slots + 1)
-    budget, forced = _budgets(parts, slots)
+    forced = parts.keep.counts(lengths)
+    budget = parts.budgets(lengths, forced, strict=False)
     # A sequence of no tokens keeps none.
     whole = lambda counts: np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)  # noqa: E731
     if parts.layers.from_scores:
@@ -260,8 +253,7 @@ class _Given(Source):
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """As many as prompts of any length can keep, and the room."""
-        layer = 0 if self.parts.layers.from_scores else group[0]
-        return self.like.shape[1] * (self.sizes.capacity[layer] + len(group) * self.room)
+        return self.like.shape[1] * (self.sizes.capacity[group[0]] + len(group) * self.room)
 
     def rows(self, index: int) -> Unpacked:
         """What was held of a layer."""

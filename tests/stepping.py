@@ -98,7 +98,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     layer = of_prompt(scores, jnp.asarray(forced), length)
-    mask = choose(layer, count, last, heads=parts.heads)
+    mask = choose(layer, count, last, heads=parts.heads).mask
     taken = Unpacked(jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass)
     if parts.merge is not None:
         taken = merged(taken, mask, jax.random.key(0), merge=parts.merge)

@@ -19,8 +19,10 @@ from jaxkv.policies import (
     LoadedReads,
     Merged,
     Merger,
+    Parts,
     Rank,
     Scorer,
+    SharedHeads,
     UniformHeads,
     Wrapper,
 )
@@ -84,12 +86,18 @@ READS = jaxkv.OmniKV(budget=8, filter_layers=(1,)).parts().read
         ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
         ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
         ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after=.*segments that lie alike"),
         ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
     ],
 )
 def test_parts_that_cannot_be_meant_are_refused(parts, message):
     with pytest.raises((ValueError, TypeError), match=message):
         policy_of(**parts)
+
+
+def test_layers_that_look_at_scores_need_some():
+    with pytest.raises(ValueError, match="layers=.*look at scores need a scorer"):
+        Parts(layers=EntropyLayers())
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def walk_scored(
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))
     first, width = span(start, k.shape[1], widest)
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
-    inside = (row >= start[..., None]) & (row < (start + length)[..., None])
+    inside = inside_segments(row, start, length)
 
     def step(index, carry):
         maximum, total, acc, held, products = carry
@@ -256,21 +256,14 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight):
     return lax.fori_loop(0, (length.max() + block - 1) // block, step, score)
 
 
-_OF_WINDOWS = lax.ScatterDimensionNumbers(
-    update_window_dims=(2,),
-    inserted_window_dims=(),
-    scatter_dims_to_operand_dims=(1,),
-    operand_batching_dims=(0,),
-    scatter_indices_batching_dims=(0,),
-)
-
-
 def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
     """Adds n neighbours to a leaf of the pool from each first row on; windows may overlap."""
-    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.scatter_add(leaf, begin[..., None], new, _OF_WINDOWS, mode=mode)
-
-
-def put_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
-    """Writes n neighbours in a leaf of the pool from each first row on; where windows overlap they agree."""
-    return lax.scatter(leaf, begin[..., None], new, _OF_WINDOWS, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    batch, heads, size = new.shape
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(2,),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=(1,),
+        operand_batching_dims=(0,),
+        scatter_indices_batching_dims=(0,),
+    )
+    return lax.scatter_add(leaf, begin[..., None], new, numbers, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)

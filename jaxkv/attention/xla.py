@@ -237,8 +237,10 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
     return block if pool.shape[1] >= WALK_BLOCK else pool.shape[1]
 
 
-def inside_segments(row: Int[Array, " P"], start: Int[Array, "B K"], length: Int[Array, "B K"]) -> Bool[Array, "B K P"]:
-    """Which rows of a pool lie in which segment."""
+def inside_segments(
+    row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
+) -> Bool[Array, "B K P"]:
+    """Which of some rows of a pool, the same or others for each segment, lie in it."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 

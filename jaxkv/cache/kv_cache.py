@@ -72,7 +72,7 @@ class State:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits"],
+    data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits", "moved"],
     meta_fields=["layout", "policy", "config", "model", "turn", "axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,8 @@ class KVCache:
         bank: prompts of layers whose rows wait in host memory; their pools hold what came after.
         likely: `i32[L, B, K]` rows likely to go next, only while tokens are drawn by a program that looks ahead.
         logits: `f32[B, V]` of the next token, where a session is to draw it; not counted as the cache's.
+        moved: `i32[B]` rows of each sequence that other devices' heads got, where the policy's `capacity` left no room
+            for better ones; None where it never could.
         layout: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
@@ -108,6 +110,7 @@ class KVCache:
     bank: Bank | None = None
     likely: Int[Array, "L B K"] | None = None
     logits: Float[Array, "B V"] | None = None
+    moved: Int[Array, " B"] | None = None
     layout: Layout
     policy: Any
     config: ModelConfig
@@ -134,11 +137,12 @@ class KVCache:
 
     def unnamed(self) -> "KVCache":
         """The arrays on the device alone. Programs take these: they are compiled for no policy, model or turn."""
-        return dataclasses.replace(self, bank=None, logits=None, policy=None, model="", turn=Turn.START)
+        return dataclasses.replace(self, bank=None, logits=None, moved=None, policy=None, model="", turn=Turn.START)
 
     def with_arrays(self, arrays: "KVCache") -> "KVCache":
         """This cache, the arrays on the device replaced by what a program has made of them."""
-        return dataclasses.replace(arrays, bank=self.bank, policy=self.policy, model=self.model, turn=self.turn)
+        given = {name: getattr(self, name) for name in ("bank", "moved", "policy", "model", "turn")}
+        return dataclasses.replace(arrays, **given)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to disk, bit by bit, for `jaxkv.load_cache` in any process: whole or not at all.
@@ -151,13 +155,21 @@ class KVCache:
                 up, it lies on a mesh, or its policy holds what no text says.
         """
         require(self.axes is None, "cache", "on a mesh", "not on a mesh yet: save one that was made without")
-        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+        self.require_arrays()
         arrays: dict[str, np.ndarray] = {}
         cache = encode(dataclasses.replace(self, policy=None), arrays)
         write_folder(
             Path(path).expanduser(), CACHE, {"policy": encode(self.policy, None, "policy"), "cache": cache}, arrays
         )
+
+    def require_arrays(self) -> None:
+        """Refuses a cache whose arrays are gone.
+
+        Raises:
+            ValueError: where a donating function has been given them.
+        """
+        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
 
     @property
     def batch(self) -> int:
@@ -221,11 +233,12 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _known(leaf: Any) -> np.ndarray | None:
-    """An array's numbers, if it has any that can be looked at: no tracer, nothing deleted."""
-    deleted = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-    if isinstance(leaf, jax.core.Tracer) or deleted or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
+    """An array's numbers, if it has any that can be looked at: no tracer, nothing deleted, all in this process."""
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
         return None
-    return np.asarray(leaf)
+    # What other processes hold is not asked for: one process may print what the others do not.
+    gone = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
+    return None if gone else np.asarray(leaf)
 
 
 def _range(numbers: np.ndarray) -> str:
@@ -320,5 +333,6 @@ def repack(
         seen=repeat(cache.seen, 0),
         state=state,
         logits=None if cache.logits is None else repeat(cache.logits, 0),
+        moved=None if cache.moved is None else repeat(cache.moved, 0),
     )
     return settle_down(copy, cache.axes)

@@ -79,9 +79,9 @@ def append(
     flat = lambda a: a.reshape(batch, heads * count, dim)  # noqa: E731
     scores = pool.score
     if scores is not None:
-        scores = _scatter(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
-    pos = _scatter(pool.pos, row, spread)
-    norm = None if pool.norm is None else _scatter(pool.norm, row, row_norms(flat(k).astype(pool.k.dtype)))
+        scores = put_cells(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
+    pos = put_cells(pool.pos, row, spread)
+    norm = None if pool.norm is None else put_cells(pool.norm, row, row_norms(flat(k).astype(pool.k.dtype)))
     return Pool(k=put_rows(pool.k, row, flat(k)), v=put_rows(pool.v, row, flat(v)), pos=pos, score=scores, norm=norm)
 
 
@@ -97,18 +97,14 @@ def take_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"]) -> Float[Arra
 
 
 def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Writes one number per row; rows from P on are left out."""
-    return _scatter(leaf, row, new)
-
-
-def _scatter(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+    """Writes what each row has, one number or several; rows from P on are left out."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
 
 
 def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]) -> Array:
     """Writes rows, in place where the buffer is donated; rows from P on are left out."""
-    return _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else _scatter(leaf, row, new)
+    return _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else put_cells(leaf, row, new)
 
 
 @jax.custom_jvp
@@ -116,13 +112,13 @@ def _scatter_narrow(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
     def as_integers(leaf: Array, row: Array, new: Array) -> Array:
         # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.
         bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint16)
-        return lax.bitcast_convert_type(_scatter(bits(leaf), row, bits(new)), leaf.dtype)
+        return lax.bitcast_convert_type(put_cells(bits(leaf), row, bits(new)), leaf.dtype)
 
-    return lax.platform_dependent(leaf, row, new, cpu=as_integers, default=_scatter)
+    return lax.platform_dependent(leaf, row, new, cpu=as_integers, default=put_cells)
 
 
 @_scatter_narrow.defjvp
 def _scatter_narrow_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     # Integers have no derivative: without this rule gradients of 16-bit rows would be zero on a CPU.
     leaf, row, new = primals
-    return _scatter_narrow(leaf, row, new), _scatter(tangents[0], row, tangents[2])
+    return _scatter_narrow(leaf, row, new), put_cells(tangents[0], row, tangents[2])

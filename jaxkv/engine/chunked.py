@@ -9,35 +9,33 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
+from jaxkv.axes import settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
-from jaxkv.cache.packing import empty_pool
+from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.decode import extend
 from jaxkv.engine.plan import Plan, ring_rows
 from jaxkv.engine.program import Program, reading_state
-from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
 
 
-def _reading(policy: Method, config: ModelConfig, needed: Plan) -> Reading:
-    reading = policy.parts().reading(config.layers, needed.slots)
+def _reading(flat: Flat, policy: Method, needed: Plan) -> Reading:
+    reading = policy.parts().reading(flat.config.layers, needed.slots)
     assert reading is not None
     return reading
 
 
-def _program(
-    flat: Flat, config: ModelConfig, policy: Method, needed: Plan, implementation: Implementation
-) -> tuple[Program, int]:
+def _program(flat: Flat, policy: Method, needed: Plan, implementation: Implementation) -> tuple[Program, int]:
     """What runs a chunk, and its tokens."""
-    read, reading = policy.parts().read, _reading(policy, config, needed)
+    read, reading = policy.parts().read, _reading(flat, policy, needed)
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
     program = Program(
         graphs=flat.graphs,
-        config=config,
+        config=flat.config,
         layout=needed.layout,
         rolling=False,
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
@@ -48,7 +46,6 @@ def _program(
 
 def compile_ahead(
     flat: Flat,
-    config: ModelConfig,
     batch: int,
     policy: Method,
     needed: Plan,
@@ -59,17 +56,16 @@ def compile_ahead(
 
     Args:
         flat: the decoder's parameters.
-        config: its shape.
         batch: B.
         policy: with a `prefill_ratio`.
         needed: the plan.
         implementation: what computes attention.
     """
-    program, chunk = _program(flat, config, policy, needed, implementation)
+    program, chunk = _program(flat, policy, needed, implementation)
     signature = (program, flat.ends[0].dtype, batch, chunk, needed.slots, needed.room)
     if signature in flat.compiled:
         return
-    cache = _empty(flat, config, np.ones(batch, np.int32), policy, needed)
+    cache = _empty(flat, np.ones(batch, np.int32), policy, needed)
     nothing = jnp.zeros((batch, chunk), jnp.int32)
     jax.block_until_ready(extend(flat, cache, nothing, nothing[:, 0], program=program))
     flat.compiled.add(signature)
@@ -77,7 +73,6 @@ def compile_ahead(
 
 def prefill(
     flat: Flat,
-    config: ModelConfig,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
     policy: Method,
@@ -91,7 +86,6 @@ def prefill(
 
     Args:
         flat: the decoder's parameters.
-        config: its shape.
         tokens: prompts padded on the right to the plan's slots.
         lengths: tokens of each prompt.
         policy: with a `prefill_ratio`.
@@ -106,10 +100,10 @@ def prefill(
     References:
         OmniKV, appendix D.10: each chunk chooses `prefill_ratio` tokens for each of its own, all queries alike.
     """
-    program, chunk = _program(flat, config, policy, needed, implementation)
-    cache = _empty(flat, config, lengths, policy, needed)
+    program, chunk = _program(flat, policy, needed, implementation)
+    cache = _empty(flat, lengths, policy, needed)
     longest = int(np.max(lengths))
-    logits = jnp.zeros((len(lengths), config.vocab), jnp.float32)
+    logits = jnp.zeros((len(lengths), flat.config.vocab), jnp.float32)
     for first in range(0, longest, chunk):
         part = np.zeros((len(lengths), chunk), np.int32)
         mine = tokens[:, first : first + chunk]
@@ -117,25 +111,28 @@ def prefill(
         count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
         new, cache = extend(flat, cache, jnp.asarray(part), jnp.asarray(count), program=program)
         logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
-        tick(config.layers * chunk / longest)
+        tick(flat.config.layers * chunk / longest)
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
     cache = dataclasses.replace(cache, limit=jnp.copy(cache.length), state=state, model=model)
-    return banked(cache, _reading(policy, config, needed), needed, release=True), logits
+    return banked(cache, _reading(flat, policy, needed), needed, release=True), logits
 
 
-def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> KVCache:
+def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> KVCache:
     """A cache of no tokens, with room for the prompts in every layer."""
-    reading = _reading(policy, config, needed)
+    config, axes, reading = flat.config, flat.axes, _reading(flat, policy, needed)
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
-    rows = tuple(heads * (needed.slots + room) for room in needed.room)
-    start = jnp.stack([jnp.arange(heads, dtype=jnp.int32) * (each // heads) for each in rows])
-    start = jnp.broadcast_to(start[:, None], (config.layers, batch, heads))
+    # On a mesh, of each stretch of heads.
+    mine = heads if axes is None else heads // axes.size("K")
+    rows = tuple(mine * (needed.slots + room) for room in needed.room)
+    one = jnp.zeros((1, batch, heads), jnp.int32)
+    start = jnp.concatenate([placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows])
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing = jnp.zeros_like(start)
-    return KVCache(
-        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False) for each in rows),
+    cache = KVCache(
+        axes=axes,
+        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, axes=axes) for each in rows),
         start=start,
         length=nothing,
         limit=nothing,
@@ -145,6 +142,7 @@ def _empty(flat: Flat, config: ModelConfig, lengths: Int[np.ndarray, " B"], poli
         policy=policy,
         config=config,
     )
+    return settle_down(cache, axes)
 
 
 def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = False) -> KVCache:

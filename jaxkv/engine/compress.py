@@ -22,11 +22,19 @@ from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, pla
 from jaxkv.cache.pools import Pool
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
-from jaxkv.policies.merger import UNSET, Merged, Merger
+from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import HeadBudgets, chooses_apart, sortable, top
+from jaxkv.policies.select import (
+    HeadBudgets,
+    chooses_apart,
+    most_rows,
+    own_budgets,
+    sortable,
+    top,
+    within_capacity,
+)
 
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"
@@ -113,12 +121,27 @@ class Compressed(NamedTuple):
         start: `i32[L, B, K]` first row of each segment.
         length: `i32[L, B, K]` its rows.
         tau: `f32[L, B, K, n]` merging's thresholds, or None.
+        moved: `i32[B]` rows that the policy's `capacity` gave to other devices' heads; None where it limits nothing.
     """
 
     pools: tuple[Pool, ...]
     start: Int[Array, "L B K"]
     length: Int[Array, "L B K"]
     tau: Float[Array, "L B K n"] | None
+    moved: Int[Array, " B"] | None
+
+
+class Choice(NamedTuple):
+    """Which rows of a layer stay.
+
+    Attributes:
+        mask: `bool[B, K, S]`.
+        moved: `i32[B]` how many of them are there in place of better ones, for which a device had no room; None where
+            there is no such limit.
+    """
+
+    mask: Bool[Array, "B K S"]
+    moved: Int[Array, " B"] | None
 
 
 def compress(
@@ -145,11 +168,14 @@ def compress(
     """
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
-    taus, below = list[Array](), None
+    taus, below, moved = list[Array](), None, None
     for group in layout.groups(source.indices):
-        masks = _masks(source, group, parts, below, due)
+        chosen = _chosen(source, group, parts, below, due)
+        masks = [each.mask for each in chosen]
+        for each in chosen:
+            moved = each.moved if moved is None or each.moved is None else moved + each.moved
         below = masks[-1][:, 0] if parts.nested else None
-        kept = _counted(masks)
+        kept = counted(masks)
         total, pool = source.pool_rows(group, kept), None
         start = None
         if layout.one_pool:
@@ -169,30 +195,30 @@ def compress(
             # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
             if not isinstance(pool.k, jax.core.Tracer):
                 jax.block_until_ready(pool)
+            del rows
         assert pool is not None
         pools.append(pool)
         lengths.append(kept)
         starts += [] if start is None else [start]
     tau = jnp.stack(taus) if taus else None
-    return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau)
+    return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau, moved)
 
 
 @jax.jit
-def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
+def counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
+    """How many rows of each segment stay."""
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
-def _masks(
-    source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
-) -> list[Bool[Array, "B K S"]]:
+def _chosen(source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None) -> list[Choice]:
     """Which rows of a group's layers stay; whatever else is known of them is let go."""
     seen = [source.candidates(index) for index in group]
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
-    masks = list[Array]()
+    chosen = list[Choice]()
     for at, layer in enumerate(seen):
-        masks.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes))
-        below = masks[-1][:, 0] if parts.nested else None
-    return masks
+        chosen.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes))
+        below = chosen[-1].mask[:, 0] if parts.nested else None
+    return chosen
 
 
 def observe(
@@ -248,7 +274,7 @@ def choose(
     *,
     heads: HeadBudgets,
     axes: Axes | None = None,
-) -> Bool[Array, "B K S"]:
+) -> Choice:
     """Chooses the rows of one layer that stay.
 
     Args:
@@ -261,10 +287,10 @@ def choose(
         axes: of the mesh that they lie on, if they do.
 
     Returns:
-        The mask; ties go to the lowest head, then to the lowest position.
+        The choice; ties go to the lowest head, then to the lowest position.
     """
     if layer.scores is None:
-        return layer.inside
+        return Choice(layer.inside, None)
     return _choose(layer, rows, recent, allowed, due, heads=Typed(heads), axes=axes)
 
 
@@ -278,7 +304,7 @@ def _choose(
     *,
     heads: Typed,
     axes: Axes | None,
-) -> Bool[Array, "B K S"]:
+) -> Choice:
     budgets, mine = heads.part, layer.inside
     # Where heads look at one another, every device looks at all of them.
     over = None if chooses_apart(budgets) else axes
@@ -300,8 +326,32 @@ def _choose(
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
+    chosen, moved = _on_devices(chosen, candidates, layer, base, anyway, budgets, over)
     mask = own(forced | chosen, "K", 1, over)
-    return mask if due is None else jnp.where(due[:, None, None], mask, mine)
+    if due is None:
+        return Choice(mask, moved)
+    return Choice(jnp.where(due[:, None, None], mask, mine), None if moved is None else jnp.where(due, moved, 0))
+
+
+def _on_devices(
+    chosen: Bool[Array, "B K S"],
+    candidates: Bool[Array, "B #K S"],
+    layer: Candidates,
+    base: Int[Array, " B"],
+    anyway: Int[Array, " B"],
+    budgets: HeadBudgets,
+    axes: Axes | None,
+) -> tuple[Bool[Array, "B K S"], Int[Array, " B"] | None]:
+    """The choice of all heads as far as each device has room for its own; how many rows had none."""
+    devices = 1 if axes is None else axes.size("K")
+    uneven = own_budgets(budgets)
+    if uneven is None or uneven.capacity >= devices:
+        return chosen, None
+    assert layer.scores is not None
+    mine = chosen.shape[1] // devices
+    most = most_rows(uneven.capacity, mine * (base + anyway)) - mine * anyway
+    keys = jnp.where(candidates, sortable(layer.scores), jnp.uint32(0))
+    return within_capacity(chosen, keys, uneven.floor(base, anyway), most, devices)
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> Candidates:
@@ -364,7 +414,8 @@ def _merged(
     if tau is None and merger.thresholds:
         tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32)
     mass = jnp.zeros(kept.shape, jnp.float32) if mass is None else mass
-    found = checked_tuple(merger, "merge", merger.merge(k, v, kept, inside, mass, tau, key), Merged)
+    given = merger.merge(k, v, kept, inside, mass, tau, key, **told(merger, axes))
+    found = checked_tuple(merger, "merge", given, Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
     if tau is not None:

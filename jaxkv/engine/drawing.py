@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
+from jaxkv.axes import host, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import loop, staged
@@ -92,7 +93,7 @@ class Drawing:
     @property
     def done(self) -> Bool[np.ndarray, " B"]:
         """Which sequences have ended."""
-        return np.asarray(self._draw.done)
+        return host(self._draw.done)
 
     def draw(self, steps: int) -> Int[np.ndarray, "B n"]:
         """Draws tokens.
@@ -115,7 +116,7 @@ class Drawing:
             policy = self._running.cache.policy
             raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
         self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, self._eos, steps)
-        tokens, ran, vocab = np.asarray(drawn), int(count), self._program.config.vocab
+        tokens, ran, vocab = host(drawn), int(host(count)), self._program.config.vocab
         inside = bool((tokens < vocab).all())
         require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")
         self.left, self._held, self._fit = self.left - ran, self._held + ran, self._fit - ran
@@ -131,7 +132,7 @@ class Drawing:
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
             self._taken_back = True
-            self._running = self._running.rewound(jnp.asarray(rows, jnp.int32))
+            self._running = self._running.rewound(self._placed(rows, jnp.int32))
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
         """Ends sequences.
@@ -139,7 +140,10 @@ class Drawing:
         Args:
             which: those.
         """
-        self._draw = dataclasses.replace(self._draw, done=self._draw.done | jnp.asarray(which))
+        self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which))
+
+    def _placed(self, of_each: np.ndarray, dtype: Any = None) -> Array:
+        return place(of_each, "B", self._program.axes, dtype)
 
     def close(self) -> KVCache:
         """The cache with all that was drawn, and the logits of what comes next; the drawing is over.

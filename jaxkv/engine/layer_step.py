@@ -14,9 +14,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
-from jaxkv.attention.columns import put_windows, span
-from jaxkv.attention.xla import windows
-from jaxkv.axes import mean_of_devices
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
@@ -126,7 +123,7 @@ def layer_step(
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
         counts = behind(new.count > 0, x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
-        rows = dataclasses.replace(rows, pool=_of_group(pool, program, rows.segments))
+        rows = dataclasses.replace(rows, pool=pool)
         products = received.products
     return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
 
@@ -176,24 +173,8 @@ def attend(
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
-    pool = _of_group(dataclasses.replace(pool, score=scores), program, rows.segments)
+    pool = dataclasses.replace(pool, score=scores)
     return out[..., None, :], dataclasses.replace(rows, pool=pool), None
-
-
-def _of_group(pool: Pool, program: Program, segments: Segments | None = None) -> Pool:
-    """A pool whose scores count the attention of each kv head's whole group, and not of the device's part alone.
-
-    Where only these segments have been looked at, none of them wider than the program says, no others' scores travel.
-    """
-    score, axes = pool.score, program.axes
-    assert score is not None
-    if axes is None or axes.size("G") == 1:
-        return pool
-    if segments is None or program.widest is None:
-        return dataclasses.replace(pool, score=mean_of_devices(score, "G", axes))
-    first, width = span(segments.start, pool.rows, program.widest)
-    mean = mean_of_devices(windows(score, first, width), "G", axes)
-    return dataclasses.replace(pool, score=put_windows(score, first, mean))
 
 
 def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
@@ -204,7 +185,7 @@ def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) ->
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     if program.scored:
         score, scores = _scores(program, token, rows, new.count, jnp.logaddexp(lse, own_lse))
-        pool = _of_group(dataclasses.replace(pool, score=score), program)
+        pool = dataclasses.replace(pool, score=score)
     pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
     return attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, pool=pool)
 
@@ -227,7 +208,7 @@ def _scores(
     of = (flat(token.q), rows.keys, flat(whole), segments.start, segments.length, pool.score)
     score = attention.pool_sums(*of, walk=program.layout.walk, weight=1 / group)
     sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
-    return score, mean_of_devices(sums.mean(axis=2), "G", program.axes)
+    return score, sums.mean(axis=2)
 
 
 def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:

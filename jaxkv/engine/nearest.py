@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import span
-from jaxkv.attention.xla import WALK_BLOCK, Walk, windows
+from jaxkv.attention.xla import WALK_BLOCK, Walk, inside_segments, windows
 from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.segments import Segments, fold
 
@@ -90,7 +90,7 @@ def nearest_of_products(
 
     _, products = lax.while_loop(lambda state: state[0].any(), mend, (wrong, products))
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
-    inside = (row >= segments.start[..., None]) & (row < (segments.start + segments.length)[..., None])
+    inside = inside_segments(row, segments.start, segments.length)
     pos, norm = (windows(leaf, first, width) for leaf in (pool.pos, pool.norm))
     cosine, _, found = _most(_cosines(products, of, norm), pos, row, inside & (row != but[..., None]))
     return cosine, found

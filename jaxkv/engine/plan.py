@@ -19,6 +19,7 @@ from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
+from jaxkv.policies.select import most_rows, share_of
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -64,7 +65,7 @@ class Plan:
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
         room: rows left behind every segment of each layer.
         layout: how segments lie in the pools.
-        level: whether all heads of a layer hold as many rows.
+        share: on a mesh, rows that the heads of one device may hold of a pool, over their even share.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
         budget: `[B]` rows per kv head, averaged over layers.
         forced: `[B]` rows that stay whatever their score.
@@ -80,7 +81,7 @@ class Plan:
     capacity: tuple[int, ...]
     room: tuple[int, ...]
     layout: Layout
-    level: bool
+    share: float
     rows: Int[np.ndarray, "L B"] | None
     budget: Int[np.ndarray, " B"]
     forced: Int[np.ndarray, " B"]
@@ -107,8 +108,8 @@ class Plan:
         if self.layout.one_pool:
             capacity, slots = (self.capacity[0] // heads,), layers * slots
         rooms = (sum(self.room),) if self.layout.one_pool else self.room
-        # What heads compete for may all go to those of one device, as far as there are prompts.
-        most = [mine * rows if self.level else min(heads * rows, mine * slots) for rows in capacity]
+        # What heads compete for goes to those of one device as far as the policy allows, and as there are prompts.
+        most = [min(most_rows(self.share, mine * rows), heads * rows, mine * slots) for rows in capacity]
         return tuple(rows + mine * room for rows, room in zip(most, rooms, strict=True))
 
 
@@ -180,7 +181,7 @@ def plan(
         capacity=capacity,
         room=rooms,
         layout=parts.layout,
-        level=parts.heads.uniform,
+        share=share_of(parts.heads),
         rows=rows,
         budget=budget,
         forced=forced,

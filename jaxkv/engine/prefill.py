@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, host, place, program, settle_down
+from jaxkv.axes import Axes, host, place, program, put, settle_down, where
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked, pack
@@ -26,6 +26,7 @@ from jaxkv.engine.compress import (
     Source,
     choose,
     compress,
+    counted,
     merged,
     observe,
     of_prompt,
@@ -96,18 +97,14 @@ def read_layers(
     """
     x = _embed(flat.ends, tokens, graphs=flat.graphs)
     table = settle_down(_table(slots=tokens.shape[1], config=flat.config), flat.axes)
-    for index, leaves in enumerate(flat.blocks):
-        last = index == len(flat.blocks) - 1
-        run = _top_layer if last else _layer
-        options = {"needs": Needs(queries=queries), "last": last, "implementation": Implementation.XLA}
-        out = run(leaves, x, length, table, graphs=flat.graphs, **options)
+    for index in range(len(flat.blocks)):
+        out = _run_layer(flat, index, x, length, table, Needs(queries=queries), Implementation.XLA)
         x = out.x
         yield out.q, out.k, out.q_positions
 
 
 def compile_ahead(
     flat: Flat,
-    config: ModelConfig,
     batch: int,
     policy: Method,
     needed: Plan,
@@ -118,7 +115,6 @@ def compile_ahead(
 
     Args:
         flat: the decoder's parameters.
-        config: its shape.
         batch: B.
         policy: the compression.
         needed: the plan.
@@ -133,8 +129,8 @@ def compile_ahead(
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
     x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
-    table = settle_down(_table(slots=needed.slots, config=config), flat.axes)
-    for index in sorted({0, config.layers - 1}):
+    table = settle_down(_table(slots=needed.slots, config=flat.config), flat.axes)
+    for index in sorted({0, flat.config.layers - 1}):
         out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
         x = out.x
     mask, layer = jnp.zeros(out.k.shape[:3], bool), of_prompt(None, forced, length)
@@ -144,11 +140,13 @@ def compile_ahead(
         scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers, axes=flat.axes)
         unordered(scores, length, axes=flat.axes)
         layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)
-        allowed = forced if parts.nested else None
-        mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes)
+        # Where layers build on one another the lowest one has nothing below it.
+        for allowed in (None, forced) if parts.nested else (None,):
+            mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes).mask
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
             rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
+    counted([mask] * (flat.config.layers if needed.layout.one_pool else 1))
     if not needed.layout.one_pool:
         for count in set(pool_rows):
             pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation, axes=flat.axes)
@@ -203,7 +201,8 @@ class _Prompts(Source):
         """Embeds the prompts."""
         layers, heads = flat.config.layers, flat.config.kv_heads
         self.flat, self.parts, self.needed, self.lengths = flat, parts, needed, np.asarray(lengths, np.int64)
-        self.key, self.implementation, self.tick = key, implementation, tick
+        self.implementation, self.tick = implementation, tick
+        self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes = range(layers), flat.axes
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
@@ -218,6 +217,7 @@ class _Prompts(Source):
         self.kept_rows, self.recents = needed.rows, np.zeros((layers, len(lengths)), np.int64)
         if needed.rows is not None:
             self.recents = parts.recents(needed.rows, lengths, needed.forced)
+        self.totals = _pool_rows(flat, needed)
         self.held: dict[int, Unpacked] = {}
         self.banked, self.rings, self.torn = list[Array](), list[Array](), list[Array]()
 
@@ -229,6 +229,7 @@ class _Prompts(Source):
         out = _run_layer(self.flat, index, self.x, length, self.table, parts.needs, self.implementation)
         self.x = out.x
         k = out.k if out.unrotated is None else out.unrotated
+        rows = Unpacked(k, out.v, self.prompts.inside)
         if self.remembered[index]:
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
             self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
@@ -236,9 +237,8 @@ class _Prompts(Source):
             # Before the next but one begins: two layers' rows are on their way at most.
             jax.block_until_ready(self.banked[-1:])
             self.banked.append(put_away(k, out.v))
-            self.held[index] = Unpacked(k, out.v, self.whole.inside)
+            self.held[index] = rows
             return dataclasses.replace(self.whole, inside=jnp.zeros_like(self.whole.inside))
-        rows = Unpacked(k, out.v, self.prompts.inside)
         if scorer is None:
             self.held[index] = rows
             return self.whole
@@ -264,13 +264,14 @@ class _Prompts(Source):
             )
             self.recents = self.parts.recents(self.kept_rows, self.lengths, self.needed.forced, weights)
         of = slice(group[0], group[-1] + 1)
-        rows = self.recents if self.kept_rows is None else self.kept_rows
+        rows = self.kept_rows
+        assert rows is not None
         on_devices = lambda table: place(table[of], "n B", self.axes, jnp.int32)  # noqa: E731
         return on_devices(rows), on_devices(self.recents)
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """As many as the plan says, whatever is kept."""
-        return _pool_rows(self.flat, self.needed)[group[0]]
+        return self.totals[group[0]]
 
     def rows(self, index: int) -> Unpacked:
         """What was held of a layer."""
@@ -285,7 +286,6 @@ class _Prompts(Source):
 
 def prefill(
     flat: Flat,
-    config: ModelConfig,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
     policy: Method,
@@ -300,7 +300,6 @@ def prefill(
 
     Args:
         flat: the decoder's parameters.
-        config: its shape.
         tokens: prompts padded on the right to the plan's slots.
         lengths: tokens of each prompt.
         policy: the compression.
@@ -334,8 +333,9 @@ def prefill(
         state=state,
         layout=needed.layout,
         policy=policy,
-        config=config,
+        config=flat.config,
         model=model,
+        moved=made.moved,
     )
     if prompts.banked:
         assert prompts.reading is not None

@@ -24,7 +24,7 @@ from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import HeadBudgets
+from jaxkv.policies.select import HeadBudgets, most_rows, share_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,9 @@ class _Held(Source):
         assert cache.state is not None
         forced = parts.keep.counts(host(cache.seen), host(cache.state.prompt))
         # What those that stay anyway leave of each layer's rows.
-        self.left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
+        left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
+        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
+        self.recents = np.minimum(host(cache.state.recent), left)
         self.static = _Static(
             graphs=flat.graphs,
             ongoing=parts.ongoing,
@@ -113,20 +115,22 @@ class _Held(Source):
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """What the policy says of the text so far."""
-        assert self.cache.state is not None
         of = slice(group[0], group[-1] + 1)
-        rows, left = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.left))
-        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
-        return rows, jnp.minimum(self.cache.state.recent[of], left)
+        rows, recents = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
+        return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """What is wanted, or where sequences hold more that are not due a size that repeats."""
+        """What is wanted, or where sequences hold more that are not due a size that repeats: waits for what is kept."""
         of = slice(group[0], group[-1] + 1)
-        heads = kept.shape[2] // self.cache.stretches
-        # A stretch of heads is a sequence of its own to its pool.
-        apart = host(kept).astype(np.int64).reshape(len(kept), -1, heads)
-        rows = int(self.cache.layout.takes(apart).max())
-        target = int(heads * self.wants[of].sum(axis=0).max())
+        stretches, most = self.cache.stretches, share_of(self.static.heads)
+        heads = kept.shape[2] // stretches
+        # Of a stretch of heads what it may hold, whatever it does: a number that content does not change.
+        share = lambda rows: min(most_rows(most, rows), stretches * rows)  # noqa: E731
+        length, takes = host(kept).astype(np.int64), self.cache.layout.takes
+        rows = share(-(-int(takes(length).max()) // stretches))
+        # A sequence that is not due may hold more where another mesh made the cache.
+        rows = max(rows, int(takes(length.reshape(len(length), -1, heads)).max()))
+        target = share(int(heads * self.wants[of].sum(axis=0).max()))
         size = heads * bucket(-(-rows // heads))
         return (min(target, size) if rows <= target else size) + heads * int(self.room[of].sum())
 
@@ -177,6 +181,7 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
         length=made.length,
         limit=jnp.where(now[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
+        moved=made.moved if cache.moved is None or made.moved is None else cache.moved + made.moved,
     )
     return settle_down(made_anew, flat.axes)
 

@@ -232,6 +232,8 @@ class Parts(Value):
             require(budget >= first + last, "budget", budget, remedy)
         remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
+        remedy = "layers that look at scores need a scorer: give one"
+        require(scorer is not None or not self.layers.from_scores, "layers", self.layers, remedy)
         one_set = shares_positions(self.heads)
         require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
         read = self.read
@@ -249,6 +251,8 @@ class Parts(Value):
             require(not self.nested, "after", after, "layers that build on one another are chosen once only")
             remedy = "rolling positions move in steps: give every=64, say"
             require(not self.rolling, "after", after, remedy)
+            remedy = "heads that drop the same rows need segments that lie alike: give a schedule, or every=64, say"
+            require(not (one_set and self.layers.from_scores), "after", after, remedy)
         if merge is not None:
             require(scorer is not None, "merge", merge, "this policy drops nothing: leave it out")
             fits = bool(merge.compares) or not isinstance(after, Evict)

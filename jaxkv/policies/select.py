@@ -2,13 +2,18 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._values import Value, real
+
+# The largest capacity: no layer's heads lie on more devices.
+_ALL = 1000.0
+# Of Python's, of numpy's, or on a device.
+Numbers = TypeVar("Numbers", int, Array)
 
 
 def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
@@ -130,6 +135,13 @@ class _Uneven(Value):
     uniform: ClassVar[bool] = False
     needs_norms: ClassVar[bool] = False
 
+    alpha: float = 0.2
+    capacity: float = 1.5
+
+    def __post_init__(self) -> None:
+        real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
+        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_ALL)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UniformHeads(_Equal):
@@ -169,16 +181,13 @@ class AdaptiveHeads(_Uneven):
 
     Attributes:
         alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
+        capacity: on a mesh, rows of a layer that the heads of one device may hold, over their even share; see
+            `within_capacity`.
 
     References:
         Ada-KV, arXiv:2407.11550, algorithm 1 and algorithm 2 line 8 (whose alpha is read as the published code does:
         the text of its Table 4 agrees with the code, the printed formula is reversed).
     """
-
-    alpha: float = 0.2
-
-    def __post_init__(self) -> None:
-        real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
 
     def choose(
         self,
@@ -216,6 +225,18 @@ class AdaptiveHeads(_Uneven):
         extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
         return floor + extra.astype(jnp.int32)
 
+    def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Rows that every head gets whatever its scores.
+
+        Args:
+            base: rows to choose per head, on average.
+            forced: rows per head that stay anyway.
+
+        Returns:
+            How many of those to choose.
+        """
+        return most_rows(self.alpha, base)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtectedHeads(_Uneven):
@@ -223,12 +244,8 @@ class ProtectedHeads(_Uneven):
 
     Attributes:
         alpha: share of a head's budget that is safe, the rows that stay anyway counted first.
+        capacity: as for `AdaptiveHeads`.
     """
-
-    alpha: float = 0.2
-
-    def __post_init__(self) -> None:
-        real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
 
     def choose(
         self,
@@ -241,12 +258,23 @@ class ProtectedHeads(_Uneven):
         """Safe rows first, then the best of the rest over all heads together."""
         keys = _keys(scores, candidates)
         batch, heads, slots = keys.shape
-        share = Fraction(self.alpha).limit_denominator(1000)
-        safe_count = jnp.maximum(1, (base + forced) * share.numerator // share.denominator) - forced
-        safe = top(keys, jnp.clip(safe_count, 0, base)[:, None])
+        safe = top(keys, self.floor(base, forced)[:, None])
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
         left = heads * base - safe.sum(axis=(1, 2), dtype=jnp.int32)
         return safe | top(rest, left).reshape(keys.shape)
+
+    def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Rows of each head that are safe.
+
+        Args:
+            base: rows to choose per head, on average.
+            forced: rows per head that stay anyway.
+
+        Returns:
+            How many of those to choose.
+        """
+        share = Fraction(self.alpha).limit_denominator(1000)
+        return jnp.clip(jnp.maximum(1, (base + forced) * share.numerator // share.denominator) - forced, 0, base)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,10 +332,77 @@ class TwoStageHeads(Value):
 
 
 def chooses_apart(heads: HeadBudgets) -> bool:
-    """Whether the rows of each kv head are chosen without a look at the others'."""
-    return isinstance(heads, UniformHeads) or (isinstance(heads, TwoStageHeads) and chooses_apart(heads.budgets))
+    """Whether the rows of each kv head are known to be chosen without a look at the others'."""
+    # A class derived from these may choose otherwise.
+    return type(heads) is UniformHeads or (type(heads) is TwoStageHeads and chooses_apart(heads.budgets))
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
     """Whether all kv heads of a layer keep the same positions."""
     return isinstance(heads, SharedHeads) or (isinstance(heads, TwoStageHeads) and shares_positions(heads.budgets))
+
+
+def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
+    """Who gives each kv head a number of rows of its own; None where all get as many."""
+    if isinstance(heads, TwoStageHeads):
+        return own_budgets(heads.budgets)
+    return heads if isinstance(heads, (AdaptiveHeads, ProtectedHeads)) else None
+
+
+def share_of(heads: HeadBudgets) -> float:
+    """Rows of a layer that the heads of one device may hold, over their even share; all where nothing says less."""
+    own = own_budgets(heads)
+    return 1.0 if heads.uniform else _ALL if own is None else own.capacity
+
+
+def most_rows(capacity: float, even: Numbers) -> Numbers:
+    """A share of so many rows, in whole ones.
+
+    Args:
+        capacity: the share, 1 for all of them.
+        even: rows; any whole numbers.
+
+    Returns:
+        As many, or the next smaller number.
+    """
+    share = Fraction(capacity).limit_denominator(1000)
+    # Split by the denominator first: exact in int32 at any length.
+    part, rest = even // share.denominator, even % share.denominator
+    return part * share.numerator + rest * share.numerator // share.denominator
+
+
+def within_capacity(
+    chosen: Bool[Array, "B K S"],
+    keys: UInt[Array, "B K S"],
+    floor: Int[Array, " B"],
+    most: Int[Array, " B"],
+    devices: int,
+) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
+    """Spreads the rows chosen of a layer so that the heads of no device hold more than their pool has room for.
+
+    Heads of a device that has too many give up their weakest rows, heads together, but none below what it is
+    guaranteed. The best candidates of devices that have room take their place, so that as many stay.
+
+    Args:
+        chosen: the choice of all heads.
+        keys: `sortable` scores of all candidates, the chosen ones included; 0 for what is none.
+        floor: rows that a head keeps of those chosen, whatever the others have.
+        most: rows that the heads of a device may choose, K * base / devices at least.
+        devices: over which heads are spread, as many in order on each.
+
+    Returns:
+        The mask, and how many rows went to another device's heads.
+    """
+    batch = len(chosen)
+    apart = lambda a: a.reshape(batch, devices, -1)  # noqa: E731
+    count = lambda mask: mask.sum(axis=-1, dtype=jnp.int32)  # noqa: E731
+    of = lambda mask: jnp.where(mask, keys, jnp.uint32(0))  # noqa: E731
+    safe = top(of(chosen), jnp.minimum(floor[:, None], count(chosen)))
+    loose = apart(of(chosen & ~safe))
+    stays = top(loose, jnp.minimum(most[:, None] - count(apart(safe)), count(loose > 0))) | apart(safe)
+    others = jnp.where(stays, jnp.uint32(0), apart(keys))
+    # Of each device what it could take, and of all that the best.
+    could = top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0)))
+    moved = count(chosen.reshape(batch, -1)) - count(stays.reshape(batch, -1))
+    taken = top(jnp.where(could, others, jnp.uint32(0)).reshape(batch, -1), moved)
+    return (stays.reshape(batch, -1) | taken).reshape(chosen.shape), moved

@@ -9,7 +9,7 @@ from jaxkv.policies.policy import Method, Wrapper
 from jaxkv.policies.registry import register
 from jaxkv.policies.select import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
 
-_ALPHA = 0.2
+_ALPHA, _CAPACITY = 0.2, 1.5
 
 
 @register
@@ -24,6 +24,8 @@ class AdaKV(Wrapper):
         base: the policy whose scores, window and layer budgets are used.
         safeguard: AdaptiveHeads (Algorithm 1 and its floor) or ProtectedHeads (kvpress' meaning of the floor).
         alpha: the guaranteed share of the uniform budget, when `safeguard` is left out.
+        capacity: on a mesh, rows of a layer that the heads of one device may hold, over their even share, when
+            `safeguard` is left out. Pools are sized by it; rows beyond it go to other devices' heads, and are counted.
 
     References:
         Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference,
@@ -31,6 +33,7 @@ class AdaKV(Wrapper):
     """
 
     alpha: float = _ALPHA
+    capacity: float = _CAPACITY
     safeguard: AdaptiveHeads | ProtectedHeads | None = None
 
     paper: ClassVar[str] = "Ada-KV, arXiv:2407.11550"
@@ -38,12 +41,14 @@ class AdaKV(Wrapper):
     usual: ClassVar[str] = "snapkv"
 
     def _check(self) -> None:
-        given, mine = self.safeguard, AdaptiveHeads(alpha=self.alpha)
-        object.__setattr__(self, "alpha", mine.alpha)
+        given, mine = self.safeguard, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
         spreads = isinstance(given, HeadBudgets) and not isinstance(given, type)
         require(given is None or spreads, "safeguard", given, "give AdaptiveHeads(...) or ProtectedHeads(...), or None")
-        same = given is None or mine.alpha in (_ALPHA, getattr(given, "alpha", _ALPHA))
-        require(same, "alpha", self.alpha, f"the safeguard is {given!r}: give it there only")
+        for name, usual in (("alpha", _ALPHA), ("capacity", _CAPACITY)):
+            number = getattr(mine, name)
+            object.__setattr__(self, name, number)
+            same = given is None or number in (usual, getattr(given, name, usual))
+            require(same, name, number, f"the safeguard is {given!r}: give it there only")
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
@@ -55,7 +60,8 @@ class AdaKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """The safeguarded competition of heads, within the base's two stages if it has them."""
-        mine: HeadBudgets = AdaptiveHeads(alpha=self.alpha) if self.safeguard is None else self.safeguard
+        own = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
+        mine: HeadBudgets = own if self.safeguard is None else self.safeguard
         if isinstance(base.heads, TwoStageHeads):
             mine = dataclasses.replace(base.heads, budgets=mine)
         return dataclasses.replace(base, heads=mine)
