@@ -2,7 +2,7 @@
 
 import meshes
 import pytest
-from meshes import BUDGET, DIM, KINDS, LAYERS, run
+from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 from policy_table import TABLE
 
 NESTED = [row.name for row in TABLE if row.policy(BUDGET).parts().nested]
@@ -23,9 +23,10 @@ def test_one_of_each_kind_with_query_heads_apart(name):
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_compressed_again(name):
-    once, again = run(name, 4), run(name, 4, every=EVERY)
-    assert run(name, 4, mesh=(2, 4), every=EVERY) == again
-    assert again.prompts == once.prompts and again.answers != once.answers
+    again = run(name, 2, mesh=(2, 4), every=EVERY)
+    assert again == run(name, 2, every=EVERY)
+    rows = [sum(map(len, kept.values())) for kept in (again.prompts, again.answers)]
+    assert rows[1] - rows[0] < NEW * len(again.answers)
 
 
 # --- what travels ----------------------------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ def compiled():
     for name in KINDS:
         run(name, 2, mesh=(2, 4), asks=True)
     for name in AGAIN:
-        run(name, 4, mesh=(2, 4), every=EVERY)
+        run(name, 2, mesh=(2, 4), every=EVERY)
     return [each for each in meshes.COMPILED if each.mesh == (2, 4)]
 
 

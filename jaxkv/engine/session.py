@@ -10,24 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import arguments
+from jaxkv import arguments, hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
-from jaxkv.axes import place
-from jaxkv.cache import KVCache, repack
+from jaxkv.axes import missing, place
+from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import chunked, on_mesh, staged
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.drawing import Drawing
-from jaxkv.engine.growth import MOST_AHEAD, first_room, make_room
-from jaxkv.engine.plan import Plan, available_bytes, bucket, check_bytes, check_memory, plan
+from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
+from jaxkv.engine.plan import Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.engine.program import program_for
-from jaxkv.engine.recompress import beyond, due, recompress
+from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
-from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
@@ -105,30 +104,32 @@ class Session:
             MemoryError: naming the plan's bytes, if they are not there.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        if axes is not None:
-            on_mesh.require_even(len(lengths), axes)
-        of = partial(plan, policy=policy, lengths=lengths.tolist(), dtype=self.params.dtype)
-        needed = of(config, room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
-        with self.clocks.making:
-            self._check_memory(needed, partial(of, room=needed.room))
-        if new > MOST_AHEAD and policy.parts().ongoing is None:
-            # It grows to that on the way, where a refusal would cost the answer.
-            check_bytes(of(config, room=bucket(new)).cache_bytes, f"the cache behind max_new_tokens={new}")
+        of = partial(plan, config, policy, dtype=self.params.dtype)
+        needed = of(lengths.tolist(), room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        mesh = None if axes is None else axes.mesh
+        device = None if mesh is None else mesh.local_devices[0]
+        with self.clocks.making, hosts.together("a session's plan", mesh):
+            check_memory(self._share(needed, lengths), device)
+            if new > MOST_AHEAD and policy.parts().ongoing is None:
+                # It grows to that on the way, where a refusal would cost the answer.
+                grown = self._share(of(lengths.tolist(), room=bucket(new)), lengths)
+                check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def _check_memory(self, needed: Plan, of: Callable[[ModelConfig], Plan]) -> None:
-        """Refuses a plan that does not fit; on a mesh by what each device has of heads and prompts."""
+    def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
+        """What a plan takes of each device: on a mesh its part of heads and prompts."""
         config, axes = self.params.config, self.params.axes
         if axes is None:
-            return check_memory(needed)
+            return needed
         heads, groups = axes.size("K"), axes.size("B")
-        mine = of(config.on_one_of(heads, axes.size("H")))
+        of = [*lengths.tolist(), *lengths[-1:].tolist() * missing(len(lengths), axes)]
+        local = config.on_one_of(heads, axes.size("H"))
+        mine = plan(local, self.policy, of, dtype=self.params.dtype, room=needed.room)
         # What heads compete for may all go to those of one device: its pools have room for more than its share.
         more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
-        more *= len(needed.budget) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
+        more *= len(of) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
         of_group = lambda size: -(-(size + more) // groups)  # noqa: E731
-        share = dataclasses.replace(mine, cache_bytes=of_group(mine.cache_bytes), peak_bytes=of_group(mine.peak_bytes))
-        check_memory(share, axes.mesh.local_devices[0])
+        return dataclasses.replace(mine, cache_bytes=of_group(mine.cache_bytes), peak_bytes=of_group(mine.peak_bytes))
 
     @settled
     def prefill(
@@ -154,17 +155,20 @@ class Session:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
             MemoryError: naming the plan's bytes, if they are not there.
         """
+        self._require_same("prefill", ids, new=new, needed=needed)
         encoded, params = self._encoded(ids), self.params
         self._check(encoded.lengths, new)
         needed = self.plan(encoded.lengths, new) if needed is None else needed
+        copies = missing(len(encoded.ids), params.axes)
+        every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
         with self.clocks.prefill:
             options: dict[str, Any] = {"implementation": self.implementations.prefill, "tick": tick}
             if not self._by_chunks:
                 options["key"] = self.key
-            of = (params.flat, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
+            of = (params.flat, every.padded(needed.slots), every.lengths, self.policy, needed)
             cache, logits = self._way.prefill(*of, model=params.fingerprint, **options)
             jax.block_until_ready(logits)
-        return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
+        return dataclasses.replace(cache, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
     def compile_ahead(self, needed: Plan, batch: int) -> None:
@@ -176,7 +180,8 @@ class Session:
         """
         params, implementation = self.params, self.implementations.prefill
         with self.clocks.making:
-            of = (params.flat, batch, self.policy, needed)
+            copies = missing(batch, params.axes)
+            of = (params.flat, batch + copies, self.policy, needed.with_copies(copies) if copies else needed)
             self._way.compile_ahead(*of, implementation=implementation)
 
     @property
@@ -210,15 +215,17 @@ class Session:
             ValueError: for an empty or over-long prompt, or a cache of another policy or model.
             MemoryError: if the copy does not fit.
         """
+        self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
         chunk = None if chunk is None else arguments.as_count("chunk", chunk, "read at least 1 token at a time")
         encoded, flat = self._encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
-                cache = _forked(cache, batch, longest, new)
+                cache = forked(cache, batch, longest, new)
         size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
-        tokens = encoded.padded(-(-longest // size) * size)
+        axes, lengths = self.params.axes, np.pad(encoded.lengths, (0, cache.padding))
+        tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
         program = program_for(flat, cache, self.implementations.decode)
         run: Any = partial(decoding.extend, flat, program=program)
         if cache.bank is not None:
@@ -226,10 +233,10 @@ class Session:
         with self.clocks.prefill:
             logits = cache.logits
             for first in range(0, tokens.shape[1], size):
-                count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
-                part = place(tokens[:, first : first + size], "B N", self.params.axes)
-                after, cache = run(cache, part, place(count, "B", self.params.axes))
-                read = place(count > 0, "B", self.params.axes)[:, None]
+                count = np.clip(lengths - first, 0, size).astype(np.int32)
+                part = place(tokens[:, first : first + size], "B N", axes)
+                after, cache = run(cache, part, place(count, "B", axes))
+                read = place(count > 0, "B", axes)[:, None]
                 logits = after if logits is None else jnp.where(read, after, logits)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
@@ -267,12 +274,14 @@ class Session:
         Raises:
             ValueError: for a cache without logits, or of another policy or model; for too many steps.
         """
+        given = {"new": new, "sampling": sampling, "eos": eos, "key": key, "donate": donate}
+        self._require_same("draw", None, cache=cache, steps=steps, **given)
         steps = arguments.as_count("steps", steps, "draw at least 1 token")
         self._check(np.zeros(cache.batch, np.int32), steps, cache)
         new = steps if new is None else max(steps, arguments.as_count("new", new, "draw at least 1 token"))
         if not donate:
             with self.clocks.decode:
-                cache = _forked(cache, cache.batch, 0, new)
+                cache = forked(cache, cache.batch, 0, new)
         drawing, parts = self.drawing(cache, new=new, sampling=sampling, eos=eos, key=key), []
         with self.clocks.decode:
             while steps and not drawing.done.all():
@@ -346,6 +355,12 @@ class Session:
         with self.clocks.decode:
             return jax.block_until_ready(recompress(self.params.flat, cache, key=self.key, room=room))
 
+    def _require_same(self, call: str, ids: Any, **given: Any) -> None:
+        """Several processes on a mesh are given the same; what comes encoded has been compared before."""
+        if not isinstance(ids, Encoded):
+            of = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
+            hosts.require_same(f"Session.{call}", self.params, None, ids=ids, **of, **given)
+
     def _encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
         if isinstance(ids, Encoded):
             return ids
@@ -356,8 +371,6 @@ class Session:
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)
-        if self.params.axes is not None:
-            on_mesh.require_even(len(lengths), self.params.axes)
 
 
 def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
@@ -376,32 +389,3 @@ def _implementations(params: LanguageModel, policy: Method, asked: Implementatio
     remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
     require(named(asked) is not Implementation.CUDNN, "implementation", asked, remedy)
     return dataclasses.replace(chosen, prefill=chosen.decode)
-
-
-def _forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """A copy of a cache for so many prompts, with room for them and, where rows are only added, for new tokens."""
-    goes_on = given.policy.parts().ongoing is not None
-    wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
-    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
-    # has grown grows twofold, so that turn after turn meets few shapes.
-    grown = int(beyond(given).max())
-    fits = grown > 0 and given.free().min() >= wanted
-    room = 0 if fits else bucket(wanted)
-    twofold = room if fits or goes_on else bucket(max(wanted, grown))
-    available = available_bytes(next(iter(given.seen.devices())))
-    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
-        room = twofold
-    copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
-    check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}")
-    return repack(given, room=room, batch=batch)
-
-
-def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
-    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads."""
-    segments = given.config.layers * given.config.kv_heads
-    copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
-    if given.bank is not None:
-        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
-        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
-        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    return copied
