@@ -6,7 +6,7 @@
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
 through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
 are of one round each, base / this checkout: above 1 this checkout is faster. Peak is what a run adds to resident
-memory; programs are what its first run compiles, or finds on disk.
+memory; programs are what its first run compiles, or finds on disk. The commits of both are saved with the figures.
 """
 
 import argparse
@@ -129,9 +129,9 @@ def main():
         return serve(args.serve)
     if args.base is None:
         parser.error("--base: name the other checkout")
-    from record import machine, save
+    from record import commit, machine, save
 
-    results = {"machine": machine(), "base": str(args.base.name), "cells": []}
+    results = {"machine": machine(), "base": commit(args.base), "cells": []}
     for dtype in args.dtypes:
         workers = {"base": Worker(args.base.resolve(), dtype), "ours": Worker(HERE.parent, dtype)}
         for policy in args.policies:

@@ -49,7 +49,7 @@ def machine():
         "cores": len(os.sched_getaffinity(0)),
         "device": jax.devices()[0].device_kind,
         "load": os.getloadavg()[0],
-        "commit": _commit(),
+        "commit": commit(ROOT),
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
 
@@ -68,10 +68,10 @@ def _processor():
     return next(named, platform.processor())
 
 
-def _commit():
-    """The commit, with -dirty where files have changed since; None outside a checkout."""
+def commit(root):
+    """A checkout's commit, with -dirty where files have changed since; None outside one."""
     try:
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ._errors import refusal, require
 from .fetching import bar, fetch
 from .gguf_tokenizer import GgufTokenizer
-from .json_files import write_json
+from .json_files import remove_unfinished, write_json
 from .named_models import manifest, names
 from .orbax_files import (
     MANIFEST,
@@ -28,12 +28,15 @@ from .orbax_files import (
     VOCABULARY,
     WEIGHTS,
     Entry,
-    check_name,
     described,
+    is_plain,
     read_array,
+    reason,
+    require_free,
     write_arrays,
 )
 from .source import Checkpoint, open_checkpoint
+from .tensor import dtype_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Which conversion this is, and a line for each tensor that is done.
@@ -65,23 +68,24 @@ def convert(
         The folder.
 
     Raises:
-        ValueError: where the source cannot be read, something lies at `target`, or the unfinished conversion there is
-            another one.
+        TypeError: where the source is neither a string nor a path.
+        ValueError: where the source cannot be read, something lies at `target`, it is called as the source is, nothing
+            can be written there, or the unfinished conversion there is another one.
     """
     known = dtype is None or dtype in DTYPES
     require(known, "dtype", dtype, f"give one of {', '.join(DTYPES)}, or leave it out")
     folder = Path(target).expanduser()
+    require_free(folder, "target")
+    # The next run would look for the source there, and find what this one has left.
+    require(not _is_at(source, folder), "target", folder, "the source is called so: choose another folder")
     part = folder.with_name(folder.name + UNFINISHED)
-    remedy = "something is there already: choose another folder, or remove it"
-    require(not os.path.lexists(folder), "target", folder, remedy)
-    require(
-        not folder.name.endswith(UNFINISHED), "target", folder, f"{UNFINISHED} is for unfinished ones: leave it out"
-    )
     checkpoint = open_checkpoint(fetch(source, progress=progress))
     for name in checkpoint.stored:
-        check_name(name)
-    identity = {"format": WEIGHTS, "version": VERSION, "dtype": dtype, "source": _identity(checkpoint)}
-    done = _begin(part, identity)
+        remedy = "its folder is called so, of letters, digits, dots and hyphens: rename it in the source"
+        require(is_plain(name), "tensor", name, remedy)
+    identity = {"format": WEIGHTS.format, "version": VERSION, "dtype": dtype, "source": _identity(checkpoint)}
+    with _writing(part):
+        done = _begin(part, identity)
     entries: dict[str, Any] = {}
     total = sum(math.prod(each.shape) * each.dtype.itemsize for each in checkpoint.stored.values())
     with bar(total, f"convert to {folder.name}", progress=progress) as shown:
@@ -90,22 +94,41 @@ def convert(
             if entry is None or not _is_good(part, entry):
                 array = tensor.read(())
                 if dtype is not None and _is_float(array.dtype):
-                    array = array.astype(_named(dtype), copy=False)
-                entry = _write(part, name, array)
+                    array = array.astype(dtype_of(dtype), copy=False)
+                with _writing(part):
+                    entry = _write(part, name, array)
                 del array  # before the next one is read
             entries[name] = entry.json()
             shown.update(math.prod(tensor.shape) * tensor.dtype.itemsize)
-    _write_beside(part, checkpoint)
     filters = manifest(str(source)).filter_layers if str(source) in names() else checkpoint.filter_layers
-    said = {**identity, "tensors": entries, "filter_layers": None if filters is None else list(filters)}
-    write_json(part / MANIFEST, said)
-    (part / _DONE).unlink(missing_ok=True)
-    (part / _JOURNAL).unlink(missing_ok=True)
-    require(
-        not os.path.lexists(folder), "target", folder, "something has come there meanwhile: move it away, and go on"
-    )
-    os.rename(part, folder)
+    said = {**identity, TENSORS: entries, "filter_layers": None if filters is None else list(filters)}
+    with _writing(part):
+        _write_beside(part, checkpoint)
+        write_json(part / MANIFEST, said)
+        (part / _DONE).unlink(missing_ok=True)
+        (part / _JOURNAL).unlink(missing_ok=True)
+    free = not os.path.lexists(folder)
+    require(free, "target", folder, "something has come there meanwhile: move it away, and run it again")
+    with _writing(part):
+        os.rename(part, folder)
     return folder
+
+
+def _is_at(source: str | os.PathLike[str], folder: Path) -> bool:
+    try:
+        return Path(source).expanduser().resolve() == folder.resolve()
+    except (TypeError, ValueError):
+        return False  # `fetch` says what is wrong with it
+
+
+@contextlib.contextmanager
+def _writing(part: Path) -> Iterator[None]:
+    """Says what to do where nothing more can be written; what has been stays, and a later run goes on."""
+    try:
+        yield
+    except OSError as error:
+        remedy = f"it cannot be written ({reason(error)}): make room there and run it again, and it goes on"
+        raise refusal("target", part, remedy) from error
 
 
 def _identity(checkpoint: Checkpoint) -> str:
@@ -123,23 +146,25 @@ def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refusal("target", part, f"no folder can be made there ({error.strerror})") from error
+        raise refusal("target", part, f"no folder can be made there ({reason(error)}): choose another") from error
     remedy = "an unfinished conversion of something else: remove it, or choose another target"
     # The manifest is the last that is written: with it only the folder's name is wrong.
     whole = (part / MANIFEST).is_file()
     if not whole and not (part / _JOURNAL).is_file():
         require(not any((part / TENSORS).iterdir()), "target", part, remedy)
+        remove_unfinished(part)
         write_json(part / _JOURNAL, dict(identity))
         return {}
     journal = _lenient(part / (MANIFEST if whole else _JOURNAL))
     require({key: journal.get(key) for key in identity} == identity, "target", part, remedy)
+    remove_unfinished(part)  # of a run that was killed: they would come along
     if whole:
-        return described(part, journal.get("tensors"))
+        return described(part, journal.get(TENSORS), WEIGHTS)
     done: dict[str, Entry] = {}
     lines = (part / _DONE).read_text("utf-8").splitlines() if (part / _DONE).is_file() else []
     for line in lines:
         try:
-            done |= described(part, json.loads(line))
+            done |= described(part, json.loads(line), WEIGHTS)
         except ValueError:
             continue  # the last line of a run that was stopped: what it told of is written again
     return done
@@ -164,8 +189,13 @@ def _is_good(part: Path, entry: Entry) -> bool:
 def _write(part: Path, name: str, array: np.ndarray) -> Entry:
     place = part / TENSORS / name
     _remove(place)  # an earlier run ended before it could note it, or somebody has changed it
-    write_arrays(place, {name: array})
-    entry = Entry.of(name, array)
+    try:
+        write_arrays(place, {name: array})
+    except (OSError, ValueError) as error:  # TensorStore's own, where a disk is full, are of both kinds
+        for stray in place.parent.glob(f"{name}.orbax-checkpoint-tmp*"):
+            _remove(stray)
+        raise OSError(reason(error)) from error
+    entry = Entry.of(name, array, WEIGHTS)
     place.mkdir(exist_ok=True)  # of an array without elements
     with (part / _DONE).open("a", encoding="utf-8") as file:
         # A line of its own, also behind one that was cut off.
@@ -198,7 +228,3 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
 
 def _is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
-
-
-def _named(dtype: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -43,7 +43,8 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     """Finds a model's files, downloading them where they are not here yet.
 
     Args:
-        name_or_path: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, or a hub id "owner/name".
+        name_or_path: a folder in Hugging Face's layout or one that `convert` has written, a `.gguf` file, one of
+            `names()`, or a hub id "owner/name".
         progress: show a bar on stderr while downloading, where stderr is a terminal.
 
     Returns:
@@ -51,7 +52,8 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
 
     Raises:
         TypeError: where `name_or_path` is neither a string nor a path.
-        ValueError: where nothing of that name exists, or it could not be downloaded.
+        ValueError: where nothing of that name exists, its conversion has not come to its end, or it could not be
+            downloaded.
     """
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise TypeError(f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string")

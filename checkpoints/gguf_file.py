@@ -37,6 +37,8 @@ _IN_LAYER = {
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Tables of the rotary embedding: configuration, not weights.
 _TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+# Numbers that are dequantised at once: no tensor is in memory twice.
+_AT_ONCE = 1 << 20
 
 
 class GgufFile:
@@ -81,10 +83,10 @@ class GgufFile:
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
-            return self._dequantised(name, tensor, slice(first, last))[(slice(None), *index[1:])]
+            return self._dequantised(name, tensor, first, last)[(slice(None), *index[1:])]
         size = tensor.shape[0] // heads
         low, high = first // size, -(-last // size)
-        rows = undo_permutation(self._dequantised(name, tensor, slice(low * size, high * size)), high - low)
+        rows = undo_permutation(self._dequantised(name, tensor, low * size, high * size), high - low)
         return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
     def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
@@ -96,17 +98,22 @@ class GgufFile:
                 return heads if head_dim % 2 == 0 else None
         return None
 
-    def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, rows: slice) -> np.ndarray:
+    def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int) -> np.ndarray:
         from gguf import quants
 
-        # The one row of a vector is cut after it has been dequantised: its blocks run through it.
-        several = len(tensor.shape) > 1
         try:
-            array = quants.dequantize(tensor.data[rows] if several else tensor.data, tensor.kind)
+            # The one row of a vector is cut after it has been dequantised: its blocks run through it.
+            if len(tensor.shape) < 2:
+                return np.asarray(np.atleast_1d(quants.dequantize(tensor.data, tensor.kind))[first:last], np.float32)
+            array = np.empty((last - first, *tensor.shape[1:]), np.float32)
+            step = max(1, _AT_ONCE // max(1, math.prod(tensor.shape[1:])))
+            for start in range(first, last, step):
+                stop = min(start + step, last)
+                array[start - first : stop - first] = quants.dequantize(tensor.rows(start, stop), tensor.kind)
+            return array
         except NotImplementedError as error:
             remedy = "this quantisation has no reader; use a Q4, Q5, Q6, Q8, F16 or BF16 file"
             raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
-        return np.asarray(array if several else np.atleast_1d(array)[rows], np.float32)
 
     def _get(self, key: str, default: Any = None, *, kind: type) -> Any:
         value = self._metadata.get(key)

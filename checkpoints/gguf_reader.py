@@ -43,13 +43,47 @@ class GgufTensor:
         name: llama.cpp's name.
         kind: a `gguf.GGMLQuantizationType`.
         shape: its axes, the slowest first.
-        data: a read-only view: floats of that shape, or the bytes of its quantised rows.
+        path: the file.
+        at: the tensor's first byte.
+        dtype: of what is stored, bytes where rows are quantised.
+        stored: the axes of that.
     """
 
     name: str
     kind: Any
     shape: tuple[int, ...]
-    data: np.ndarray
+    path: Path
+    at: int
+    dtype: np.dtype
+    stored: tuple[int, ...]
+
+    @property
+    def data(self) -> np.ndarray:
+        """All of it: floats of its shape, or the bytes of its quantised rows."""
+        return self._read(0, math.prod(self.stored)).reshape(self.stored)
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Some rows of it.
+
+        Args:
+            first: the first one.
+            last: the one behind the last.
+
+        Returns:
+            Floats, or bytes.
+
+        Raises:
+            ValueError: where the file has become shorter.
+        """
+        row = math.prod(self.stored[1:])
+        return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
+
+    def _read(self, first: int, count: int) -> np.ndarray:
+        # Read and not mapped: a mapping keeps every page that was read in the process' memory.
+        found = np.fromfile(self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize)
+        remedy = f"the file ends within {self.name!r}, and did not when it was opened; download it again"
+        require(len(found) == count, "file", self.path, remedy)
+        return found
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -64,12 +98,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     Raises:
         ValueError: where the file is missing, truncated or corrupt.
     """
-    require(path.is_file(), "file", path, "no such file")
+    require(path.is_file(), "file", path, "no such file; give the path of a .gguf file")
     size = path.stat().st_size
     try:
         if size < 24:
             raise _Corrupt("too short for a header")
-        cursor = _Cursor(np.memmap(path, np.uint8, mode="r"))
+        cursor = _Cursor(np.memmap(path, np.uint8, mode="r"), path)
         metadata, tensor_count = _metadata(cursor)
         return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
     except OSError as error:
@@ -82,8 +116,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 class _Cursor:
     """A place in the file; what lies beyond its end cannot be read."""
 
-    def __init__(self, data: np.ndarray):
-        self.data = data
+    def __init__(self, data: np.ndarray, path: Path):
+        self.path = path
+        self.size = len(data)
         self.at = 0
         self._view = data.data
         self._end = min(len(data), _MOST_BYTES)
@@ -157,14 +192,14 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
     start = -(-cursor.at // alignment) * alignment
     end, tensors = 0, {}
     for name, (shape, kind, offset) in sorted(entries.items(), key=lambda item: item[1][2]):
-        tensor, size = _tensor(cursor.data, name, shape, kind, start + offset)
+        tensor, size = _tensor(cursor, name, shape, kind, start + offset)
         if offset < end and size:
             raise _Corrupt(f"the tensor {name!r} overlaps the one before it")
         end, tensors[name] = max(end, offset + size), tensor
     return {name: tensors[name] for name in entries}
 
 
-def _tensor(data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
+def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}
@@ -176,11 +211,11 @@ def _tensor(data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: 
     if (shape[-1] if shape else 1) % block:
         raise _Corrupt(f"the tensor {name!r} of shape {shape}, where rows come in blocks of {block}")
     size = math.prod(shape) // block * block_bytes
-    if at + size > len(data):
+    if at + size > cursor.size:
         raise _Corrupt(f"the tensor {name!r} ends at byte {at + size:,}")
+    dtype: np.dtype = np.dtype(np.uint8)
+    stored = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
     if known.name in plain:
-        view = np.frombuffer(data, plain[known.name], math.prod(shape), at).reshape(shape)
-    else:
-        rows = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
-        view = np.frombuffer(data, np.uint8, size, at).reshape(rows)
-    return GgufTensor(name=name, kind=known, shape=shape, data=view), size
+        dtype, stored = np.dtype(plain[known.name]), shape
+    tensor = GgufTensor(name=name, kind=known, shape=shape, path=cursor.path, at=at, dtype=dtype, stored=stored)
+    return tensor, size

@@ -14,21 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ._errors import refusal, require
 from .gguf_tokenizer import GgufTokenizer
 from .json_files import read_json, write_json
-from .tensor import Index, StoredTensor
+from .tensor import Index, StoredTensor, dtype_of
 
 MANIFEST = "jaxkv.json"
-WEIGHTS, CACHE = "jaxkv weights", "jaxkv cache"
 VERSION = 1
-# What a conversion is called until it is whole.
+# What a folder is called until it is whole.
 UNFINISHED = ".partial"
 TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
-AGAIN = "convert the checkpoint again"
 
 # Large enough to be read quickly, small enough for a device's part of a matrix to be read without the others.
 _CHUNK_BYTES = 32 << 20
@@ -37,6 +34,46 @@ _PLAIN = re.compile(r"\w[\w.-]{0,199}")
 # What Orbax leaves in a folder of arrays.
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _MOST_AXES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a folder of arrays holds, and how errors speak of it.
+
+    Attributes:
+        format: what its manifest calls it.
+        listed: the manifest's key of the arrays.
+        one: what one of them is called.
+        writer: what writes such folders.
+        reader: what reads them.
+        again: what to do about one that is not whole.
+    """
+
+    format: str
+    listed: str
+    one: str
+    writer: str
+    reader: str
+    again: str
+
+
+WEIGHTS = Kind(
+    format="jaxkv weights",
+    listed=TENSORS,
+    one="tensor",
+    writer="`python -m jaxkv.checkpoints convert`",
+    reader="jaxkv.load",
+    again="convert the checkpoint again",
+)
+CACHE = Kind(
+    format="jaxkv cache",
+    listed=ARRAYS,
+    one="array",
+    writer="KVCache.save",
+    reader="jaxkv.load_cache",
+    again="save the cache again",
+)
+_KINDS = {kind.format: kind for kind in (WEIGHTS, CACHE)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,19 +106,17 @@ def open_converted(folder: Path) -> Converted | None:
     unfinished = folder.resolve().name.endswith(UNFINISHED) and (folder / TENSORS).is_dir()
     if not (folder / MANIFEST).is_file() and not unfinished:
         foreign = [name for name in _ORBAX if (folder / name).exists()]
-        remedy = (
-            f"a folder of Orbax' without {MANIFEST}: `python -m jaxkv.checkpoints convert` writes those that are read"
-        )
-        require(not foreign, "folder", folder, remedy)
+        remedy = f"a folder of Orbax' without {MANIFEST}: give one that {WEIGHTS.writer} has written"
+        require(not foreign, "path", folder, remedy)
         return None
-    require_whole(folder)
+    require_whole(folder, WEIGHTS)
     manifest = read_manifest(folder, WEIGHTS)
-    entries = described(folder, manifest.get("tensors"))
+    entries = described(folder, manifest.get(WEIGHTS.listed), WEIGHTS)
     for name in entries:
-        require((folder / TENSORS / name).is_dir(), "tensor", name, f"missing from {folder}; {AGAIN}")
+        require((folder / TENSORS / name).is_dir(), "tensor", name, f"missing from {folder}; {WEIGHTS.again}")
     filters = manifest.get("filter_layers")
     sound = filters is None or isinstance(filters, list) and all(type(each) is int for each in filters)
-    require(sound, "filter_layers", filters, f"whole numbers are expected in {folder / MANIFEST}; {AGAIN}")
+    require(sound, "filter_layers", filters, f"whole numbers are expected in {folder / MANIFEST}; {WEIGHTS.again}")
     return Converted(
         stored={
             name: StoredTensor(
@@ -94,33 +129,47 @@ def open_converted(folder: Path) -> Converted | None:
     )
 
 
-def require_whole(folder: Path) -> None:
+def require_whole(folder: Path, kind: Kind) -> None:
     """Refuses what is no folder of arrays, or not yet one.
 
     Args:
         folder: what somebody wants to read.
+        kind: what it should hold.
 
     Raises:
         ValueError: naming it.
     """
-    require(folder.exists(), "path", folder, "no such folder")
-    require(folder.is_dir(), "path", folder, "a file, where a folder of arrays is expected")
-    remedy = "it has not been written to its end: write it again; a conversion goes on from here"
-    require(not folder.resolve().name.endswith(UNFINISHED), "folder", folder, remedy)
-    require(
-        (folder / MANIFEST).is_file(),
-        "folder",
-        folder,
-        f"no {MANIFEST} in it: it was not written to its end, or by another",
-    )
+    remedy = f"give a folder that {kind.writer} has written"
+    require(folder.exists(), "path", folder, f"no such folder: {remedy}")
+    require(folder.is_dir(), "path", folder, f"a file: {remedy}")
+    onward = "; it goes on from here" if kind is WEIGHTS else ""
+    unfinished = folder.resolve().name.endswith(UNFINISHED)
+    require(not unfinished, "path", folder, f"it has not been written to its end: {kind.again}{onward}")
+    require((folder / MANIFEST).is_file(), "path", folder, f"no {MANIFEST} in it: {remedy}, whole")
 
 
-def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+def require_free(folder: Path, field: str) -> None:
+    """Refuses a place that is taken, and a name that is for what is not whole yet.
+
+    Args:
+        folder: what somebody wants to write.
+        field: the argument that names it.
+
+    Raises:
+        ValueError: naming it.
+    """
+    taken = os.path.lexists(folder) or folder.name in ("", "..")  # these two are there, or will be
+    require(not taken, field, folder, "something is there already: choose another folder, or remove it")
+    remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
+    require(not folder.name.endswith(UNFINISHED), field, folder, remedy)
+
+
+def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
     """Reads the manifest of a folder of arrays.
 
     Args:
         folder: the folder.
-        kind: WEIGHTS or CACHE.
+        kind: what it should hold.
 
     Returns:
         The JSON object.
@@ -130,11 +179,12 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     """
     manifest = read_json(folder / MANIFEST)
     found, version = manifest.get("format"), manifest.get("version")
-    remedy = {WEIGHTS: "read weights with jaxkv.load", CACHE: "read a saved cache with jaxkv.load_cache"}
-    require(found == kind, "format", found, remedy.get(str(found), f"{folder} is no folder of {kind}"))
-    require(
-        version == VERSION, "version", version, f"this jaxkv reads version {VERSION} of {kind}: write {folder} anew"
-    )
+    other = _KINDS.get(str(found))
+    remedy = f"{folder} is no folder of {kind.format}: give one that {kind.writer} has written"
+    remedy = remedy if other is None else f"{folder} is a folder of {other.format}: read it with {other.reader}"
+    require(found == kind.format, "format", found, remedy)
+    remedy = f"this jaxkv reads version {VERSION} of {kind.format}, and {folder} is of another: {kind.again}"
+    require(version == VERSION, "version", version, remedy)
     return manifest
 
 
@@ -147,37 +197,41 @@ class Entry:
         shape: its axes.
         dtype: its dtype.
         crc32: checksum of its bytes.
+        kind: what its folder holds.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     crc32: int
+    kind: Kind
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray) -> Entry:
+    def of(cls, name: str, array: np.ndarray, kind: Kind) -> Entry:
         """Describes an array.
 
         Args:
             name: its name.
             array: the array.
+            kind: what its folder holds.
 
         Returns:
             The entry.
         """
-        return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array))
+        return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind)
 
     def json(self) -> dict[str, Any]:
         """The entry as a manifest says it."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
-def described(folder: Path, said: Any) -> dict[str, Entry]:
+def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
     """Reads what a manifest says of its arrays.
 
     Args:
         folder: the manifest's.
         said: shape, dtype and checksum by name.
+        kind: what the folder holds.
 
     Returns:
         The entries by name.
@@ -185,33 +239,25 @@ def described(folder: Path, said: Any) -> dict[str, Entry]:
     Raises:
         ValueError: where they are not that.
     """
-    require(isinstance(said, dict) and bool(said), "tensors", said, f"none in {folder / MANIFEST}; {AGAIN}")
+    manifest = folder / MANIFEST
+    require(isinstance(said, dict) and bool(said), kind.listed, said, f"none in {manifest}; {kind.again}")
     entries = {}
     for name, each in said.items():
-        check_name(name)
+        require(is_plain(name), kind.one, name, f"no {kind.one} in {manifest} is called so; {kind.again}")
         sound = isinstance(each, dict) and isinstance(each.get("shape"), list) and type(each.get("crc32")) is int
         sound = sound and len(each["shape"]) <= _MOST_AXES
         sound = sound and all(type(size) is int and size >= 0 for size in each["shape"])
-        dtype = _dtype(each.get("dtype")) if sound else None
-        remedy = f"shape, dtype and crc32 are expected in {folder / MANIFEST}; {AGAIN}"
+        dtype = dtype_of(each.get("dtype")) if sound else None
         if dtype is None:
-            raise refusal(f"tensors.{name}", each, remedy)
-        entries[name] = Entry(name=name, shape=tuple(each["shape"]), dtype=dtype, crc32=each["crc32"])
+            remedy = f"shape, dtype and crc32 are expected in {manifest}; {kind.again}"
+            raise refusal(f"{kind.listed}.{name}", each, remedy)
+        entries[name] = Entry(name=name, shape=tuple(each["shape"]), dtype=dtype, crc32=each["crc32"], kind=kind)
     return entries
 
 
-def check_name(name: str) -> None:
-    """Refuses a name that no folder can have.
-
-    Args:
-        name: a tensor's.
-
-    Raises:
-        ValueError: naming it.
-    """
-    require(
-        _PLAIN.fullmatch(name) is not None, "tensor", name, "letters, digits, dots and hyphens make a tensor's name"
-    )
+def is_plain(name: str) -> bool:
+    """Whether a folder can be named after an array: its name is of letters, digits, dots and hyphens."""
+    return _PLAIN.fullmatch(name) is not None
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -229,7 +275,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         checkpointer.save(folder.absolute(), tree, save_args=chunks)
 
 
-def write_folder(folder: Path, kind: str, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Writes a manifest and arrays, whole or not at all.
 
     Args:
@@ -241,27 +287,29 @@ def write_folder(folder: Path, kind: str, said: Mapping[str, Any], arrays: Mappi
     Raises:
         ValueError: where something lies there, or nothing can be written.
     """
-    require(
-        not os.path.lexists(folder), "path", folder, "something is there already: choose another folder, or remove it"
-    )
-    remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
-    require(not folder.name.endswith(UNFINISHED), "path", folder, remedy)
+    require_free(folder, "path")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Beside it, so that the last step is a rename; who finds it half-written knows it by its name.
         part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
         part.mkdir()
     except OSError as error:
-        raise refusal("path", folder, f"no folder can be made there ({error.strerror})") from error
+        raise refusal("path", folder, f"no folder can be made there ({reason(error)}): choose another") from error
     try:
         write_arrays(part / ARRAYS, arrays)
-        entries = {name: Entry.of(name, array).json() for name, array in arrays.items()}
-        write_json(part / MANIFEST, {"format": kind, "version": VERSION, **said, "arrays": entries})
+        entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
+        write_json(part / MANIFEST, {"format": kind.format, "version": VERSION, **said, kind.listed: entries})
         os.rename(part, folder)
-    except OSError as error:
-        raise refusal("path", folder, f"it cannot be written ({error.strerror or error})") from error
+    except (OSError, ValueError) as error:  # TensorStore's own are of both kinds
+        remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+        raise refusal("path", folder, remedy) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in a line."""
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
@@ -276,10 +324,12 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
         The array.
 
     Raises:
-        ValueError: where it is missing or damaged, or not what the manifest says.
+        ValueError: where it is missing or damaged, or not what the manifest says. A part that is damaged is not found
+            out unless TensorStore cannot read it: checksums are of whole arrays.
     """
     import tensorstore
 
+    one, again = entry.kind.one, entry.kind.again
     if not math.prod(entry.shape):
         return np.zeros(entry.shape, entry.dtype)[index]
     # Orbax keeps arrays as TensorStore does, and restores parts only along the axes that they are stored with.
@@ -295,26 +345,20 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
         if found == (entry.shape, entry.dtype):
             array = store[index].read().result() if index else store.read().result()
     except (ValueError, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise refusal("tensor", entry.name, f"it cannot be read from {folder} ({first}); write it again") from error
+        remedy = f"it cannot be read from {folder} ({reason(error)}); {again}"
+        raise refusal(one, entry.name, remedy) from error
     said = f"{entry.dtype.name}{list(entry.shape)}"
-    remedy = f"{found[1].name}{list(found[0])} in {folder}, whose manifest says {said}; write it again"
-    require(found == (entry.shape, entry.dtype), "tensor", entry.name, remedy)
+    remedy = f"{found[1].name}{list(found[0])} in {folder}, whose manifest says {said}; {again}"
+    require(found == (entry.shape, entry.dtype), one, entry.name, remedy)
     # Parts have no checksum of their own.
     sound = bool(index) or _checksum(array) == entry.crc32
-    require(sound, "tensor", entry.name, f"damaged, or another's, in {folder}: its bytes are not those written")
+    remedy = f"damaged, or another's, in {folder}: its bytes are not those written; {again}"
+    require(sound, one, entry.name, remedy)
     return array
 
 
 def _checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
-
-
-def _dtype(name: Any) -> np.dtype | None:
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name)) if isinstance(name, str) else None
-    except TypeError:
-        return None
 
 
 _LISTS: dict[str, tuple[type, ...]] = {"tokens": (str,), "types": (int,), "merges": (str,), "scores": (int, float)}
@@ -324,16 +368,18 @@ _TEXTS, _FLAGS = ("model", "pre", "chat_template"), ("add_bos", "add_space_prefi
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
     said = read_json(path)
+    tokens = said.get("tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
 
     def sound(name: str, value: Any) -> bool:
         if name in _LISTS:
             return isinstance(value, list) and all(type(each) in _LISTS[name] for each in value)
         if name in _IDS:
-            return value is None or type(value) is int and 0 <= value < len(said.get("tokens") or ())
+            return value is None or type(value) is int and 0 <= value < count
         kinds = {**dict.fromkeys(_TEXTS, str), **dict.fromkeys(_FLAGS, bool)}
         return name in kinds and (isinstance(value, kinds[name]) or value is None and name != "model")
 
     wrong = [name for name in {"model": None, "tokens": None} | said if not sound(name, said.get(name))]
-    require(not wrong, "file", path, f"{wrong[:3]} are not a vocabulary's; {AGAIN}")
+    require(not wrong, "file", path, f"{wrong[:3]} are not a vocabulary's; {WEIGHTS.again}")
     fields: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in said.items()}
     return GgufTokenizer(**fields)

@@ -58,7 +58,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     require(path.exists(), "path", path, "no such file or folder; checkpoints.fetch finds models by name")
     if path.is_dir():
         return _open_folder(path)
-    require(path.is_file(), "path", path, "neither a folder nor a regular file")
+    require(path.is_file(), "path", path, "neither a folder nor a regular file; give one of these")
     with path.open("rb") as file:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
     require(is_gguf, "path", path, "give a .gguf file, or the folder that holds config.json and *.safetensors")
@@ -70,8 +70,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     converted = orbax_files.open_converted(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
-        remedy = f"no config.json in it; give one of its files, {ggufs[:3]}" if ggufs else "no config.json in it"
-        raise refusal("folder", folder, remedy)
+        other = f"one of its files, {ggufs[:3]}" if ggufs else "the folder that holds one"
+        raise refusal("folder", folder, f"no config.json in it; give {other}")
     config = read_json(folder / "config.json")
     if (folder / "generation_config.json").is_file():
         # Chat models often name their end-of-turn tokens there only.

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jaxkv import hosts
 from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.drawing import Drawing
@@ -44,7 +45,7 @@ class _Sizes:
 
 
 def bar(progress: bool | None, total: int, what: str) -> tqdm:
-    """A bar on stderr.
+    """A bar on stderr, of the first process where there are several.
 
     Args:
         progress: whether it is shown; None for where stderr is a terminal.
@@ -55,7 +56,7 @@ def bar(progress: bool | None, total: int, what: str) -> tqdm:
         The bar.
     """
     shown = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, desc=what, leave=False, disable=not shown, file=sys.stderr)
+    return tqdm(total=total, desc=what, leave=False, disable=not (shown and hosts.speaks()), file=sys.stderr)
 
 
 def answered(request: Request) -> Generator[list[str], None, Generation]:
@@ -111,8 +112,10 @@ def _read(request: Request) -> tuple[KVCache, _Sizes]:
 
 def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
     """Draws until all sequences have ended; yields their new text where somebody looks."""
+    axes = request.session.params.axes
     with bar(request.progress, request.max_new_tokens, "decode") as shown:
-        look = request.look or not shown.disable
+        # Of several processes one has a bar: all keep the pace of those that look.
+        look = request.look or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
         # A row behind a stop string is taken back: not once another had to go for it, or was scored by it.
         pace = 1 if request.stops and drawing.final else LOOK if look else drawing.size
         ended = False

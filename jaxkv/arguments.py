@@ -64,10 +64,21 @@ def as_cache(cache: Any) -> KVCache | None:
     wrong = [leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))]
     if wrong:
         raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
-    gone = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+    cache.require_arrays()
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
         return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
+    return on_device(cache)
+
+
+def on_device(cache: KVCache) -> KVCache:
+    """A cache as prefill makes it, of one that has been elsewhere.
+
+    Args:
+        cache: its arrays JAX's or numpy's.
+
+    Returns:
+        The same where its programs find it: on the device, what waits in host memory there.
+    """
     bank = None if cache.bank is None else cache.bank.put_back()
     device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)

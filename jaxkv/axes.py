@@ -79,26 +79,44 @@ class Axes(Value):
         Raises:
             ValueError: if two letters want the same axis of the mesh, or a size does not divide.
         """
-        names = letters.split()
-        for at, (name, size) in enumerate(zip(names, shape, strict=False)):
-            parts = self.size(name.lstrip("#"))
-            if name.startswith("#") and size == 1:
-                names[at] = "_"
-            else:
-                over = "x".join(_LETTERS.get(name.lstrip("#"), ()))
-                require(size % parts == 0, name, size, f"it is split over {over}={parts}: give a multiple of {parts}")
-        return spec_of_letters(" ".join(names))
+        return _spec(self.mesh, letters, tuple(shape))
 
 
-def spec_of_letters(letters: str) -> P:
-    """Axes of the mesh for letters, those that are not split at the end left out."""
+@functools.lru_cache(maxsize=4096)
+def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
+    names = letters.split()
+    for at, (name, size) in enumerate(zip(names, shape, strict=False)):
+        over = _LETTERS.get(name.lstrip("#"), ())
+        parts = math.prod(mesh.shape[each] for each in over)
+        if name.startswith("#") and size == 1:
+            names[at] = "_"
+        else:
+            remedy = f"it is split over {'x'.join(over)}={parts}: give a multiple of {parts}"
+            require(size % parts == 0, name, size, remedy)
+    return spec_of_letters(" ".join(names), mesh)
+
+
+def spec_of_letters(letters: str, mesh: Mesh | None = None) -> P:
+    """Axes of a mesh for letters, those that are not split at the end left out.
+
+    Args:
+        letters: of an array's axes.
+        mesh: whose axes of one device are left out, too: what comes out of programs is told without them.
+
+    Returns:
+        The spec.
+
+    Raises:
+        ValueError: if two letters want the same axis of the mesh.
+    """
     found = [_LETTERS.get(name.lstrip("#")) for name in letters.split()]
     taken = [name for names in found for name in names or ()]
     remedy = f"two of them want one axis of the mesh ({', '.join(taken)}): give one another letter"
     require(len(taken) == len(set(taken)), "letters", letters, remedy)
-    while found and found[-1] is None:
-        found.pop()
-    return P(*(names if names is None or len(names) > 1 else names[0] for names in found))
+    split = [[name for name in names or () if mesh is None or mesh.shape[name] > 1] for names in found]
+    while split and not split[-1]:
+        split.pop()
+    return P(*(None if not names else tuple(names) if len(names) > 1 else names[0] for names in split))
 
 
 def host(value: Any) -> np.ndarray:
@@ -130,7 +148,12 @@ def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Arr
 
 def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
     """Where an array of these letters is to lie: the `device` of `jnp.zeros`, None for the default one."""
-    return None if axes is None else NamedSharding(axes.mesh, axes.spec(letters, shape))
+    return None if axes is None else _there(axes.mesh, letters, tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _there(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> NamedSharding:
+    return NamedSharding(mesh, _spec(mesh, letters, shape))
 
 
 def missing(batch: int, axes: Axes | None) -> int:
@@ -144,11 +167,9 @@ def settle_down(tree: Any, axes: Axes | None) -> Any:
 
 
 def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
-    leaves, tree = jax.tree_util.tree_flatten_with_path(value)
-    specs = [_spec_of(leaf, _letters(value, hint, path), axes) for path, leaf in leaves]
-    return jax.tree.unflatten(
-        tree, [put(leaf, NamedSharding(axes.mesh, spec)) for (_, leaf), spec in zip(leaves, specs, strict=True)]
-    )
+    leaves, tree = jax.tree.flatten(value)
+    letters = _letters_of(value, hint, tree)
+    return jax.tree.unflatten(tree, [_settled(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)])
 
 
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
@@ -178,13 +199,14 @@ def put(leaf: Any, there: NamedSharding) -> Any:
     return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
 
 
-def _spec_of(leaf: Any, letters: str, axes: Axes) -> P:
+def _settled(leaf: Any, letters: str | None, axes: Axes) -> Any:
     if letters != "...":
-        return axes.spec(letters, np.shape(leaf))
-    found = Axes.of(leaf)
-    if found is None or found != axes:
+        letters = _known(letters, leaf)
+        return put(leaf, _there(axes.mesh, letters, np.shape(leaf)))
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != axes.mesh:
         raise TypeError(f"a leaf of shape {np.shape(leaf)} lies elsewhere than on {axes.mesh}")
-    return leaf.sharding.spec
+    return leaf
 
 
 @functools.cache
@@ -192,8 +214,28 @@ def _hints(of: Any) -> dict[str, Any]:
     return typing.get_type_hints(of)
 
 
-def _letters(value: Any, hint: Any, path: tuple[Any, ...]) -> str:
-    """The letters of a leaf: its annotation's, found on the way from the whole."""
+def _known(letters: str | None, leaf: Any) -> str:
+    """A leaf's letters: only a number by itself needs none."""
+    if letters is None and np.ndim(leaf):
+        raise TypeError(f"no letters for an array of shape {np.shape(leaf)}: annotate it")
+    return letters or ""
+
+
+# Finding letters takes longer than a small program runs. By structure: programs are compiled for each anyway.
+_FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
+
+
+def _letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
+    """The letters of a tree's leaves."""
+    found = _FOUND.get((hint, tree))
+    if found is None:
+        paths = jax.tree_util.tree_flatten_with_path(value)[0]
+        found = _FOUND[hint, tree] = tuple(_letters(value, hint, path) for path, _ in paths)
+    return found
+
+
+def _letters(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
+    """The letters of a leaf: its annotation's, found on the way from the whole; None without one."""
     for key in path:
         if isinstance(key, GetAttrKey):
             kind: Any = type(value)
@@ -202,13 +244,8 @@ def _letters(value: Any, hint: Any, path: tuple[Any, ...]) -> str:
             hint, value = _item(hint, key.idx), value[key.idx]
         else:
             # Numbers of a sampler.
-            return ""
-    found = _dims(hint)
-    if found is None:
-        if np.ndim(value) == 0:
-            return ""
-        raise TypeError(f"no letters for {jax.tree_util.keystr(path)} of {type(value).__name__}: annotate it")
-    return found
+            return None
+    return _dims(hint)
 
 
 def _item(hint: Any, index: int) -> Any:
@@ -237,7 +274,10 @@ class Door:
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
         self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate)
-        self._split: Any = jax.jit(self._run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
+        run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
+        # Profiles call it as they do without a mesh.
+        run.__name__ = fn.__name__
+        self._split: Any = jax.jit(run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -290,7 +330,8 @@ class Door:
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
-            found["outs"] = [_out_spec(_letters(out, _hints(self._fn)["return"], path)) for path, _ in flat]
+            hint = _hints(self._fn)["return"]
+            found["outs"] = [_out_spec(_known(_letters(out, hint, path), leaf), axes) for path, leaf in flat]
             return [leaf for _, leaf in flat]
 
         split = functools.partial(jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False)
@@ -299,11 +340,11 @@ class Door:
         return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
 
 
-def _out_spec(letters: str) -> P:
+def _out_spec(letters: str, axes: Axes) -> P:
     if letters.startswith("..."):
         raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
     # A part does not show whether an axis behind `#` is one of many: what comes out of a program is.
-    return spec_of_letters(letters)
+    return spec_of_letters(letters, axes.mesh)
 
 
 def program(
@@ -362,6 +403,11 @@ def first(letter: str, size: int, axes: Axes | None) -> Any:
 def anywhere(flag: Array, axes: Axes | None) -> Array:
     """Whether it is so on any device."""
     return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
+
+
+def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
+    """Whether it is so on any device that shares an axis of this letter."""
+    return flag if axes is None else most_of_devices(flag.astype(jnp.int32), letter, axes) > 0
 
 
 def everywhere(flag: Array, axes: Axes | None) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from jaxkv import arguments
+from jaxkv import arguments, hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.answering import Request, answered, bar
@@ -57,6 +57,8 @@ def prefill(
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
+    given = {"raw": raw, "key": key, "implementation": implementation}
+    hosts.require_same("jaxkv.prefill", params, mesh, prompt=prompt, policy=policy, **given)
     params, raw, key = arguments.as_model(params, mesh), arguments.as_flag("raw", raw), arguments.as_key(key)
     progress = arguments.as_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
@@ -144,6 +146,22 @@ def generate(
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
     """
+    hosts.require_same(
+        "jaxkv.generate",
+        params,
+        mesh,
+        prompt=prompt,
+        policy=policy,
+        cache=cache,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=stop,
+        stop_at_eos=stop_at_eos,
+        key=key,
+        raw=raw,
+        stream=stream,
+        implementation=implementation,
+    )
     params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
     max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
     sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)

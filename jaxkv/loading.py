@@ -14,16 +14,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.axes import Axes, put
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
+from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.sharding import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
 
-_DTYPES = ("float32", "bfloat16", "float16")
 # Buffers some exporters write; the rotation is computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
@@ -103,10 +104,11 @@ class LanguageModel(nnx.Module):
         # With the parameters taken apart: a new model where one of them has been replaced.
         moved = self.flat.moved.get(axes)
         if moved is None:
+            hosts.require_same("LanguageModel.on", self, mesh)
             decoder = Decoder(self.config, dtype=self.dtype)
             for path in _sources(decoder):
                 value = _at(self.decoder, path).get_value()
-                _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path))))
+                _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path, axes.mesh))))
             moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.moved = {axes: moved}
         return moved
@@ -139,8 +141,9 @@ def load(
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
             folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
-        mesh: devices with the axes "data" and "model": each gets its part of every parameter, and a process reads what
-            its own devices get.
+        mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
+            own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
+            tensors, so that parts of them are read unchecked.
         progress: show bars on stderr, if it is a terminal.
 
     Returns:
@@ -154,16 +157,18 @@ def load(
     if dtype is None:
         platform = jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
         dtype = "float32" if platform == "cpu" else "bfloat16"
-    kind = _dtype(dtype)
-    path = fetch(os.fspath(name_or_path), progress=progress)
-    checkpoint = open_checkpoint(path)
-    config = ModelConfig.from_hf(checkpoint.config)
-    _check_depth(config, checkpoint)
+    with hosts.together("jaxkv.load", mesh):
+        kind = _dtype(dtype)
+        checkpoint = open_checkpoint(fetch(os.fspath(name_or_path), progress=progress and hosts.speaks()))
+        config = ModelConfig.from_hf(checkpoint.config)
+        _check_depth(config, checkpoint)
+        text = Text.from_checkpoint(checkpoint)
+    hosts.require_same("jaxkv.load", None, mesh, dtype=kind, config=config)
     decoder = Decoder(config, dtype=kind)
     fill(decoder, checkpoint, None if mesh is None else model_mesh(mesh, config))
     name = os.fspath(name_or_path)
     filters = manifest(name).filter_layers if name in names() else checkpoint.filter_layers
-    return LanguageModel(decoder, text=Text.from_checkpoint(checkpoint), name=name, filter_layers=filters)
+    return LanguageModel(decoder, text=text, name=name, filter_layers=filters)
 
 
 def _dtype(given: Any) -> np.dtype:
@@ -171,7 +176,7 @@ def _dtype(given: Any) -> np.dtype:
         name = jnp.dtype(given).name
     except TypeError:  # no dtype at all
         name = given
-    require(name in _DTYPES, "dtype", name, f"give one of {', '.join(_DTYPES)}")
+    require(name in DTYPES, "dtype", name, f"give one of {', '.join(DTYPES)}")
     return jnp.dtype(name)
 
 
@@ -193,27 +198,35 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
     missing, extra = sorted(places - names), sorted(names - places)
-    require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
-    require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
-    for path, of in sources.items():
-        shape = _at(decoder, path).get_value().shape
-        for name in of:
-            _check_stored(name, checkpoint.stored[name], shape if len(of) == 1 else shape[1:])
-    if twice:
-        _check_same(checkpoint.stored[_EMBEDDING], checkpoint.stored[_HEAD])
-    finite: list[tuple[tuple[str, ...], jax.Array]] = []
-    for path, of in sources.items():
-        parameter = _at(decoder, path)
-        shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
-        tensors = [checkpoint.stored[name] for name in of]
-        if mesh is None:
-            value = jnp.array(_part(tensors, shape, dtype, (slice(None),) * len(shape)))
-        else:
-            value = _spread(tensors, shape, dtype, NamedSharding(mesh, spec_of(path)))
-        finite.append((of, _replicated(_are_finite, value)(value)))
-        parameter.set_value(value)
+    # The processes of a mesh wait for one another where they look at all of a parameter: once each has read its part.
+    with hosts.together("reading weights", mesh):
+        require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
+        require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
+        for path, of in sources.items():
+            shape = _at(decoder, path).get_value().shape
+            for name in of:
+                _check_stored(name, checkpoint.stored[name], shape if len(of) == 1 else shape[1:])
+        if twice:
+            _check_same(checkpoint.stored[_EMBEDDING], checkpoint.stored[_HEAD])
+        for path, of in sources.items():
+            parameter, tensors = _at(decoder, path), [checkpoint.stored[name] for name in of]
+            parameter.set_value(_read(tensors, parameter.get_value(), path, mesh))
+    _check_finite({of: _at(decoder, path).get_value() for path, of in sources.items()})
+
+
+def _read(tensors: list[StoredTensor], like: Any, path: str, mesh: Mesh | None) -> jax.Array:
+    """A parameter of this shape and dtype, on the default device or each device's part of it."""
+    if mesh is None:
+        return jnp.array(_part(tensors, like.shape, like.dtype, (slice(None),) * len(like.shape)))
+    return _spread(tensors, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
+
+
+def _check_finite(parameters: dict[tuple[str, ...], jax.Array]) -> None:
+    """Refuses tensors that are not, wherever the parameters lie that they are stacked in."""
+    # All are begun before the first is waited for.
+    finite = {of: _replicated(_are_finite, value)(value) for of, value in parameters.items()}
     bad: list[str] = []
-    for of, rows in finite:
+    for of, rows in finite.items():
         sound = np.asarray(rows)
         bad += [name for name, ok in zip(of, sound if len(of) > 1 else [sound.all()], strict=True) if not ok]
     remedy = "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"

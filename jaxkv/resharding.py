@@ -9,7 +9,7 @@ from jaxkv.axes import Axes
 from jaxkv.cache import KVCache, Layout, laid_out
 from jaxkv.engine.on_mesh import require_known
 from jaxkv.engine.plan import bucket
-from jaxkv.policies.select import capacity_of, most_rows
+from jaxkv.policies.select import most_rows, share_of
 from jaxkv.sharding import model_mesh
 
 
@@ -58,7 +58,7 @@ def moved(cache: KVCache, axes: Axes | None) -> KVCache:
 
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
     """Rows of each pool's stretches: numbers that content does not change, where none holds more than its share."""
-    layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
+    layout, capacity = cache.layout, share_of(cache.policy.parts().heads)
     layers, _, heads = cache.kept.shape
     mine, out = heads // stretches, list[int]()
     for pool, group in zip(cache.pools, layout.groups(range(layers)), strict=True):

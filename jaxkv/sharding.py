@@ -28,16 +28,17 @@ _PARAMETERS = {
 }
 
 
-def spec_of(path: str) -> P:
+def spec_of(path: str, mesh: Mesh | None = None) -> P:
     """Which axes of the mesh a parameter's axes are split over.
 
     Args:
         path: the parameter's name, `blocks.0.attention.q` say.
+        mesh: from `model_mesh`, whose axes of one device are left out.
 
     Returns:
         Its spec, on a mesh of `model_mesh`.
     """
-    return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""))
+    return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""), mesh)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
@@ -60,8 +61,9 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     model = mesh.shape["model"]
-    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, hidden={config.hidden} and vocab={config.vocab}"
-    require(model in fits, "mesh.model", model, f"it does not divide {sizes}: give one of {fits}")
+    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
+    remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
+    require(model in fits, "mesh.model", model, remedy)
     kv = math.gcd(config.kv_heads, model)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
     axes = (AxisType.Auto,) * len(NAMES)

@@ -41,6 +41,20 @@ def benchmark(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
+def test_another_checkouts_commit_is_told(benchmark, tmp_path):
+    record = benchmark("record")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@here"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    found = record.commit(tmp_path)
+    assert len(found) >= 7 and head.startswith(found)
+    (tmp_path / "file").write_text("2")
+    assert record.commit(tmp_path) == f"{found}-dirty"
+
+
 def test_loss_is_that_of_one_long_prompt(benchmark):
     loss, model = benchmark("loss"), tiny.tiny(tiny.MODELS["gqa3"])
     ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)

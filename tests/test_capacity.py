@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sharded import mesh_of, model_of, positions, prompts
+from meshes import mesh_of, model_of, positions, prompts
 
 import jaxkv
 from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, select

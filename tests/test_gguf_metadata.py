@@ -79,6 +79,14 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         open_checkpoint(tmp_path / "m.gguf")
 
 
+def test_a_file_that_is_cut_after_it_was_opened(tmp_path):
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf"))
+    os.truncate(tmp_path / "m.gguf", os.path.getsize(tmp_path / "m.gguf") - 1000)
+    with pytest.raises(ValueError, match=r"m\.gguf: the file ends within '.*', and did not when it was opened"):
+        for tensor in checkpoint.stored.values():
+            tensor.read(())
+
+
 def test_it_reads_what_the_formats_library_reads(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", edit=lambda writer: writer.add_array("mixed.texts", ["é", "", "x" * 300]))
     metadata, tensors = gguf_reader.read(path)

@@ -20,6 +20,7 @@ LAYERS = (
     "jaxkv._values",
     # Where arrays lie: every program asks.
     "jaxkv.axes",
+    "jaxkv.hosts",
     # What a cache knows of its model.
     "jaxkv.models.config",
     "jaxkv.models.rope",
@@ -112,6 +113,13 @@ def test_imports_go_one_way(module):
     if package != "jaxkv":
         others = set(PACKAGES) - {package}
         assert not others & {target.split(".")[0] for target in targets}, f"{package} stands alone"
+
+
+def test_contributors_read_the_same_list():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## How the files lie")[1]
+    lines = text.split("```")[1].strip().splitlines()
+    told = [name for line in lines for name in line.split("  ")[0].split()]
+    assert told == [layer.removeprefix("jaxkv.") for layer in LAYERS]
 
 
 def test_the_rule_bites():

@@ -1,7 +1,9 @@
 """Folders of Orbax': converting to them, and being stopped on the way."""
 
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -78,7 +80,7 @@ def test_arrays_without_elements_are_noted_only(tmp_path):
     arrays = {"none": np.zeros((0, 4), np.int32), "one": np.asarray(3, np.float32), "some": np.arange(5) > 2}
     orbax_files.write_folder(tmp_path / "folder", orbax_files.CACHE, {"said": 1}, arrays)
     manifest = orbax_files.read_manifest(tmp_path / "folder", orbax_files.CACHE)
-    for name, entry in orbax_files.described(tmp_path / "folder", manifest["arrays"]).items():
+    for name, entry in orbax_files.described(tmp_path / "folder", manifest["arrays"], orbax_files.CACHE).items():
         read = orbax_files.read_array(tmp_path / "folder" / orbax_files.ARRAYS, entry)
         assert read.dtype == arrays[name].dtype and read.shape == arrays[name].shape
         np.testing.assert_array_equal(read, arrays[name])
@@ -146,7 +148,7 @@ def test_what_is_found_is_checked(tmp_path, monkeypatch):
     done = [json.loads(line) for line in (part / "done.jsonl").read_text().splitlines() if line]
     swapped, torn, gone, *whole = [next(iter(each)) for each in done]
     # Another model's tensor of this name, half a file, no file; a line cut off, and what a killed writer leaves.
-    entry = orbax_files.described(part, dict(done[0]))[swapped]
+    entry = orbax_files.described(part, dict(done[0]), orbax_files.WEIGHTS)[swapped]
     shutil.rmtree(part / "tensors" / swapped)
     orbax_files.write_arrays(part / "tensors" / swapped, {swapped: np.ones(entry.shape, entry.dtype)})
     data = max((part / "tensors" / torn).rglob("d/*"), key=lambda path: path.stat().st_size)
@@ -178,6 +180,38 @@ def test_stopped_between_steps(tmp_path, monkeypatch, step):
         stop_after(monkeypatch, 0, target, of=step)
     if step != "_begin":
         assert_nothing_loads(target)
+        # What `write_json` leaves where it is killed.
+        for name in ("jaxkv.json", "config.json", "conversion.json"):
+            (Path(f"{target}.partial") / f".{name}.0123456789abcdef.tmp").write_text("{")
+    convert(SOURCE, target)
+    assert {path.name for path in target.iterdir()} == {"config.json", "jaxkv.json", "tensors"}
+    assert_same(jaxkv.load(target), jaxkv.load(SOURCE))
+
+
+def test_a_full_disk_is_named_and_what_was_written_is_kept(tmp_path):
+    """TensorStore raises ValueError there. From the second layer on, no file may have more than 4,000 bytes."""
+    target = tmp_path / "model"
+    part = Path(f"{target}.partial")
+    code = (
+        "import resource, signal, sys\n"
+        "from jaxkv.checkpoints import __main__, converting\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "write = converting._write\n"
+        "def limited(part, name, array):\n"
+        "    if name.startswith('model.layers.1.'):\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "    return write(part, name, array)\n"
+        "converting._write = limited\n"
+        "sys.exit(__main__.main(['convert', *sys.argv[1:]]))\n"
+    )
+    command = [sys.executable, "-c", code, str(SOURCE), str(target)]
+    out = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True
+    )
+    remedy = rf"error: target={part}: it cannot be written \(.*File too large.*\): make room there and run it again"
+    assert out.returncode == 2 and re.search(remedy, out.stderr), out.stderr
+    done = [next(iter(json.loads(line))) for line in (part / "done.jsonl").read_text().splitlines() if line]
+    assert done and {path.name for path in (part / "tensors").iterdir()} == set(done)
     convert(SOURCE, target)
     assert_same(jaxkv.load(target), jaxkv.load(SOURCE))
 

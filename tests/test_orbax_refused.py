@@ -13,6 +13,7 @@ from orbax_cases import MODELS, NORM, ROOT, SOURCE, assert_same
 import jaxkv
 from jaxkv.checkpoints import convert, orbax_files
 from jaxkv.checkpoints.__main__ import main
+from jaxkv.checkpoints.json_files import write_json
 
 
 @pytest.fixture
@@ -34,6 +35,35 @@ def test_targets_that_are_taken(tmp_path, converted):
         convert(SOURCE, tmp_path / "model.partial")
     with pytest.raises(ValueError, match="dtype='int8': give one of float32, bfloat16, float16"):
         convert(SOURCE, tmp_path / "model", dtype="int8")
+    for target in (".", "..", "/", tmp_path / "new" / ".."):
+        with pytest.raises(ValueError, match="target=.*something is there already"):
+            convert(SOURCE, target)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_target_that_is_called_as_its_source(tmp_path, monkeypatch):
+    """What a first run left there would be taken for the source by the next one, which could never go on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    name = "smollm2-135m-instruct"
+    for source, target in [(name, name), (name, f"link/{name}"), ("owner/model", "./owner/model")]:
+        with pytest.raises(ValueError, match="target=.*the source is called so: choose another folder"):
+            convert(source, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_new_files_are_as_readable_as_any_of_the_users(tmp_path):
+    before = os.umask(0o027)
+    try:
+        folder = convert(SOURCE, tmp_path / "model")
+    finally:
+        os.umask(before)
+    for name in ("config.json", "jaxkv.json"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o640
+    (folder / "config.json").chmod(0o604)
+    write_json(folder / "config.json", {})
+    assert (folder / "config.json").stat().st_mode & 0o777 == 0o604
+    assert not list(folder.glob(".*"))
 
 
 def edit_manifest(folder, **said):
@@ -52,15 +82,18 @@ def test_folders_that_are_not_whole(tmp_path, converted):
         jaxkv.load(converted)
     place.unlink()
     place.mkdir()
-    with pytest.raises(ValueError, match=rf"tensor='{NORM}': it cannot be read from .*\(NOT_FOUND"):
+    remedy = rf"tensor='{NORM}': it cannot be read from .*\(NOT_FOUND.*\); convert the checkpoint again"
+    with pytest.raises(ValueError, match=remedy):
         jaxkv.load(converted)
     place.rmdir()
     orbax_files.write_arrays(place, {NORM: np.ones(tensors[NORM]["shape"], np.float32)})
-    with pytest.raises(ValueError, match=rf"tensor='{NORM}': damaged, or another's"):
+    with pytest.raises(ValueError, match=rf"tensor='{NORM}': damaged, or another's, .*convert the checkpoint again"):
         jaxkv.load(converted)
     shutil.rmtree(place)
     orbax_files.write_arrays(place, {NORM: np.ones(3, np.float32)})
-    with pytest.raises(ValueError, match=rf"tensor='{NORM}': float32\[3\] in .*manifest says float32\[48\]"):
+    with pytest.raises(
+        ValueError, match=rf"tensor='{NORM}': float32\[3\] in .*says float32\[48\]; convert the checkpoint again"
+    ):
         jaxkv.load(converted)
     shutil.rmtree(place)
     shutil.move(tmp_path / "aside", place)
@@ -73,11 +106,14 @@ def test_folders_that_are_not_whole(tmp_path, converted):
 @pytest.mark.parametrize(
     "said, message",
     [
-        ({"version": 2}, "version=2: this jaxkv reads version 1 of jaxkv weights"),
-        ({"format": "other"}, "format='other': .*is no folder of jaxkv weights"),
-        ({"format": "jaxkv cache"}, "read a saved cache with jaxkv.load_cache"),
-        ({"tensors": {}}, "tensors={}: none in"),
-        ({"tensors": {"../a": {"shape": [], "dtype": "float32", "crc32": 0}}}, r"tensor='\.\./a': letters, digits"),
+        ({"version": 2}, "version=2: this jaxkv reads version 1 of jaxkv weights, .*: convert the checkpoint again"),
+        ({"format": "other"}, "format='other': .*is no folder of jaxkv weights: give one that .* convert` has written"),
+        ({"format": "jaxkv cache"}, "is a folder of jaxkv cache: read it with jaxkv.load_cache"),
+        ({"tensors": {}}, "tensors={}: none in .*; convert the checkpoint again"),
+        (
+            {"tensors": {"../a": {"shape": [], "dtype": "float32", "crc32": 0}}},
+            r"tensor='\.\./a': no tensor in .* is called so",
+        ),
         ({"tensors": {"a": {"shape": [-1], "dtype": "float32", "crc32": 0}}}, "shape, dtype and crc32 are expected"),
         ({"tensors": {"a": {"shape": [1], "dtype": "nothing", "crc32": 0}}}, "shape, dtype and crc32 are expected"),
         ({"filter_layers": [0.5]}, r"filter_layers=\[0\.5\]: whole numbers are expected"),
@@ -91,7 +127,7 @@ def test_manifests_of_another_kind(converted, said, message):
 
 def test_folders_of_others(tmp_path, converted):
     orbax_files.write_arrays(tmp_path / "theirs", {"a": np.ones(3)})
-    with pytest.raises(ValueError, match=r"theirs: a folder of Orbax' without jaxkv\.json"):
+    with pytest.raises(ValueError, match=r"theirs: a folder of Orbax' without jaxkv\.json: give one that"):
         jaxkv.load(tmp_path / "theirs")
     # The config of another model beside the weights of this one.
     shutil.copyfile(MODELS / "qwen3" / "config.json", converted / "config.json")
@@ -99,7 +135,9 @@ def test_folders_of_others(tmp_path, converted):
         jaxkv.load(converted)
 
 
-@pytest.mark.parametrize("said", [{"tokens": [1]}, {"tokens": ["a"], "eos": 5}, {"tokens": ["a"], "secret": 1}, {}])
+@pytest.mark.parametrize(
+    "said", [{"tokens": [1]}, {"tokens": ["a"], "eos": 5}, {"tokens": ["a"], "secret": 1}, {"tokens": 3, "eos": 0}, {}]
+)
 def test_vocabularies_of_another_kind(converted, said):
     (converted / "gguf_tokenizer.json").write_text(json.dumps({"model": "gpt2", **said}))
     with pytest.raises(ValueError, match=r"gguf_tokenizer\.json: .* are not a vocabulary's"):

@@ -43,6 +43,11 @@ def test_a_wheel_holds_them_inside(tmp_path):
         shutil.copytree(ROOT / name, site / "jaxkv" / name)
     (tmp_path / "checkpoints.py").write_text("raise ImportError")
     run(tmp_path, "import jaxkv, jaxkv.pallas_kernels\nassert len(jaxkv.__path__) == 1\n" + OURS, root=site)
+    # `python -m` finds its command there by the name that it has in a checkout, too.
+    asked = "import runpy, sys\nsys.argv[1:] = ['convert', '--help']\n"
+    asked += "runpy.run_module('jaxkv.checkpoints', None, '__main__')\n"
+    for root in (site, ROOT):
+        run(tmp_path, asked, root=root)
 
 
 def test_every_package_is_installed():

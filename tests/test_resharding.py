@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_sharded import BUDGET, NEW, mesh_of, model_of, prompts, roomy
+from meshes import BUDGET, NEW, mesh_of, model_of, prompts, roomy
 
 import jaxkv
 from jaxkv.axes import Axes

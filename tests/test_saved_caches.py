@@ -1,6 +1,7 @@
 """Caches on disk: what comes back, in which process, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, H2O, AdaKV, FullKV, OmniKV, Policy, SnapKV, StreamingLLM
+from jaxkv import D2O, H2O, AdaKV, BrutalOffload, FullKV, OmniKV, Policy, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode, encode
 from jaxkv.policies import KeyNorm, Scorer
 
@@ -162,14 +163,33 @@ def test_a_users_policy(tmp_path, monkeypatch):
     for other in (Policy(budget=20, scorer=Late()), SNAP):
         with pytest.raises(ValueError, match=remedy):
             jaxkv.load_cache(path, policy=other)
-    with pytest.raises(TypeError, match="policy=str: give the policy that compressed the cache"):
+    with pytest.raises(ValueError, match=remedy):
         jaxkv.load_cache(path, policy="snapkv")
+    with pytest.raises(TypeError, match="policy=int: give a policy such as"):
+        jaxkv.load_cache(path, policy=3)
     # In a process that does not have the class by this name.
     monkeypatch.delattr(sys.modules[__name__], "Late")
     remedy = r"class='.*:Late': it is not in this process: import its module first, or give .*policy=\.\.\."
     with pytest.raises(ValueError, match=remedy):
         jaxkv.load_cache(path)
     assert_same(jaxkv.load_cache(path, policy=policy), cache)
+
+
+@pytest.mark.usefixtures("as_users_call")
+@pytest.mark.parametrize(
+    "policy", [OmniKV(budget=8, adjacent=0), OmniKV(budget=8, adjacent=0, base=SNAP), "snapkv", SnapKV]
+)
+def test_the_policy_as_prefill_was_given_it(tmp_path, policy):
+    """Filled in by the model, by its name or class."""
+    model = tiny.tiny(CONFIG)
+    model.filter_layers = (0,)
+    cache = jaxkv.prefill(model, tiny.prompts(1, (400, 300)), policy=policy)
+    cache.save(tmp_path / "cache")
+    for asked in ({}, {"params": model}):
+        assert_same(jaxkv.load_cache(tmp_path / "cache", policy=policy, **asked), cache)
+    for other in (OmniKV(budget=8, adjacent=0, filter_layers=(1,)), OmniKV(budget=9), BrutalOffload(), "h2o"):
+        with pytest.raises(ValueError, match="policy=.*another one compressed the cache"):
+            jaxkv.load_cache(tmp_path / "cache", policy=other)
 
 
 def test_policies_that_no_text_says(tmp_path):
@@ -205,7 +225,7 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
         decode({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
     with pytest.raises(ValueError, match="has no such member here"):
         decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
-    with pytest.raises(ValueError, match="save it anew"):
+    with pytest.raises(ValueError, match="manifest=.*no value that KVCache.save writes: save the cache again"):
         decode({"class": "jaxkv:SnapKV"}, lambda name: None)
 
 
@@ -242,19 +262,22 @@ def test_places_that_are_taken(tmp_path):
 
 def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     _, cache, path = saved(tmp_path)
-    for step in ("write_json", "write_arrays"):
+    errors = (OSError(28, "No space left on device"), ValueError("OUT_OF_RANGE: No space left on device\nhere"))
+    for step, error in itertools.product(("write_json", "write_arrays"), errors):
         with monkeypatch.context() as patched:
 
-            def full(*_):
-                raise OSError(28, "No space left on device")
+            def full(*_, error=error):
+                raise error
 
             patched.setattr(jaxkv.checkpoints.orbax_files, step, full)
-            with pytest.raises(ValueError, match=r"path=.*it cannot be written \(No space left on device\)"):
+            with pytest.raises(
+                ValueError, match=r"path=.*it cannot be written \(.*No space left on device\): make room"
+            ):
                 cache.save(tmp_path / "other")
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
     # Killed, it leaves a folder whose name says what it is.
     shutil.copytree(path, tmp_path / ".other.x1.partial")
-    with pytest.raises(ValueError, match=r"folder=.*\.partial: it has not been written to its end"):
+    with pytest.raises(ValueError, match=r"path=.*\.partial: it has not been written to its end: save the cache again"):
         jaxkv.load_cache(tmp_path / ".other.x1.partial")
 
 
@@ -274,19 +297,27 @@ def edit_manifest(path, edit):
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda said: said.update(version=9), "version=9: this jaxkv reads version 1 of jaxkv cache"),
-        (lambda said: said.update(format="jaxkv weights"), "read weights with jaxkv.load"),
+        (
+            lambda said: said.update(version=9),
+            "version=9: this jaxkv reads version 1 of jaxkv cache, .*: save the cache again",
+        ),
+        (lambda said: said.update(format="jaxkv weights"), "is a folder of jaxkv weights: read it with jaxkv.load"),
+        (lambda said: said.update(format="x"), "no folder of jaxkv cache: give one that KVCache.save has written"),
         (lambda said: said["arrays"].pop("pools.0.k"), r"array='pools\.0\.k': the manifest in .* says nothing of it"),
-        (lambda said: said.update(arrays={}), "tensors={}: none in"),
-        (lambda said: said.pop("arrays"), "tensors=None: none in"),
+        (lambda said: said.update(arrays={}), "arrays={}: none in .*; save the cache again"),
+        (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),
         (lambda said: said.update(cache=3), "cache='int': .* holds no cache"),
-        (lambda said: said.update(policy="snapkv"), "policy='snapkv': no policy: save the cache anew"),
+        (lambda said: said.update(policy="snapkv"), "policy='snapkv': no policy: save the cache again"),
         (lambda said: said["cache"]["fields"].pop("seen"), "it is made otherwise here"),
         (
             lambda said: said["arrays"]["seen"].update(shape=[3]),
-            r"tensor='seen': int32\[2\] in .*manifest says int32\[3\]",
+            r"array='seen': int32\[2\] in .*manifest says int32\[3\]; save the cache again",
         ),
-        (lambda said: said["arrays"]["seen"].update(crc32=3), "tensor='seen': damaged, or another's"),
+        (lambda said: said["arrays"]["seen"].update(crc32=3), "array='seen': damaged, .*; save the cache again"),
+        (
+            lambda said: said["arrays"]["seen"].update(dtype=3),
+            r"arrays\.seen=.*dtype and crc32 are expected in .*; save",
+        ),
     ],
 )
 def test_manifests_of_another_kind(tmp_path, edit, message):
@@ -307,19 +338,20 @@ def test_folders_that_are_not_whole(tmp_path):
     with pytest.raises(ValueError, match="it cannot be read from .*arrays"):
         jaxkv.load_cache(path)
     (path / "jaxkv.json").unlink()
-    with pytest.raises(ValueError, match=r"folder=.*no jaxkv\.json in it"):
+    remedy = "give a folder that KVCache.save has written"
+    with pytest.raises(ValueError, match=rf"path=.*no jaxkv\.json in it: {remedy}"):
         jaxkv.load_cache(path)
-    with pytest.raises(ValueError, match="path=.*no such folder"):
+    with pytest.raises(ValueError, match=f"path=.*no such folder: {remedy}"):
         jaxkv.load_cache(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="path=.*a file, where a folder"):
+    with pytest.raises(ValueError, match=f"path=.*a file: {remedy}"):
         jaxkv.load_cache(tmp_path / "file")
 
 
 def test_weights_are_no_cache_and_a_cache_is_no_weights(tmp_path):
     _, _, path = saved(tmp_path)
-    with pytest.raises(ValueError, match="format='jaxkv cache': read a saved cache with jaxkv.load_cache"):
+    with pytest.raises(ValueError, match="format='jaxkv cache': .*: read it with jaxkv.load_cache"):
         jaxkv.load(path)
     weights = jaxkv.checkpoints.convert(running.GOLDEN / "models" / "llama_gqa", tmp_path / "weights")
-    with pytest.raises(ValueError, match="format='jaxkv weights': read weights with jaxkv.load"):
+    with pytest.raises(ValueError, match="format='jaxkv weights': .*: read it with jaxkv.load"):
         jaxkv.load_cache(weights)

@@ -3,8 +3,8 @@
 import functools
 
 import pytest
+from meshes import mesh_of
 from test_generation import ids, tiny
-from test_sharded import mesh_of
 
 import jaxkv
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_sharded import BUDGET, NEW, mesh_of, model_of, positions, prompts, roomy
+from meshes import BUDGET, NEW, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
 

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 
+import gguf
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from orbax_cases import MODELS, ROOT, SOURCE, assert_same
 from test_checkpoints import write_gguf
 
@@ -96,12 +98,14 @@ _PROCESS = """
 import dataclasses, json, sys
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank, port, source = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, port, source, *large = int(sys.argv[1]), *sys.argv[2:]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 import jaxkv
 from jaxkv import checkpoints, loading
+from memory import reset_peak, status_bytes
 
 read = {}
+mesh = jax.make_mesh((1, 2), ("data", "model"))
 
 def opened(path):
     found = checkpoints.open_checkpoint(path)
@@ -115,32 +119,82 @@ def opened(path):
     return dataclasses.replace(found, stored=stored)
 
 loading.open_checkpoint = opened
-model = jaxkv.load(source, mesh=jax.make_mesh((1, 2), ("data", "model")))
-print(json.dumps([model.fingerprint, read]))
+model = jaxkv.load(source, mesh=mesh)
+told = {"fingerprint": model.fingerprint, "read": dict(read), "peaks": {}}
+loading.open_checkpoint = checkpoints.open_checkpoint
+for path in large:
+    jaxkv.load(path, mesh=mesh)  # programs, threads and what libraries keep for themselves
+    before = status_bytes("VmRSS") if reset_peak() else None
+    model = jaxkv.load(path, mesh=mesh)
+    if before is not None:
+        told["peaks"][path] = status_bytes("VmHWM") - before
+    del model
+print(json.dumps(told))
 jax.distributed.shutdown()
 """
+# What memory varies by beside weights, in bytes: pages of code, stacks of threads.
+_NOISE = 8 << 20
 
 
-def test_two_processes_read_half_each(tmp_path):
+def large_models(tmp_path):
+    """54 MB in each kind of file, a tensor 2 MiB at most."""
+    embed, width, layers = 256, 2048, 8
+    shapes = {"attn_norm": (embed,), "ffn_norm": (embed,), "attn_q": (embed, embed), "attn_output": (embed, embed)}
+    shapes |= {"attn_k": (128, embed), "attn_v": (128, embed)}
+    shapes |= {"ffn_gate": (width, embed), "ffn_up": (width, embed), "ffn_down": (embed, width)}
+    whole = {f"blk.{layer}.{name}.weight": shape for layer in range(layers) for name, shape in shapes.items()}
+    whole |= {"token_embd.weight": (512, embed), "output_norm.weight": (embed,)}
+    writer, rng = gguf.GGUFWriter(tmp_path / "large.gguf", "llama"), np.random.default_rng(5)
+    writer.add_block_count(layers)
+    writer.add_context_length(128)
+    writer.add_embedding_length(embed)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, shape in whole.items():
+        writer.add_tensor(name, rng.standard_normal(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = open_checkpoint(tmp_path / "large.gguf")
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(dict(checkpoint.config)))
+    arrays = {name: np.ascontiguousarray(tensor.read(())) for name, tensor in checkpoint.stored.items()}
+    safetensors.numpy.save_file(arrays, tmp_path / "large" / "model.safetensors")
+    orbax = convert(tmp_path / "large.gguf", tmp_path / "large.orbax")
+    paths = [str(tmp_path / "large"), str(tmp_path / "large.gguf"), str(orbax)]
+    return paths, {name: array.nbytes for name, array in arrays.items()}
+
+
+def test_two_processes_read_half_each_and_hold_no_more(tmp_path):
+    """At the peak a process holds its slices and two tensors: half of 54 MB, not all of it."""
     script = tmp_path / "process.py"
     script.write_text(_PROCESS)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    large, weigh = large_models(tmp_path)
+    # What is freed goes back at once: kept, it would hide what the measured load takes.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}", "XLA_FLAGS": ""}
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, str(script)]
     processes = [
-        subprocess.Popen([*command, str(rank), str(port), str(SOURCE)], env=environment, stdout=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), str(port), str(SOURCE), *large], env=environment, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     expected = jaxkv.load(SOURCE).fingerprint
     sizes = {name: int(np.prod(tensor.shape)) for name, tensor in open_checkpoint(SOURCE).stored.items()}
-    for process in processes:
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0
-        fingerprint, read = json.loads(out.splitlines()[-1])  # behind what gloo says
-        assert fingerprint == expected
-        assert read == {name: size if "norm" in name else size // 2 for name, size in sizes.items()}
+    slices = sum(size if "norm" in name else size // 2 for name, size in weigh.items())
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    for out in outputs:
+        told = json.loads(out.splitlines()[-1])  # behind what gloo says
+        assert told["fingerprint"] == expected
+        assert told["read"] == {name: size if "norm" in name else size // 2 for name, size in sizes.items()}
+        for path, peak in told["peaks"].items():  # none where the kernel does not tell
+            assert slices / 2 < peak <= slices + 2 * max(weigh.values()) + _NOISE, path
 
 
 @pytest.mark.usefixtures("as_users_call")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxkv._errors import require
+from jaxkv.checkpoints.orbax_files import CACHE
 
 _PUBLIC = ("jaxkv", "jaxkv.policies", "jaxkv.cache")
 _PLAIN = (bool, int, float, str, type(None))
@@ -45,7 +46,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
     if isinstance(value, enum.Enum):
         return {"enum": _path(type(value)), "member": value.name}
     kinds = "numbers, text, tuples, enums" + (" and" if arrays is None else ", arrays and")
-    remedy = f"what can be saved is {kinds} frozen dataclasses of them"
+    remedy = f"what can be saved is {kinds} frozen dataclasses of them: make it one of these"
     require(_is_frozen(type(value)), name or "value", type(value).__name__, remedy)
     fields = [field.name for field in dataclasses.fields(value) if field.init]
     return {
@@ -79,15 +80,17 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
         return _found(said["type"])
     if kind == {"enum", "member"}:
         members = getattr(_found(said["enum"]), "__members__", {})
-        require(said["member"] in members, "member", said["member"], f"{said['enum']} has no such member here")
+        remedy = f"{said['enum']} has no such member here: {CACHE.again}"
+        require(said["member"] in members, "member", said["member"], remedy)
         return members[said["member"]]
-    require(kind == {"class", "fields"} and isinstance(said["fields"], dict), "manifest", said, "save it anew")
+    sound = kind == {"class", "fields"} and isinstance(said["fields"], dict)
+    require(sound, "manifest", said, f"no value that KVCache.save writes: {CACHE.again}")
     cls = _found(said["class"])
-    require(_is_frozen(cls), "class", said["class"], "saved values are of frozen dataclasses: save it anew")
+    require(_is_frozen(cls), "class", said["class"], f"saved values are of frozen dataclasses: {CACHE.again}")
     try:
         return cls(**{name: decode(each, array) for name, each in said["fields"].items()})
     except TypeError as error:
-        raise ValueError(f"class={said['class']!r}: it is made otherwise here ({error}): save it anew") from error
+        raise ValueError(f"class={said['class']!r}: it is made otherwise here ({error}): {CACHE.again}") from error
 
 
 def _is_frozen(cls: Any) -> bool:

@@ -161,8 +161,7 @@ class KVCache:
             ValueError: where something lies at `path`, nothing can be written there, the cache's arrays have been given
                 up, or its policy holds what no text says.
         """
-        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+        self.require_arrays()
         arrays: dict[str, np.ndarray] = {}
         given = dataclasses.replace(self, policy=None)
         # Files know of no mesh: they hold what one device would.
@@ -172,6 +171,15 @@ class KVCache:
         write_folder(
             Path(path).expanduser(), CACHE, {"policy": encode(self.policy, None, "policy"), "cache": cache}, arrays
         )
+
+    def require_arrays(self) -> None:
+        """Refuses a cache whose arrays are gone.
+
+        Raises:
+            ValueError: where a donating function has been given them.
+        """
+        gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
 
     @property
     def batch(self) -> int:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
+from jaxkv.axes import mean_of_devices
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import by_layer, by_sequence
 from jaxkv.cache.pools import Pool, row_norms, take_rows
@@ -87,6 +88,14 @@ def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], coun
     """A pool whose scores count the attention that one layer's rows received."""
     assert pool.score is not None
     return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
+
+
+def of_whole_groups(pools: list[Pool], program: Program) -> list[Pool]:
+    """Pools after a step: scores count what all query heads of each kv head paid, not only those of the device."""
+    if not program.scored:
+        return pools
+    mean = lambda score: mean_of_devices(score, "G", program.axes)  # noqa: E731
+    return [dataclasses.replace(pool, score=mean(pool.score)) for pool in pools]
 
 
 def with_scratch(cache: KVCache, program: Program) -> KVCache:

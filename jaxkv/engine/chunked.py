@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
+from jaxkv.axes import settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
-from jaxkv.cache.packing import empty_pool
+from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.decode import extend
 from jaxkv.engine.plan import Plan, ring_rows
 from jaxkv.engine.program import Program, reading_state
@@ -119,16 +120,19 @@ def prefill(
 
 def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> KVCache:
     """A cache of no tokens, with room for the prompts in every layer."""
-    config, reading = flat.config, _reading(flat, policy, needed)
+    config, axes, reading = flat.config, flat.axes, _reading(flat, policy, needed)
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
-    rows = tuple(heads * (needed.slots + room) for room in needed.room)
+    # On a mesh, of each stretch of heads.
+    mine = heads if axes is None else heads // axes.size("K")
+    rows = tuple(mine * (needed.slots + room) for room in needed.room)
     one = jnp.zeros((1, batch, heads), jnp.int32)
-    start = jnp.concatenate([needed.layout.place(one, each) for each in rows])
+    start = jnp.concatenate([placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows])
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing = jnp.zeros_like(start)
-    return KVCache(
-        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False) for each in rows),
+    cache = KVCache(
+        axes=axes,
+        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, axes=axes) for each in rows),
         start=start,
         length=nothing,
         limit=nothing,
@@ -138,6 +142,7 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
         policy=policy,
         config=config,
     )
+    return settle_down(cache, axes)
 
 
 def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = False) -> KVCache:

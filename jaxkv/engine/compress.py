@@ -21,7 +21,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Choice, choose
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
-from jaxkv.policies.merger import UNSET, Merged, Merger
+from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
@@ -245,7 +245,8 @@ def _merged(
     if tau is None and merger.thresholds:
         tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32)
     mass = jnp.zeros(kept.shape, jnp.float32) if mass is None else mass
-    found = checked_tuple(merger, "merge", merger.merge(k, v, kept, inside, mass, tau, key), Merged)
+    given = merger.merge(k, v, kept, inside, mass, tau, key, **told(merger, axes))
+    found = checked_tuple(merger, "merge", given, Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)
     if tau is not None:

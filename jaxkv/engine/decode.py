@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.bookkeeping import faded, likely_keys, segments_of, within_limits
+from jaxkv.engine.bookkeeping import faded, likely_keys, of_whole_groups, segments_of, within_limits
 from jaxkv.engine.layer_step import LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
@@ -83,7 +83,7 @@ def step(
         x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     logits = outer.logits(x[:, 0])
     state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))
-    cache = dataclasses.replace(cache, pools=tuple(pools), state=state)
+    cache = dataclasses.replace(cache, pools=tuple(of_whole_groups(pools, program)), state=state)
     if tails:
         return logits, cache, tuple(written)
     cache = dataclasses.replace(cache, length=cache.length + count[:, None], seen=cache.seen + count)

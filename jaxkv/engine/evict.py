@@ -18,7 +18,7 @@ from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
 from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked, checked_tuple
-from jaxkv.policies.merger import Joined, Merger, Row
+from jaxkv.policies.merger import Joined, Merger, Row, told
 from jaxkv.policies.parts import Ongoing
 
 
@@ -165,7 +165,7 @@ def evict(
     writes = _Writes(over, segments.tau, {"k": take_rows(pool.k, last), "v": take_rows(pool.v, last)}, {})
     if ongoing.merge is not None:
         of = (victim, last, writes, products)
-        writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, walk=walk)
+        writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, walk=walk, axes=axes)
     length = segments.length - writes.over.astype(jnp.int32)
     return Evicted(_written(pool, victim, last, writes), length, writes.tau, jnp.where(writes.over, second, victim))
 
@@ -181,6 +181,7 @@ def _merging_dropped(
     heads: int,
     merge: Merger,
     walk: Walk,
+    axes: Axes | None,
 ) -> _Writes:
     """What is written where a dropped row is compared with those that stay, and the merger may fold it into one."""
     rows_of = lambda at: Row(take_rows(pool.k, at), take_rows(pool.v, at))  # noqa: E731
@@ -199,7 +200,8 @@ def _merging_dropped(
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, rows_of(target)))
-        found = merge.merge_one(index, by_layer(cosine), one_of, near, by_layer(over), tau)
+        decides = (by_layer(cosine), one_of, near, by_layer(over), tau)
+        found = merge.merge_one(index, *decides, **told(merge, axes))
         found = _as_joined(merge, found, one_of, tau)
         tau = None if tau is None else found.tau
         joins = found.joins.reshape(over.shape) & over

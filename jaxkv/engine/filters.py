@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import MASKED, Walk, inside_segments
+from jaxkv.axes import Axes, most_of_devices
 from jaxkv.cache.pools import Pool
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.select import sortable, top
@@ -91,6 +92,7 @@ def choose(
     reading: Reading,
     *,
     windowed: bool,
+    axes: Axes | None = None,
 ) -> Chosen:
     """Chooses the tokens that matter most to the queries asked.
 
@@ -104,18 +106,19 @@ def choose(
         now: position of the newest query.
         reading: what is static.
         windowed: prompt tokens within its window are chosen whatever their score.
+        axes: of the mesh whose devices have some of the heads each, if it runs on one.
 
     Returns:
-        The positions; ties go to the lowest.
+        The positions, the same on all devices that have a sequence; ties go to the lowest.
 
     References:
         OmniKV, equations 3 and 4.
     """
     # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
     if reading.every_row:
-        scores = _by_row(asked, pool.k, candidates)
+        scores = _by_row(asked, pool.k, candidates, axes)
     else:
-        scores = _by_position(asked, pool, start, kept, reading.slots)
+        scores = _by_position(asked, pool, start, kept, reading.slots, axes)
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     known = position < candidates[:, None]
     keys = jnp.where(known, sortable(scores), jnp.uint32(0))
@@ -129,7 +132,9 @@ def choose(
     return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
 
 
-def _by_row(asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"]) -> Float[Array, "B n"]:
+def _by_row(
+    asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
+) -> Float[Array, "B n"]:
     """Scores where every segment holds every position, in its row of the same number."""
     batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
@@ -144,7 +149,7 @@ def _by_row(asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"
 
     block = max(1, _LOGITS // (batch * heads * group * window))
     if block >= rows:
-        return _loudest(_softmax(*against(keys, 0)), asked)
+        return _loudest(_softmax(*against(keys, 0)), asked, axes)
     # Two passes over the keys, however many queries ask: the sums of the softmax, then what is made of it.
     trips = -(-candidates.max() // block)
 
@@ -167,7 +172,7 @@ def _by_row(asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"
         first, part = place(index)
         logits, seen = against(part, first)
         shares = jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0) / jnp.maximum(total, 1e-30)[..., None]
-        return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked), first, axis=1)
+        return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked, axes), first, axis=1)
 
     shape = (batch, heads, group, window)
     highest, total = lax.fori_loop(0, trips, gather, (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape)))
@@ -175,7 +180,7 @@ def _by_row(asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"
 
 
 def _by_position(
-    asked: Asking, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], slots: int
+    asked: Asking, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], slots: int, axes: Axes | None
 ) -> Float[Array, "B S"]:
     """Scores where each head holds positions of its own: the largest among the heads that hold one, else 0."""
     batch, heads, group, window, dim = asked.q.shape
@@ -197,6 +202,7 @@ def _by_position(
         query = jnp.arange(size, dtype=jnp.int32)[:, None]
         by_position = jnp.zeros((batch, size, slots), jnp.float32)
         by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
+        by_position = most_of_devices(by_position, "H", axes)
         return (by_position * of(asked.weights, 1)[..., None]).sum(axis=1)
 
     first = received(0)
@@ -207,9 +213,10 @@ def _scaled(q: Float[Array, "B K G w D"]) -> Float[Array, "B K G w D"]:
     return (q.astype(jnp.float32) * (1.0 / math.sqrt(q.shape[-1]))).astype(q.dtype)
 
 
-def _loudest(shares: Float[Array, "B K G w n"], asked: Asking) -> Float[Array, "B n"]:
+def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:
     """The most that any head pays to each column, summed over the queries by their weights."""
-    return (shares.max(axis=(1, 2)) * asked.weights[..., None]).sum(axis=1)
+    most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
+    return (most * asked.weights[..., None]).sum(axis=1)
 
 
 def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:

@@ -6,9 +6,10 @@ Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofol
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv.axes import host
+from jaxkv import hosts
+from jaxkv.axes import host, missing
 from jaxkv.cache import KVCache, repack
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.plan import available_bytes, bucket, check_bytes
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
@@ -106,3 +107,52 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
 def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
     """Rows that each segment may still grow by; those of sequences that nobody asks stand still."""
     return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept
+
+
+def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
+    """A copy of a cache for so many prompts, with room for them and, where rows are only added, for new tokens.
+
+    Args:
+        given: any cache of as many sequences, or of one; unchanged.
+        batch: how many prompts.
+        longest: tokens of the longest.
+        new: tokens to draw after them.
+
+    Returns:
+        The copy.
+
+    Raises:
+        MemoryError: if it does not fit.
+    """
+    goes_on = given.policy.parts().ongoing is not None
+    wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
+    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
+    # has grown grows twofold, so that turn after turn meets few shapes.
+    grown = int(beyond(given).max())
+    fits = grown > 0 and given.free().min() >= wanted
+    room = 0 if fits else bucket(wanted)
+    twofold = room if fits or goes_on else bucket(max(wanted, grown))
+    mesh = None if given.axes is None else given.axes.mesh
+    device = next(iter(given.seen.devices())) if mesh is None else mesh.local_devices[0]
+    available = hosts.least(available_bytes(device), mesh)
+    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
+        room = twofold
+    copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
+    with hosts.together("copying a cache", mesh):
+        check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
+    return repack(given, room=room, batch=batch)
+
+
+def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
+    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads.
+
+    On a mesh what a device has of that.
+    """
+    segments = given.config.layers * given.config.kv_heads
+    batch += missing(batch, given.axes)
+    copied = given.nbytes * batch // len(given.seen) + batch * segments * room * given.row_bytes
+    if given.bank is not None:
+        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
+        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
+        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
+    return copied if given.axes is None else -(-copied // (given.axes.size("B") * given.axes.size("K")))

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
-from jaxkv.axes import mean_of_devices
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
@@ -124,7 +123,7 @@ def layer_step(
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
         counts = behind(new.count > 0, x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
-        rows = dataclasses.replace(rows, pool=_of_group(pool, program))
+        rows = dataclasses.replace(rows, pool=pool)
         products = received.products
     return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
 
@@ -174,14 +173,8 @@ def attend(
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
-    pool = _of_group(dataclasses.replace(pool, score=scores), program)
+    pool = dataclasses.replace(pool, score=scores)
     return out[..., None, :], dataclasses.replace(rows, pool=pool), None
-
-
-def _of_group(pool: Pool, program: Program) -> Pool:
-    """A pool whose scores count the attention of each kv head's whole group, and not of the device's part alone."""
-    assert pool.score is not None
-    return dataclasses.replace(pool, score=mean_of_devices(pool.score, "G", program.axes))
 
 
 def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
@@ -192,7 +185,7 @@ def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) ->
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     if program.scored:
         score, scores = _scores(program, token, rows, new.count, jnp.logaddexp(lse, own_lse))
-        pool = _of_group(dataclasses.replace(pool, score=score), program)
+        pool = dataclasses.replace(pool, score=score)
     pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
     return attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, pool=pool)
 
@@ -215,7 +208,7 @@ def _scores(
     of = (flat(token.q), rows.keys, flat(whole), segments.start, segments.length, pool.score)
     score = attention.pool_sums(*of, walk=program.layout.walk, weight=1 / group)
     sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
-    return score, mean_of_devices(sums.mean(axis=2), "G", program.axes)
+    return score, sums.mean(axis=2)
 
 
 def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, host, place, program, settle_down
+from jaxkv.axes import Axes, host, place, program, put, settle_down, where
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked, pack
@@ -191,7 +191,8 @@ class _Prompts(Source):
         """Embeds the prompts."""
         layers, heads = flat.config.layers, flat.config.kv_heads
         self.flat, self.parts, self.needed, self.lengths = flat, parts, needed, np.asarray(lengths, np.int64)
-        self.key, self.implementation, self.tick = key, implementation, tick
+        self.implementation, self.tick = implementation, tick
+        self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes = range(layers), flat.axes
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
@@ -206,6 +207,7 @@ class _Prompts(Source):
         self.kept_rows, self.recents = needed.rows, np.zeros((layers, len(lengths)), np.int64)
         if needed.rows is not None:
             self.recents = parts.recents(needed.rows, lengths, needed.forced)
+        self.totals = _pool_rows(flat, needed)
         self.held: dict[int, Unpacked] = {}
         self.banked, self.rings, self.torn = list[Array](), list[Array](), list[Array]()
 
@@ -259,7 +261,7 @@ class _Prompts(Source):
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """As many as the plan says, whatever is kept."""
-        return _pool_rows(self.flat, self.needed)[group[0]]
+        return self.totals[group[0]]
 
     def rows(self, index: int) -> Unpacked:
         """What was held of a layer."""

@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import arguments
+from jaxkv import arguments, hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.axes import missing, place
-from jaxkv.cache import KVCache, repack
+from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import chunked, on_mesh, staged
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.drawing import Drawing
-from jaxkv.engine.growth import MOST_AHEAD, first_room, make_room
-from jaxkv.engine.plan import Plan, available_bytes, bucket, check_bytes, check_memory, plan
+from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
+from jaxkv.engine.plan import Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.engine.program import program_for
-from jaxkv.engine.recompress import beyond, due, recompress
+from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -103,16 +103,17 @@ class Session:
         Raises:
             MemoryError: naming the plan's bytes, if they are not there.
         """
-        config, policy = self.params.config, self.policy
-        of = partial(plan, config, policy, dtype=self.params.dtype)
-        needed = of(lengths.tolist(), room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
-        device = None if self.params.axes is None else self.params.axes.mesh.local_devices[0]
-        with self.clocks.making:
+        config, policy, axes = self.params.config, self.policy, self.params.axes
+        of = partial(plan, config, policy, lengths.tolist(), dtype=self.params.dtype)
+        needed = of(room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        mesh = None if axes is None else axes.mesh
+        device = None if mesh is None else mesh.local_devices[0]
+        with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
-        if new > MOST_AHEAD and policy.parts().ongoing is None:
-            # It grows to that on the way, where a refusal would cost the answer.
-            grown = self._share(of(lengths.tolist(), room=bucket(new)), lengths)
-            check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
+            if new > MOST_AHEAD and policy.parts().ongoing is None:
+                # It grows to that on the way, where a refusal would cost the answer.
+                grown = self._share(of(room=bucket(new)), lengths).cache_bytes
+                check_bytes(grown, f"the cache behind max_new_tokens={new}", device)
         return needed
 
     def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
@@ -154,6 +155,7 @@ class Session:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
             MemoryError: naming the plan's bytes, if they are not there.
         """
+        self._require_same("prefill", ids, new=new, needed=needed)
         encoded, params = self._encoded(ids), self.params
         self._check(encoded.lengths, new)
         needed = self.plan(encoded.lengths, new) if needed is None else needed
@@ -213,13 +215,14 @@ class Session:
             ValueError: for an empty or over-long prompt, or a cache of another policy or model.
             MemoryError: if the copy does not fit.
         """
+        self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
         chunk = None if chunk is None else arguments.as_count("chunk", chunk, "read at least 1 token at a time")
         encoded, flat = self._encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
-                cache = _forked(cache, batch, longest, new)
+                cache = forked(cache, batch, longest, new)
         size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
         axes, lengths = self.params.axes, np.pad(encoded.lengths, (0, cache.padding))
         tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
@@ -271,12 +274,14 @@ class Session:
         Raises:
             ValueError: for a cache without logits, or of another policy or model; for too many steps.
         """
+        given = {"new": new, "sampling": sampling, "eos": eos, "key": key, "donate": donate}
+        self._require_same("draw", None, cache=cache, steps=steps, **given)
         steps = arguments.as_count("steps", steps, "draw at least 1 token")
         self._check(np.zeros(cache.batch, np.int32), steps, cache)
         new = steps if new is None else max(steps, arguments.as_count("new", new, "draw at least 1 token"))
         if not donate:
             with self.clocks.decode:
-                cache = _forked(cache, cache.batch, 0, new)
+                cache = forked(cache, cache.batch, 0, new)
         drawing, parts = self.drawing(cache, new=new, sampling=sampling, eos=eos, key=key), []
         with self.clocks.decode:
             while steps and not drawing.done.all():
@@ -350,6 +355,12 @@ class Session:
         with self.clocks.decode:
             return jax.block_until_ready(recompress(self.params.flat, cache, key=self.key, room=room))
 
+    def _require_same(self, call: str, ids: Any, **given: Any) -> None:
+        """Several processes on a mesh are given the same; what comes encoded has been compared before."""
+        if not isinstance(ids, Encoded):
+            of = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
+            hosts.require_same(f"Session.{call}", self.params, None, ids=ids, **of, **given)
+
     def _encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
         if isinstance(ids, Encoded):
             return ids
@@ -378,36 +389,3 @@ def _implementations(params: LanguageModel, policy: Method, asked: Implementatio
     remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
     require(named(asked) is not Implementation.CUDNN, "implementation", asked, remedy)
     return dataclasses.replace(chosen, prefill=chosen.decode)
-
-
-def _forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """A copy of a cache for so many prompts, with room for them and, where rows are only added, for new tokens."""
-    goes_on = given.policy.parts().ongoing is not None
-    wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
-    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
-    # has grown grows twofold, so that turn after turn meets few shapes.
-    grown = int(beyond(given).max())
-    fits = grown > 0 and given.free().min() >= wanted
-    room = 0 if fits else bucket(wanted)
-    twofold = room if fits or goes_on else bucket(max(wanted, grown))
-    device = next(iter(given.seen.sharding.addressable_devices))
-    available = available_bytes(device)
-    if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
-        room = twofold
-    copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
-    check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
-    return repack(given, room=room, batch=batch)
-
-
-def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
-    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads."""
-    segments, axes, held = given.config.layers * given.config.kv_heads, given.axes, len(given.seen)
-    batch += missing(batch, axes)
-    copied = given.nbytes * batch // held + batch * segments * room * given.row_bytes
-    # Each device copies its own.
-    copied //= 1 if axes is None else axes.size("B") * axes.size("K")
-    if given.bank is not None:
-        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
-        reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
-        copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    return copied

@@ -63,7 +63,7 @@ def chosen_at(
     assert reading is not None and new.candidates is not None and choosable is not None
     asked = asking(q, ring, new.positions, new.count, reading)
     of = (segments.start, choosable, *new.candidates, new.positions[:, 0])
-    return choose(asked, pool, *of, reading, windowed=q.shape[3] == 1)
+    return choose(asked, pool, *of, reading, windowed=q.shape[3] == 1, axes=program.axes)
 
 
 def over_chosen(

@@ -35,13 +35,12 @@ from jaxkv.policies.methods import (
 )
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy, Wrapper
-from jaxkv.policies.protocol import Observed, Scorer
+from jaxkv.policies.protocol import GroupReduce, Observed, Scorer
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import (
     AvgPool,
     CumulativeAttention,
-    GroupReduce,
     KeyNorm,
     LastAttention,
     MaxPool,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxkv._errors import require
+from jaxkv.axes import Axes
 
 # A threshold before the first row was dropped.
 UNSET = -math.inf
@@ -60,6 +61,9 @@ class Merger(Protocol):
 
     A merger that names what rows are compared by goes on while tokens are drawn: `merge_one` is then asked each time
     that a row goes.
+
+    On a mesh both are asked on every device, for the kv heads that lie there. A merger whose heads look at one another
+    says so with `across_heads`.
     """
 
     @property
@@ -70,6 +74,16 @@ class Merger(Protocol):
     @property
     def needs_equal_heads(self) -> bool:
         """Whether every head must drop as many rows."""
+        return False
+
+    @property
+    def across_heads(self) -> bool:
+        """Whether what becomes of a head's rows depends on other heads, or on its number.
+
+        If so, both methods are given `axes=`, too: those of the mesh whose devices have some of the heads each, None
+        where all heads are here. `jaxkv.axes.gathered(x, "K", 1, axes)` brings all heads' numbers, `own` takes the
+        device's of them; keys and values are better left where they are.
+        """
         return False
 
     @property
@@ -126,9 +140,15 @@ class Merger(Protocol):
             tau: thresholds so far; -inf where there was none yet.
 
         Returns:
-            What becomes of the kept row. All kv heads of a layer are given together: they may decide together.
+            What becomes of the kept row. All kv heads of a layer that are here are given together: they may decide
+            together.
         """
         return Joined(jnp.zeros_like(goes), None, None, tau)
+
+
+def told(merge: Merger, axes: Axes | None) -> dict[str, Any]:
+    """What a merger is told beside rows, by name: the mesh's axes, if its heads look at one another."""
+    return {"axes": axes} if merge.across_heads else {}
 
 
 def check_merger(label: str, merge: Any) -> None:

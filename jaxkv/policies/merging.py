@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, choice, count, flag, real
+from jaxkv.axes import Axes, any_of_devices, first, gathered, own
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 
 _EPS = 1e-6
@@ -95,6 +96,11 @@ class Merge(Merger, Value):
         return self.decision is Decision.SHARED_POSITION
 
     @property
+    def across_heads(self) -> bool:
+        """Where they share a threshold, or a decision."""
+        return self.scope is Scope.LAYER or self.decision is Decision.SHARED_POSITION
+
+    @property
     def compares(self) -> tuple[str, ...]:
         """Whose cosines decide: the keys', the values', or each one's own."""
         return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[Metric(self.metric)]
@@ -131,6 +137,14 @@ class Merge(Merger, Value):
             similarity = jnp.take_along_axis(jnp.broadcast_to(together, similarity.shape), rank, axis=-1)
         return dropped & (similarity >= level[..., None])
 
+    def _decided(self, tau: Array, similarity: Array, dropped: Array, axes: Axes | None) -> tuple[Array, Array]:
+        """The thresholds that have moved, and which rows are merged: by all heads' numbers, if they decide together."""
+        over = axes if self.across_heads else None
+        tau, similarity, dropped = (gathered(each, "K", 1, over) for each in (tau, similarity, dropped))
+        level = self.moved(tau, similarity, dropped)
+        joins = self.joins(level, similarity, dropped)
+        return own(level, "K", 1, over), own(joins, "K", 1, over)
+
     def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
         """What a dropped row of this cosine adds to the sum of rows, and to what that is divided by; the kept row's."""
         if self.weights is Weights.SOFTMAX:
@@ -148,6 +162,7 @@ class Merge(Merger, Value):
         mass: Float[Array, "B K S"],
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
+        axes: Axes | None = None,
     ) -> Merged:
         """See `Merger.merge`; rows are compared in blocks, so that memory is O(S)."""
         if tau is None:
@@ -156,8 +171,7 @@ class Merge(Merger, Value):
         rows, after = {"k": k, "v": v}, tau
         for index, metric in enumerate(self.compares):
             similarity, nearest = nearest_kept({"k": k, "v": v}[metric], kept, dropped)
-            level = self.moved(tau[..., index], similarity, dropped)
-            joins = self.joins(level, similarity, dropped)
+            level, joins = self._decided(tau[..., index], similarity, dropped, axes)
             after = after.at[..., index].set(level)
             for name in self._changes(index):
                 rows[name] = self._join(rows[name], similarity, nearest, joins)
@@ -171,13 +185,14 @@ class Merge(Merger, Value):
         nearest: Row,
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
+        axes: Axes | None = None,
     ) -> Joined:
         """See `Merger.merge_one`."""
         if tau is None:
             raise TypeError("Merge needs its thresholds")
         similarity, going = cosine[..., None], goes[..., None]
-        level = self.moved(tau[..., index], similarity, going)
-        joins = self.joins(level, similarity, going)[..., 0]
+        level, joins = self._decided(tau[..., index], similarity, going, axes)
+        joins = joins[..., 0]
         add, divide, own = self.shares(cosine)
         new = {
             name: (own * getattr(nearest, name) + add[..., None] * getattr(dropped, name)) / (own + divide)[..., None]
@@ -285,6 +300,11 @@ class ValueMerge(Merger, Value):
         real(self, "start", "give a share from 0 up to, but not, 1", low=0, high=math.nextafter(1, 0))
         flag(self, "expected")
 
+    @property
+    def across_heads(self) -> bool:
+        """Draws count heads, and values fold where any head drops something."""
+        return True
+
     def merge(
         self,
         k: Float[Array, "B K S D"],
@@ -294,10 +314,13 @@ class ValueMerge(Merger, Value):
         mass: Float[Array, "B K S"],
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
+        axes: Axes | None = None,
     ) -> Merged:
         """See `Merger.merge`; kept and dropped rows alike are folded, where anything is dropped at all."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
+        if axes is not None:
+            head = head + first("K", heads, axes)
         keys = jax.vmap(lambda h: jax.random.fold_in(key, h))(head)
         each = jax.vmap(lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0))
         draws = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(slots, dtype=jnp.int32))
@@ -305,7 +328,7 @@ class ValueMerge(Merger, Value):
         fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
         if slots <= self.window:
             return Merged(k, v, tau)
-        drops = (inside & ~kept).any(axis=(1, 2))[:, None, None, None]
+        drops = any_of_devices((inside & ~kept).any(axis=(1, 2)), "K", axes)[:, None, None, None]
         return Merged(k, jnp.where(drops, fold(v, mass, length, draws), v), tau)
 
     @partial(jax.jit, static_argnums=0)

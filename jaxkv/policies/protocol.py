@@ -1,6 +1,7 @@
 """What a policy and the model say to each other: what scoring may see, and what it gives."""
 
 import dataclasses
+import enum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,13 @@ from jaxkv._values import is_whole
 from jaxkv.attention import Implementation
 from jaxkv.axes import Axes
 from jaxkv.policies.after import Rank
+
+
+class GroupReduce(enum.Enum):
+    """How a kv head's score follows from those of the query heads it serves."""
+
+    MEAN = "mean"
+    MAX = "max"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +57,8 @@ class Observed:
         key: random key of this call.
         sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
         implementation: what computes attention.
-        axes: of the mesh whose devices have K of the heads each; None where all heads are here.
+        axes: of the mesh whose devices have K of the kv heads, and G of the query heads of each; None where all are
+            here.
     """
 
     q: Float[Array, "B K G w D"]
@@ -76,6 +85,11 @@ class Scorer(Protocol):
         def observe(self, seen):
             return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
     ```
+
+    On a mesh it is asked on every device, for the heads that lie there: what it says of a head is what it would say
+    elsewhere, as long as it looks at that head alone. One that looks at others, or draws numbers, finds in `seen.axes`
+    where it is: `jaxkv.axes.gathered(x, "K", 1, seen.axes)` brings the numbers of all kv heads, `own` takes the
+    device's of them.
     """
 
     @property
@@ -87,6 +101,11 @@ class Scorer(Protocol):
     def sums(self) -> bool:
         """Whether `Observed` must carry the attention that rows receive from all queries."""
         return False
+
+    @property
+    def group(self) -> GroupReduce | str:
+        """How `observe` reduces the query heads of a kv head, which may lie on several devices: "mean" or "max"."""
+        return GroupReduce.MEAN
 
     @property
     def rank(self) -> Rank | None:
@@ -104,6 +123,11 @@ class Scorer(Protocol):
         come last.
         """
         return observed
+
+
+def group_of(scorer: Scorer) -> GroupReduce:
+    """How a scorer reduces query heads; the mean, if it is derived from nothing and does not say."""
+    return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
 
 
 def check_scorer(label: str, scorer: Any) -> None:
@@ -136,6 +160,10 @@ def check_scorer(label: str, scorer: Any) -> None:
         value = getattr(scorer, name)
         if not fits(value):
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
+    try:
+        group_of(scorer)
+    except ValueError:
+        raise TypeError(f"{label}.group={scorer.group!r}: give GroupReduce.MEAN or GroupReduce.MAX") from None
     try:
         hash(scorer)
     except TypeError as error:

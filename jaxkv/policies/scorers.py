@@ -14,14 +14,7 @@ from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import KERNELS
 from jaxkv.axes import Axes, mean_of_devices, most_of_devices, own
 from jaxkv.policies.after import ByAge, ByAttention, Rank
-from jaxkv.policies.protocol import Observed, Scorer
-
-
-class GroupReduce(enum.Enum):
-    """How a kv head's score follows from those of the query heads it serves."""
-
-    MEAN = "mean"
-    MAX = "max"
+from jaxkv.policies.protocol import GroupReduce, Observed, Scorer, group_of
 
 
 class PoolOrder(enum.Enum):
@@ -219,9 +212,12 @@ def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None)
         axes: of the mesh, if there is one.
 
     Returns:
-        The mean over the parts, or where the group is reduced to its largest, that.
+        The mean over the parts, or where the scorer reduces the group to its largest, that.
     """
-    largest = isinstance(scorer, WindowAttention) and scorer.group is GroupReduce.MAX
+    if not (scorer.queries or scorer.sums):
+        # It sees nothing of the query heads: what the devices have observed is the same.
+        return observed
+    largest = group_of(scorer) is GroupReduce.MAX
     return (most_of_devices if largest else mean_of_devices)(observed, "G", axes)
 
 

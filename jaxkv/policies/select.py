@@ -10,11 +10,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._values import Value, real
 
+# The largest capacity: no layer's heads lie on more devices.
+_ALL = 1000.0
 # Of Python's, of numpy's, or on a device.
 Numbers = TypeVar("Numbers", int, Array)
-
-# More devices than that have no kv head each.
-_UNLIMITED = 1000.0
 
 
 def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
@@ -141,7 +140,7 @@ class _Uneven(Value):
 
     def __post_init__(self) -> None:
         real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
-        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_UNLIMITED)
+        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_ALL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -333,8 +332,9 @@ class TwoStageHeads(Value):
 
 
 def chooses_apart(heads: HeadBudgets) -> bool:
-    """Whether the rows of each kv head are chosen without a look at the others'."""
-    return isinstance(heads, UniformHeads) or (isinstance(heads, TwoStageHeads) and chooses_apart(heads.budgets))
+    """Whether the rows of each kv head are known to be chosen without a look at the others'."""
+    # A class derived from these may choose otherwise.
+    return type(heads) is UniformHeads or (type(heads) is TwoStageHeads and chooses_apart(heads.budgets))
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
@@ -349,12 +349,10 @@ def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
     return heads if isinstance(heads, (AdaptiveHeads, ProtectedHeads)) else None
 
 
-def capacity_of(heads: HeadBudgets) -> float:
-    """Rows of a layer that the kv heads of one device may hold on a mesh, over their even share."""
-    if heads.uniform:
-        return 1.0
+def share_of(heads: HeadBudgets) -> float:
+    """Rows of a layer that the heads of one device may hold, over their even share; all where nothing says less."""
     own = own_budgets(heads)
-    return _UNLIMITED if own is None else own.capacity
+    return 1.0 if heads.uniform else _ALL if own is None else own.capacity
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:

@@ -1,0 +1,155 @@
+"""One of two processes that share a mesh of eight devices, four each: `tests/test_hosts.py` starts it twice."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+PROCESSES = 2
+# Seconds: by default 100 and 300. What is killed is missed by the one, what has an error of its own by the other.
+TIMEOUTS = {"killed": (4, 60), "raises": (60, 4)}
+NEW, BUDGET = 6, 24
+MESHES = ((2, 4), (1, 8))
+POLICIES = ("full", "adakv", "d2o", "h2o", "every")
+LOADED = Path(__file__).parent / "golden" / "models" / "llama_gqa8"
+
+
+def policy_of(name):
+    from policy_table import BY_NAME
+
+    return BY_NAME["snapkv"].make(BUDGET, every=4) if name == "every" else BY_NAME[name].make(BUDGET)
+
+
+def prompts(seed, lengths):
+    """Ids none of which comes twice: rows of one token tie, and are told apart by rounding alone."""
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(64)[:length].tolist() for length in lengths]
+
+
+def whole_model():
+    import tiny
+
+    return tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8))
+
+
+def answers(model, name, **options):
+    """Tokens, and the positions that each segment holds behind them."""
+    import jaxkv
+    from jaxkv.testing import segments
+
+    made = jaxkv.generate(
+        model,
+        prompts(5, (61, 37)),
+        policy=policy_of(name),
+        max_new_tokens=NEW,
+        stop_at_eos=False,
+        progress=False,
+        **options,
+    )
+    return [each.tolist() for each in made.tokens], [sorted(part.pos.tolist()) for part in segments(made.cache)]
+
+
+def questions(model):
+    """A document compressed once, asked twice, and once more on top of the second answer."""
+    import jaxkv
+
+    (document,), asked = prompts(8, (60,)), prompts(9, (5, 11, 3))
+    cache = jaxkv.prefill(model, document, policy=policy_of("adakv"), progress=False)
+    options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+    first, second = (jaxkv.generate(model, each, cache=cache, **options) for each in asked[:2])
+    third = jaxkv.generate(model, asked[2], cache=second.cache, **options)
+    return [each.tokens.tolist() for each in (first, second, third)]
+
+
+def answering(rank):
+    """Everything that must be the same as in one process."""
+    import jax
+
+    import jaxkv
+
+    for shape in MESHES:
+        mesh = jax.make_mesh(shape, ("data", "model"))
+        for name in POLICIES:
+            say("tokens", [shape, name], answers(whole_model(), name, mesh=mesh))
+    model = jaxkv.load(LOADED, mesh=mesh)
+    say("questions", model.fingerprint, questions(model))
+    shown = jaxkv.generate(model, prompts(8, (60,)), max_new_tokens=NEW, stop_at_eos=False, stream=True, progress=True)
+    pieces = sum(1 for _ in shown)
+    # Its repr asks no other process for anything.
+    say("stream", repr(shown.result.cache) if rank else "", [pieces, shown.result.tokens[0].tolist()])
+
+
+def refused(rank):
+    """What one of them alone was given wrongly, and what all say then; they go on in step."""
+    import jax
+
+    import jaxkv
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model, good = whole_model().on(mesh), prompts(5, (20, 12))
+    session = jaxkv.Session(model, jaxkv.FullKV())
+    other = prompts(6, (20, 12)) if rank else good
+    calls = {
+        "prompt": lambda: jaxkv.generate(model, [] if rank else good),
+        "policy": lambda: jaxkv.generate(model, good, policy=jaxkv.SnapKV(budget=32 + rank)),
+        "key": lambda: jaxkv.prefill(model, good, key=rank),
+        "ids": lambda: session.prefill(other),
+        "call": lambda: jaxkv.prefill(model, good) if rank else jaxkv.generate(model, good),
+        "path": lambda: jaxkv.load(LOADED / "nowhere" if rank else LOADED, mesh=mesh),
+        "mesh": lambda: jaxkv.load(LOADED, mesh=jax.make_mesh((1, 8) if rank else (2, 4), ("data", "model"))),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            say("refused", name, f"{type(error).__name__}: {error}")
+    say("in step", "", answers(model, "full")[0])
+
+
+def drawing(rank, dies):
+    """Draws on; one of them is killed meanwhile, or has an error of its own."""
+    import jax
+
+    import jaxkv
+
+    session = jaxkv.Session(whole_model().on(jax.make_mesh((1, 8), ("data", "model"))))
+    cache, _ = session.draw(session.prefill(prompts(5, (61,)), new=NEW), NEW)
+    say("drawing", "", time.time())
+    if rank == 1 and dies == "killed":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 1 and dies == "raises":
+        raise LookupError("a mistake of one process")
+    for _ in range(10_000):
+        session.draw(cache, NEW)
+
+
+def say(kind, what, value):
+    print("said", json.dumps([kind, what, value]), flush=True)
+
+
+def main():
+    rank, port, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    heartbeat, shutdown = TIMEOUTS.get(what, (60, 60))
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        PROCESSES,
+        rank,
+        heartbeat_timeout_seconds=heartbeat,
+        shutdown_timeout_seconds=shutdown,
+    )
+    if what in TIMEOUTS:
+        drawing(rank, what)
+    else:
+        {"answering": answering, "refused": refused}[what](rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What tests on meshes share: models, prompts, runs with and without a mesh, and what travelled in their programs."""
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+import tiny
+from policy_table import BY_NAME
+
+import jaxkv
+from jaxkv import axes
+
+BUDGET, NEW, LAYERS, DIM = 24, 6, 2, 10
+LENGTHS = (61, 37, 50, 44, 29, 58, 33, 47)
+
+
+def mesh_of(data: int, model: int):
+    return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
+
+
+@functools.cache
+def model_of(kv_heads: int, group: int = 2):
+    """A tiny model; no other axis of it, or of prompts and pools, has as many numbers as a head."""
+    return tiny.tiny(tiny.shape(layers=LAYERS, kv_heads=kv_heads, group=group, dim=DIM))
+
+
+def prompts(seed: int, lengths):
+    """Token ids none of which comes twice: rows of one token tie, and are told apart by rounding alone."""
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(tiny.VOCAB)[:length].tolist() for length in lengths]
+
+
+def roomy(name: str, **options):
+    """A row's policy whose heads may all go to one device: what no device has room for is another test's."""
+    policy = BY_NAME[name].make(BUDGET, **options)
+    return dataclasses.replace(policy, capacity=8.0) if isinstance(policy, jaxkv.AdaKV) else policy
+
+
+def positions(cache):
+    return {part[:3]: sorted(part.pos.tolist()) for part in tiny.segments(cache)}
+
+
+class Ran(NamedTuple):
+    """Tokens drawn, and what was kept behind the prompts and behind the answers."""
+
+    tokens: list
+    prompts: dict
+    answers: dict
+
+
+def ran(model, policy) -> Ran:
+    """Prompts are read, and tokens drawn."""
+    with mock.patch.object(axes, "put", watched):
+        session = jaxkv.Session(model, policy, key=3)
+        cache = session.prefill(prompts(5, LENGTHS), new=NEW)
+        kept = positions(cache)
+        cache, tokens = session.draw(cache, NEW, donate=True)
+    read_programs()
+    return Ran(tokens.tolist(), kept, positions(cache))
+
+
+@functools.cache
+def run(name: str, kv_heads: int, group: int = 2, *, mesh: tuple[int, int] | None = None, every: int | None = None):
+    """`ran` for a row of the policy table, once."""
+    policy = roomy(name, **({} if every is None else {"every": every}))
+    of = model_of(kv_heads, group)
+    return ran(of if mesh is None else of.on(mesh_of(*mesh)), policy)
+
+
+class Compiled(NamedTuple):
+    """What a program for several devices does besides computing.
+
+    Attributes:
+        name: its function's.
+        sent: kinds and shapes of its collectives.
+        copied: rows of heads, `[B, P, D]`, that it copies whole.
+        fresh: such rows that it is given and does not write where they are.
+    """
+
+    name: str
+    sent: tuple[tuple[str, tuple[int, ...]], ...]
+    copied: int
+    fresh: int
+
+
+_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+_COLLECTIVE = re.compile(rf"= \(?(.*?) ({_KINDS})(?:-start)?\(")
+_SHAPE = re.compile(r"[a-z]+\d*\[([\d,]*)\]")
+COMPILED: list[Compiled] = []
+# Arrays of a mesh that a program was given elsewhere than where it wants them: shapes.
+MOVED: set[tuple[int, ...]] = set()
+_read: set[bytes] = set()
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """Of all arrays in some of a program's text."""
+    return [tuple(int(n) for n in each.split(",") if n) for each in _SHAPE.findall(text)]
+
+
+def read_programs() -> None:
+    """Looks into the programs that have been compiled for several devices since the last call."""
+    for each in jax.devices()[0].client.live_executables():
+        if each.fingerprint not in _read and len(each.local_devices()) > 1:
+            _read.add(each.fingerprint)
+            modules = [(module.name, module.to_string()) for module in each.hlo_modules()]
+            COMPILED.extend(compiled(name.removeprefix("jit_"), text) for name, text in modules)
+
+
+def compiled(name: str, text: str) -> Compiled:
+    """What a program's text says."""
+    head, _, body = text.partition("\n")
+    of_heads = lambda shape: len(shape) == 3 and shape[-1] == DIM  # noqa: E731
+    sent = [(kind, shape) for found, kind in _COLLECTIVE.findall(body) for shape in shapes(found)]
+    copied = [shape for found in re.findall(r"= (.*?) copy\(", body) for shape in shapes(found) if of_heads(shape)]
+    given = shapes(re.sub(r"/\*.*?\*/", "", head).partition("entry_computation_layout={(")[2].partition(")->")[0])
+    written = {int(at) for at in re.findall(r"\((\d+), \{\}, (?:may|must)-alias\)", head)}
+    fresh = [at for at, shape in enumerate(given) if of_heads(shape) and at not in written]
+    return Compiled(name, tuple(sent), len(copied), len(fresh))
+
+
+_put = axes.put
+
+
+def watched(leaf, there):
+    """`axes.put`, which notes what has to move from device to device."""
+    on_mesh = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and len(leaf.devices()) > 1
+    if on_mesh and leaf.size and not leaf.sharding.is_equivalent_to(there, leaf.ndim):
+        MOVED.add(leaf.shape)
+    return _put(leaf, there)

@@ -1,0 +1,140 @@
+"""Two processes of four devices each on one mesh: the tokens of one process, and one end for both where one fails."""
+
+import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import hosts_process as process
+import numpy as np
+import pytest
+from orbax_cases import ROOT
+
+import jaxkv
+from jaxkv import hosts
+
+_MOST_SECONDS = 240
+
+
+@functools.cache
+def run(what):
+    """What the two processes said, and their ends: one pair for all tests that ask for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    command = [sys.executable, process.__file__]
+    pair = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), what],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(process.PROCESSES)
+    ]
+    out = []
+    try:
+        for each in pair:
+            said, err = each.communicate(timeout=_MOST_SECONDS)
+            lines = [json.loads(line[5:]) for line in said.splitlines() if line.startswith("said ")]
+            out.append((each.returncode, lines, err, time.time()))
+    finally:
+        for each in pair:
+            each.kill()
+    return out
+
+
+def said(what, kind):
+    """What each process said of this kind, both having come to their end."""
+    ends = run(what)
+    assert [code for code, *_ in ends] == [0, 0], [err[-2000:] for _, _, err, _ in ends]
+    return [[(of, value) for which, of, value in lines if which == kind] for _, lines, _, _ in ends]
+
+
+@functools.cache
+def alone(name):
+    return [*process.answers(process.whole_model(), name)]
+
+
+@pytest.mark.parametrize("shape", process.MESHES)
+@pytest.mark.parametrize("name", process.POLICIES)
+def test_both_processes_have_the_tokens_of_one(name, shape):
+    for told in said("answering", "tokens"):
+        (found,) = [value for of, value in told if of == [list(shape), name]]
+        assert found == alone(name)
+
+
+def test_a_loaded_model_is_asked_on_top_of_a_cache():
+    model = jaxkv.load(process.LOADED)
+    expected = [(model.fingerprint, process.questions(model))]
+    assert said("answering", "questions") == [expected, expected]
+
+
+def test_one_process_shows_bars_and_both_stream():
+    (_, _, first, _), (_, _, second, _) = run("answering")
+    assert "decode" in first and "decode" not in second
+    ((_, mine),), ((shown, theirs),) = said("answering", "stream")
+    assert mine == theirs and len(mine[1]) == process.NEW
+    assert re.fullmatch(r"KVCache\(FullKV\(\); 1 sequence; \d\.\d+ MB; turn: raw\)", shown)
+
+
+REFUSED = {
+    "prompt": r"ValueError: prompt=.*process 1 was given another one than process 0: give all processes the same",
+    "policy": r"ValueError: policy='?.SnapKV\(budget=3[23].*process 1",
+    "key": r"ValueError: key=[01]: process 1",
+    "ids": r"ValueError: ids=.*process 1",
+    "call": r"ValueError: call=.*\{0: 'jaxkv.generate', 1: 'jaxkv.prefill'\}: keep them in step",
+    "mesh": r"ValueError: mesh=.*process 1",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_process_is_given_otherwise_all_refuse(name):
+    for told in said("refused", "refused"):
+        assert re.search(REFUSED[name], dict(told)[name])
+
+
+def test_what_one_process_cannot_load_none_does():
+    first, second = (dict(told)["path"] for told in said("refused", "refused"))
+    assert re.match(r"RuntimeError: jaxkv\.load failed in process 1: ValueError: name_or_path=.*nowhere", first)
+    assert re.match(r"ValueError: name_or_path=.*nowhere", second)
+
+
+def test_refusals_leave_the_processes_in_step():
+    tokens = alone("full")[0]
+    assert said("refused", "in step") == [[("", tokens)], [("", tokens)]]
+
+
+@pytest.mark.parametrize("dies, own, named", [("killed", 0, "heartbeat timeout"), ("raises", 1, "Barrier timed out")])
+def test_the_end_of_one_process_is_the_end_of_both(dies, own, named):
+    """Within the timeout of `jax.distributed.initialize` that its message speaks of, and not by ours."""
+    ends = run(dies)
+    began = max(value for _, lines, _, _ in ends for kind, _, value in lines if kind == "drawing")
+    code, _, err, ended = ends[0]
+    assert code != 0 and ended - began < min(process.TIMEOUTS[dies]) + 25
+    assert named in err and re.search(r"(?s)task.{0,20}\b[01]\b", err, re.IGNORECASE)
+    if dies == "killed":
+        assert ends[1][0] == -9 and "Task 1" in err
+    else:
+        assert "LookupError: a mistake of one process" in ends[1][2]
+
+
+def test_values_are_told_alike_in_any_process():
+    class Own:
+        pass
+
+    value = [{"a": np.arange(3)}, jaxkv.SnapKV(budget=32), Own(), "x", 1, 1.0, None, jaxkv.SnapKV]
+    again = [{"a": np.arange(3)}, jaxkv.SnapKV(budget=32), Own(), "x", 1, 1.0, None, jaxkv.SnapKV]
+    assert hosts._told(value) == hosts._told(again)
+    others = [{"a": np.arange(4)}, jaxkv.SnapKV(budget=33), "Own", "y", True, 1, 0, jaxkv.H2O]
+    told = [hosts._told(each) for each in value]
+    assert all(hosts._told(each) != mine for each, mine in zip(others, told, strict=True))
+    with pytest.raises(ValueError, match="untouched"), hosts.together("nothing", None):
+        raise ValueError("untouched")

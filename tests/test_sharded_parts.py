@@ -1,0 +1,210 @@
+"""Parts of policies on meshes: mergers whose heads decide together, filters that choose, and what users write."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import BUDGET, NEW, mesh_of, model_of, prompts, ran
+
+import jaxkv
+from jaxkv import D2O, Keep, Merge, Method, OmniKV, Policy, SnapKV
+from jaxkv.axes import gathered, own
+from jaxkv.policies import (
+    ByAttention,
+    CumulativeAttention,
+    EntropyLayers,
+    Joined,
+    KeyNorm,
+    Merged,
+    Merger,
+    Scorer,
+    UniformHeads,
+    WindowAttention,
+)
+from jaxkv.policies.select import sortable, top
+
+
+def agree(policy, *, kv_heads=4, group=2, mesh=(2, 4)):
+    """The run of a mesh that is that of one device."""
+    of = model_of(kv_heads, group)
+    split = ran(of.on(mesh_of(*mesh)), policy)
+    assert split == ran(of, policy)
+    return split
+
+
+# --- merging ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        D2O(budget=BUDGET, official=True),
+        D2O(budget=BUDGET, merge=Merge(scope="layer", metric="both", weights="average")),
+        SnapKV(budget=BUDGET, window=8, merge=Merge(scope="layer", threshold=0.2), every=3),
+    ],
+    ids=["official", "layer", "again"],
+)
+def test_heads_that_merge_together(policy):
+    agree(policy)
+
+
+# --- what users write ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Loudest(Scorer):
+    """The most that any query head pays to a row with the last query; together, heads of larger keys count more."""
+
+    queries: ClassVar[int] = 1
+    group: ClassVar[str] = "max"
+    together: bool = False
+
+    def observe(self, seen):
+        logits = jnp.einsum("bkgwd,bksd->bkgs", seen.q, seen.k)
+        inside = jnp.arange(logits.shape[-1]) < seen.length[:, None, None, None]
+        most = jax.nn.softmax(jnp.where(inside, logits, -1e30)).max(axis=2)
+        if not self.together:
+            return most
+        size = jnp.where(inside[:, :, 0], jnp.abs(seen.k).mean(axis=-1), 0.0).sum(axis=-1)
+        every = gathered(size, "K", 1, seen.axes)
+        return most * own(every / every.mean(axis=1, keepdims=True), "K", 1, seen.axes)[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowest(UniformHeads):
+    """As many rows in each head, of which the first head's decide; derived from what looks at each head alone."""
+
+    def choose(self, scores, candidates, base, forced, norms=None):
+        mine = jnp.broadcast_to(scores[:, :1], scores.shape)
+        return top(jnp.where(candidates, sortable(mine), jnp.uint32(0)), base[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy:
+    """All rows of a layer to whichever heads have the best."""
+
+    uniform: ClassVar[bool] = False
+    needs_norms: ClassVar[bool] = False
+
+    def choose(self, scores, candidates, base, forced, norms=None):
+        batch, heads, slots = scores.shape
+        keys = jnp.where(candidates, sortable(scores), jnp.uint32(0)).reshape(batch, heads * slots)
+        return top(keys, heads * base).reshape(scores.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving(Merger):
+    """A dropped row's value goes half into the nearest kept one; if heads decide together, where most are alike."""
+
+    together: bool = False
+    compares: ClassVar[tuple[str, ...]] = ("k",)
+
+    @property
+    def across_heads(self):
+        return self.together
+
+    def merge(self, k, v, kept, inside, mass, tau, key, axes=None):
+        each = (inside & ~kept).sum(axis=2, dtype=jnp.int32)
+        every = gathered(each, "K", 1, axes).sum(axis=1) if self.together else each[:, 0]
+        scale = (1 + every.astype(jnp.float32) / 64)[:, None, None, None]
+        return Merged(k, jnp.where(kept[..., None], v * scale, v), tau)
+
+    def merge_one(self, index, cosine, dropped, nearest, goes, tau, axes=None):
+        joins = goes & (cosine > 0)
+        if self.together:
+            joins = goes & (gathered(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
+        return Joined(joins, None, (dropped.v + nearest.v) / 2, tau)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fading(ByAttention):
+    """Older attention fades, and rows begin with what their keys weigh."""
+
+    decay: float = 0.5
+
+    def begin(self, k, v):
+        return jnp.abs(k.astype(jnp.float32)).mean(axis=-1)
+
+
+HEAVY = {"budget": BUDGET, "scorer": CumulativeAttention(), "keep": Keep(sinks=1, window=1)}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(budget=BUDGET, scorer=Loudest()),
+        Policy(budget=BUDGET, scorer=Loudest(together=True), heads=Greedy(), every=3),
+        SnapKV(budget=BUDGET, window=8, group="max", allocation=EntropyLayers()),
+        Policy(budget=BUDGET, scorer=WindowAttention(window=8), heads=Lowest(), keep=Keep(window=8)),
+        Policy(**HEAVY, evict=Fading(), merge=Halving()),
+        Policy(**HEAVY, evict=Fading(), merge=Halving(together=True)),
+    ],
+    ids=["scorer", "scorer-together", "max", "heads", "merger", "merger-together"],
+)
+def test_parts_of_users(policy):
+    """Four devices have two kv heads of two query heads: each device one query head."""
+    agree(policy, kv_heads=2, group=2)
+
+
+def test_a_group_is_reduced_as_its_scorer_says():
+    """The mean over devices of the largest would be something else."""
+    largest = ran(model_of(2), Policy(budget=BUDGET, scorer=Loudest())).prompts
+
+    class Mean(Loudest):
+        group = "mean"
+
+    split = ran(model_of(2).on(mesh_of(2, 4)), Policy(budget=BUDGET, scorer=Mean())).prompts
+    assert split != largest
+    with pytest.raises(TypeError, match=r"scorer\.group='sum': give GroupReduce\.MEAN or GroupReduce\.MAX"):
+        Policy(budget=BUDGET, scorer=type("Sum", (Loudest,), {"group": "sum"})())
+
+
+# --- filters ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filtered(Method):
+    """Rows are dropped, and others not read."""
+
+    def parts(self):
+        read = OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=3).parts().read
+        return self.compose(scorer=KeyNorm(), read=read)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, selector="exponential", window=5),
+        OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, selector="uniform", window=5, include_generated=True),
+        OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, prefill_ratio=1.0, prefill_chunk=16),
+        Filtered(budget=40),
+    ],
+    ids=["exponential", "generated", "chunks", "compressed"],
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_filters_choose_the_same_on_all_devices(policy, kv_heads):
+    agree(policy, kv_heads=kv_heads)
+
+
+def test_filters_choose_for_questions():
+    """Several tokens on top of a cache, then one at a time; rings lie where their heads do."""
+    of, policy = model_of(2), OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=4)
+    out = []
+    for model in (of, of.on(mesh_of(2, 4))):
+        session = jaxkv.Session(model, policy)
+        cache = session.prefill(prompts(5, (61, 37)))
+        (ring,) = cache.state.rings
+        cache = session.extend(cache, prompts(6, (9, 4)), new=NEW)
+        cache, tokens = session.draw(cache, NEW)
+        out.append((tokens.tolist(), np.asarray(cache.seen).tolist()))
+    assert out[0] == out[1]
+    assert ring.sharding.shard_shape(ring.shape) == (1, 1, 1, *ring.shape[3:])
+
+
+def test_rows_in_host_memory_are_refused():
+    policy = OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True)
+    with pytest.raises(ValueError, match=r"policy\.read=.*not on a mesh yet: give offload=False"):
+        jaxkv.prefill(model_of(4), prompts(5, (61, 37)), policy=policy, mesh=mesh_of(2, 4))
