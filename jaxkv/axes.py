@@ -175,7 +175,7 @@ def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
     """The leaves of a dataclass of arrays: where each lies in it, the letters of its axes, and itself."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path, _letters(tree, type(tree), path), leaf) for path, leaf in leaves]
+    return [(path, _known(_letters(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:

@@ -73,8 +73,10 @@ def load_cache(
     if given is not None:
         made_by = _agreed(given, said, cache.config.layers)
     cache = dataclasses.replace(cache, policy=made_by)
-    if elsewhere:
-        cache = moved(cache, model.axes) if mesh is None and model is not None else reshard(cache, mesh)
+    if mesh is not None:
+        cache = reshard(cache, mesh)
+    elif model is not None and model.axes is not None:
+        cache = moved(cache, model.axes)
     else:
         cache = on_device(cache)
     if model is not None:

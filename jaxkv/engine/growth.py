@@ -104,11 +104,6 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     return repack(cache, room=np.where(cache.free() >= wanted, 0, wanted), release=True)
 
 
-def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """Rows that each segment may still grow by; those of sequences that nobody asks stand still."""
-    return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept
-
-
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     """A copy of a cache for so many prompts, with room for them and, where rows are only added, for new tokens.
 
@@ -133,7 +128,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     room = 0 if fits else bucket(wanted)
     twofold = room if fits or goes_on else bucket(max(wanted, grown))
     mesh = None if given.axes is None else given.axes.mesh
-    device = next(iter(given.seen.devices())) if mesh is None else mesh.local_devices[0]
+    device = next(iter(given.seen.sharding.addressable_devices))
     available = hosts.least(available_bytes(device), mesh)
     if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
         room = twofold
@@ -148,11 +143,16 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
 
     On a mesh what a device has of that.
     """
-    segments = given.config.layers * given.config.kv_heads
-    batch += missing(batch, given.axes)
-    copied = given.nbytes * batch // len(given.seen) + batch * segments * room * given.row_bytes
+    segments, axes, held = given.config.layers * given.config.kv_heads, given.axes, len(given.seen)
+    batch += missing(batch, axes)
+    copied = given.nbytes * batch // held + batch * segments * room * given.row_bytes
     if given.bank is not None:
         # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
         reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    return copied if given.axes is None else -(-copied // (given.axes.size("B") * given.axes.size("K")))
+    return copied if axes is None else -(-copied // (axes.size("B") * axes.size("K")))
+
+
+def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
+    """Rows that each segment may still grow by; those of sequences that nobody asks stand still."""
+    return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

@@ -19,7 +19,7 @@ from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
-from jaxkv.policies.select import most_rows, share_of
+from jaxkv.policies.select import capacity_of, most_rows
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -187,7 +187,7 @@ def plan(
         capacity=capacity,
         room=rooms,
         layout=parts.layout,
-        share=share_of(parts.heads),
+        share=capacity_of(parts.heads),
         rows=rows,
         budget=budget,
         forced=forced,

@@ -25,7 +25,7 @@ from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import HeadBudgets, most_rows, share_of
+from jaxkv.policies.select import HeadBudgets, capacity_of, most_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,10 +123,10 @@ class _Held(Source):
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """What is wanted, or where sequences hold more that are not due a size that repeats: waits for what is kept."""
         of = slice(group[0], group[-1] + 1)
-        stretches, most = self.cache.stretches, share_of(self.static.heads)
+        stretches, capacity = self.cache.stretches, capacity_of(self.static.heads)
         heads = kept.shape[2] // stretches
         # Of a stretch of heads what it may hold, whatever it does: a number that content does not change.
-        share = lambda rows: min(most_rows(most, rows), stretches * rows)  # noqa: E731
+        share = lambda rows: min(most_rows(capacity, rows), stretches * rows)  # noqa: E731
         length, takes = host(kept).astype(np.int64), self.cache.layout.takes
         rows = share(-(-int(takes(length).max()) // stretches))
         # A sequence that is not due may hold more where another mesh made the cache.

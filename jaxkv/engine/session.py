@@ -104,16 +104,16 @@ class Session:
             MemoryError: naming the plan's bytes, if they are not there.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        of = partial(plan, config, policy, lengths.tolist(), dtype=self.params.dtype)
-        needed = of(room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        of = partial(plan, config, policy, dtype=self.params.dtype)
+        needed = of(lengths.tolist(), room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
         mesh = None if axes is None else axes.mesh
         device = None if mesh is None else mesh.local_devices[0]
         with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # It grows to that on the way, where a refusal would cost the answer.
-                grown = self._share(of(room=bucket(new)), lengths).cache_bytes
-                check_bytes(grown, f"the cache behind max_new_tokens={new}", device)
+                grown = self._share(of(lengths.tolist(), room=bucket(new)), lengths)
+                check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
     def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
