@@ -62,13 +62,14 @@ def moved(cache: KVCache, axes: Axes | None) -> KVCache:
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
     """Rows of each pool's stretches: numbers that content does not change, where none holds more than its share."""
     layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
-    layers, _, heads = cache.kept.shape
+    kept = cache.kept.astype(np.int64)
+    layers, _, heads = kept.shape
     mine, out = heads // stretches, list[int]()
     for pool, group in zip(cache.pools, layout.groups(range(layers)), strict=True):
         if layout is Layout.EQUAL:
             out.append(mine * (pool.rows // heads))
             continue
-        length = cache.kept[group[0] : group[-1] + 1].astype(np.int64)
+        length = kept[group[0] : group[-1] + 1]
         most = int(layout.takes(length).max())
         share = min(most_rows(capacity, -(-most // stretches)), most)
         fullest = int(layout.takes(length.reshape(len(length), -1, mine)).max())

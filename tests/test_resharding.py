@@ -86,7 +86,7 @@ def test_rows_that_no_share_allows_stay():
     assert {at: one for at, one in rows(again).items() if at[1]} == {
         at: one for at, one in rows(grown).items() if at[1]
     }
-    assert (again.kept[:, 0] == BUDGET).all() and (again.kept.sum(axis=2)[:, 1] == 4 * BUDGET + 4).all()
+    assert (again.kept.sum(axis=2)[:, 0] == 4 * BUDGET).all() and (again.kept.sum(axis=2)[:, 1] == 4 * BUDGET + 4).all()
 
 
 def test_what_lies_there_is_not_moved():
