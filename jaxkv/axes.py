@@ -190,6 +190,8 @@ def put(leaf: Any, there: NamedSharding) -> Any:
     """
     if isinstance(leaf, jax.core.Tracer) or getattr(leaf, "sharding", None) == there:
         return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=there)
     if there.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return jax.device_put(leaf, there)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -288,13 +290,17 @@ class Door:
         given, rest, static = self._bound(axes, args, options)
         return self._split(given, rest, **static)
 
-    def lower(self, *args: Any, **options: Any) -> Any:
-        """The program, lowered for these arguments."""
+    def trace(self, *args: Any, **options: Any) -> Any:
+        """The program, traced for these arguments; shapes will do, of devices too that are not there."""
         axes = self._axes(options)
         if axes is None:
-            return self._plain.lower(*args, **options)
+            return self._plain.trace(*args, **options)
         given, rest, static = self._bound(axes, args, options)
-        return self._split.lower(given, rest, **static)
+        return self._split.trace(given, rest, **static)
+
+    def lower(self, *args: Any, **options: Any) -> Any:
+        """The program, lowered for these arguments."""
+        return self.trace(*args, **options).lower()
 
     def clear_cache(self) -> None:
         """Forgets what has been compiled."""

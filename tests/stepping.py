@@ -167,7 +167,7 @@ def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None
     """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
     program = program_of(policy, layout, widest)
-    if program.compares_keys:
+    if program.knows_norms:
         pool = dataclasses.replace(pool, norm=row_norms(pool.k))
     if program.looks_ahead:
         segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))

@@ -1,12 +1,14 @@
 """Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a refusal by name."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
-from jaxkv.axes import Axes
+from jaxkv.axes import Axes, program, total
 from jaxkv.sharding import model_mesh
 
 NEW = 10
@@ -99,6 +101,20 @@ def test_letters():
         axes.spec("B K", (3, 4))
     with pytest.raises(ValueError, match=r"mesh=.*give what model_mesh makes"):
         Axes(mesh=mesh_of(2, 4))
+
+
+@program(static=("axes",), donate=("x",))
+def _shares(x: Float[Array, "B V"], *, axes: Axes | None) -> Float[Array, "B V"]:
+    return x / total(x.sum(axis=1, keepdims=True), axes)
+
+
+def test_programs_are_traced_for_shapes_alone():
+    """As for the arrays themselves, whose devices need not be there."""
+    x = jnp.ones((2, 8))
+    for axes in (Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config)), None):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        assert _shares.trace(shape, axes=axes).lower().as_text() == _shares.lower(x, axes=axes).as_text()
+    np.testing.assert_array_equal(_shares(x, axes=None), np.full((2, 8), 1 / 8))
 
 
 def test_what_is_no_mesh(as_users_call):

@@ -112,10 +112,15 @@ class Program:
         return merge is not None and "k" in merge.compares
 
     @property
+    def knows_norms(self) -> bool:
+        """Whether the keys' lengths are kept for that from step to step; a GPU finds them while it compares."""
+        return self.compares_keys and self.implementation not in KERNELS
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether that is done for a likely row while attention reads the keys: rows of a shared pool are far."""
         known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
-        return self.compares_keys and known and self.implementation not in KERNELS
+        return self.knows_norms and known
 
 
 def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
