@@ -156,6 +156,11 @@ def _there(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, _spec(mesh, letters, shape))
 
 
+def missing(batch: int, axes: Axes | None) -> int:
+    """Sequences that a batch is short of as many for each of a mesh's groups."""
+    return 0 if axes is None else -batch % axes.size("B")
+
+
 def settle_down(tree: Any, axes: Axes | None) -> Any:
     """A dataclass of arrays where its fields' letters say: programs then find them as those before left them."""
     return tree if axes is None else _as_said(tree, type(tree), axes)
@@ -165,6 +170,12 @@ def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
     leaves, tree = jax.tree.flatten(value)
     letters = _letters_of(value, hint, tree)
     return jax.tree.unflatten(tree, [_settled(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)])
+
+
+def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
+    """The leaves of a dataclass of arrays: where each lies in it, the letters of its axes, and itself."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path, _known(_letters(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:

@@ -29,7 +29,8 @@ from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
-from jaxkv.engine.compress import Candidates, Source, observe, of_prompt, unordered
+from jaxkv.engine.choosing import Candidates, of_prompt
+from jaxkv.engine.compress import Source, observe, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.policies.budgets import UniformLayers
 from jaxkv.policies.parts import Parts

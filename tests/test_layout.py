@@ -38,6 +38,7 @@ LAYERS = (
     "jaxkv.arguments",
     "jaxkv.engine",
     "jaxkv.transform",
+    "jaxkv.resharding",
     "jaxkv.saved",
     "jaxkv.answering",
     "jaxkv.generation",

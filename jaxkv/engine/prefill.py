@@ -20,18 +20,8 @@ from jaxkv.axes import Axes, host, place, program, put, settle_down, where
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked, pack
-from jaxkv.engine.compress import (
-    Candidates,
-    Compressed,
-    Source,
-    choose,
-    compress,
-    counted,
-    merged,
-    observe,
-    of_prompt,
-    unordered,
-)
+from jaxkv.engine.choosing import Candidates, choose, of_prompt
+from jaxkv.engine.compress import Compressed, Source, compress, counted, merged, observe, unordered
 from jaxkv.engine.plan import Plan, ring_rows
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.program import reading_state

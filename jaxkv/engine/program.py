@@ -143,7 +143,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     if ongoing is not None and cache.layout.one_pool and cache.state is not None:
         most = widest(parts, slots, cache.config.layers)
         # Several tokens at once are only added: until rows have gone for them, segments are wider than that.
-        most = None if most is not None and int(cache.kept.max()) >= most else most
+        most = None if most is not None and int(host(cache.length).max()) >= most else most
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
     settled = cache.bank is None and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))

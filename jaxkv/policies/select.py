@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._values import Value, real
 
-# The largest capacity: no layer's heads lie on more devices.
-_ALL = 1000.0
+# The largest capacity: no layer's kv heads lie on more devices.
+_UNLIMITED = 1000.0
 # Of Python's, of numpy's, or on a device.
 Numbers = TypeVar("Numbers", int, Array)
 
@@ -140,7 +140,7 @@ class _Uneven(Value):
 
     def __post_init__(self) -> None:
         real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
-        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_ALL)
+        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -343,16 +343,18 @@ def shares_positions(heads: HeadBudgets) -> bool:
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """Who gives each kv head a number of rows of its own; None where all get as many."""
+    """Who gives each kv head a number of rows of its own, as far as a device has room; None for others."""
     if isinstance(heads, TwoStageHeads):
         return own_budgets(heads.budgets)
     return heads if isinstance(heads, (AdaptiveHeads, ProtectedHeads)) else None
 
 
-def share_of(heads: HeadBudgets) -> float:
-    """Rows of a layer that the heads of one device may hold, over their even share; all where nothing says less."""
+def capacity_of(heads: HeadBudgets) -> float:
+    """Rows of a layer that the kv heads of one device may hold on a mesh, over their even share."""
+    if heads.uniform:
+        return 1.0
     own = own_budgets(heads)
-    return 1.0 if heads.uniform else _ALL if own is None else own.capacity
+    return _UNLIMITED if own is None else own.capacity
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
