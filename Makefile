@@ -29,7 +29,7 @@ FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
 LATEST_TESTS := tests/test_kernels.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  loss decode-step throughput omnikv two-stage tune aot aot-quick needle clean
+  loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded needle clean
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -49,6 +49,7 @@ help:
 	@echo "make two-stage    2StageRetr: answers, and attention that stays visible, at 30% of the cache"
 	@echo "make tune         search for the fastest tiles on this machine's GPU"
 	@echo "make aot          compile every kernel for H100, H200 and A100, and read what ptxas says; aot-quick: H100, one each"
+	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make needle       find a needle in long prompts, policy by policy"
@@ -114,9 +115,14 @@ tune:
 aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --out benchmarks/results/aot.md
 	@$(AOT)/python benchmarks/aot_offload.py --out benchmarks/results/aot_offload.md
+	@$(AOT)/python benchmarks/aot_sharded.py
+
+aot-sharded: $(AOT_STAMP)
+	@$(AOT)/python benchmarks/aot_sharded.py
 
 aot-quick: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --quick
+	@$(AOT)/python benchmarks/aot_sharded.py --quick
 
 needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py

@@ -137,8 +137,9 @@ def arguments(case):
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
         case "attend":
-            attend = lambda *a: pallas_kernels.attend(*a, mass=True)  # noqa: E731
-            return attend, (of((batch, k_heads, group, dim), dtype), rows, rows, table, table)
+            attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
+            score = of((batch, pool), jnp.float32)
+            return attend, (of((batch, k_heads, group, dim), dtype), rows, rows, table, table, score)
         case "attend_question":
             return pallas_kernels.attend, (of((batch, k_heads, group * 32, dim), dtype), rows, rows, table, table)
         case "compact":
@@ -162,7 +163,7 @@ def run_case(case):
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)
-        kernels = ("ragged_decode", "compact", "gather_rows", "flash_prefill", "column_sums")
+        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums")
         rows = [row for row in ptxas_report(case.device, dump) if row["name"].startswith(kernels)]
         return case, rows, None if rows else "no kernel in the program"
     except Exception as error:  # One case's failure is a line of the table.

@@ -108,7 +108,8 @@ def check(rng, quick):
             start = Layout.RAGGED.place(length[None], heads.kv_heads * rows)[0]
             k, v = (make(2, heads.kv_heads * rows, heads.dim) for _ in range(2))
             q = make(2, heads.kv_heads, heads.group, heads.dim)
-            out, _, mass = pallas_kernels.attend(q, k, v, start, length, mass=True, interpret=INTERPRET)
+            score = jnp.zeros(k.shape[:2], jnp.float32)
+            out, _, mass = pallas_kernels.attend(q, k, v, start, length, score=score, interpret=INTERPRET)
             found.append(("attend", name, heads.dim, error(out, oracle(q, k, v, start, length))))
             found.append(
                 ("mass sums to 1", name, heads.dim, error(mass.sum(axis=1), np.full(2, float(heads.kv_heads))))
@@ -161,13 +162,14 @@ def decode_rates(rng, copy, quick):
             k, v = (random(jax.random.key(i), (batch, heads.kv_heads * rows, heads.dim), jnp.bfloat16) for i in (0, 1))
             q = random(jax.random.key(2), (batch, heads.kv_heads, heads.group, heads.dim), jnp.bfloat16)
             row = {"model": name, "mebibytes": total / MIB}
-            for label, spread, mass in (("uniform", 0, False), ("ragged", 1.0, False), ("mass", 0, True)):
+            score = jnp.zeros(k.shape[:2], jnp.float32)
+            for label, spread, into in (("uniform", 0, None), ("ragged", 1.0, None), ("mass", 0, score)):
                 length = ragged(rng, batch, heads.kv_heads, rows, spread=spread)
                 start = Layout.RAGGED.place(length[None], heads.kv_heads * rows)[0]
 
-                def once(zero, start=start, length=length, mass=mass, q=q, k=k, v=v):
+                def once(zero, start=start, length=length, score=into, q=q, k=k, v=v):
                     query = q + zero.astype(q.dtype)
-                    return pallas_kernels.attend(query, k, v, start, length, mass=mass, interpret=INTERPRET)
+                    return pallas_kernels.attend(query, k, v, start, length, score=score, interpret=INTERPRET)
 
                 run = many(once, count)
                 middle, least, most = timed(lambda run=run: run(jnp.float32(0)), repeats=1 if quick else 7)

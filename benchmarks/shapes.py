@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
@@ -12,6 +13,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.program import Program
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.sharding import spec_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,16 +41,16 @@ MODELS = (
 PER_DIM = ("SmolLM2-135M", "Phi-2", "Phi-3-mini", "Llama-3-8B", "Gemma-2-9B")
 
 
-def llama_3_8b(layers=32):
-    """The config of Llama 3 8B, cut to some layers if need be."""
+def llama(*, layers, embed, hidden, heads, kv_heads=8):
+    """The config of a Llama 3 of some size."""
     return ModelConfig.from_hf(
         {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
+            "hidden_size": embed,
+            "intermediate_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
             "num_hidden_layers": layers,
             "vocab_size": 128256,
             "max_position_embeddings": 1 << 20,
@@ -61,9 +63,33 @@ def llama_3_8b(layers=32):
     )
 
 
-def abstract(config, dtype=jnp.bfloat16):
-    """The decoder taken apart, its leaves shapes alone."""
-    return Flat(Decoder(config, dtype=dtype))
+def llama_3_8b(layers=32):
+    """The config of Llama 3 8B, cut to some layers if need be."""
+    return llama(layers=layers, embed=4096, hidden=14336, heads=32)
+
+
+def llama_3_70b(layers=80):
+    """The config of Llama 3.1 70B, likewise."""
+    return llama(layers=layers, embed=8192, hidden=28672, heads=64)
+
+
+def llama_3_405b(layers=126):
+    """The config of Llama 3.1 405B, likewise."""
+    return llama(layers=layers, embed=16384, hidden=53248, heads=128)
+
+
+def abstract(config, dtype=jnp.bfloat16, axes=None):
+    """The decoder taken apart, its leaves shapes alone, where they would lie on a mesh if axes are given."""
+    decoder = Decoder(config, dtype=dtype)
+    if axes is None:
+        return Flat(decoder)
+    graph, leaves = nnx.split(decoder)
+
+    def there(path, leaf):
+        name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
+        return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
+
+    return Flat(nnx.merge(graph, jax.tree_util.tree_map_with_path(there, leaves)))
 
 
 def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):

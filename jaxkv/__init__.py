@@ -34,6 +34,7 @@ from jaxkv.policies import (
     VarianceLayers,
     register,
 )
+from jaxkv.resharding import reshard
 from jaxkv.results import Generation, Stats, Stream
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
 from jaxkv.saved import load_cache
@@ -86,5 +87,6 @@ __all__ = [
     "load_cache",
     "plan",
     "prefill",
+    "reshard",
     "register",
 ]

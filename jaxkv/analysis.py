@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import window_mass
+from jaxkv.axes import Axes, host, missing, most_of_devices, place, program
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.loading import LanguageModel
@@ -128,17 +128,18 @@ def similarity(
     require(several, "texts", texts, "give a list of one or more texts")
     require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
     require(queries >= 1, "queries", queries, "give at least 1 query")
-    require(params.axes is None, "params", "on a mesh", "not on a mesh yet: give the model without one")
-    flat, most = params.flat, params.config.max_positions
+    flat, axes, most = params.flat, params.axes, params.config.max_positions
     total, lengths = np.zeros((params.config.layers,) * 2), []
     for text in texts:
         encoded = encode(text, params.text, params.config, raw=True, close=False)
         require(encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts")
         count = int(encoded.lengths[0])
         require(count <= most, "texts", f"{count} tokens", f"the model was made for {most}: shorten the text")
-        tokens = jnp.asarray(encoded.padded(bucket(count))[:1])
-        shown = read_layers(flat, tokens, jnp.asarray([count], jnp.int32), queries=min(queries, count))
-        weights = [np.asarray(_weights(*layer))[0] for layer in shown]
+        # Each of a mesh's groups reads the text.
+        every = encoded.with_copies(missing(1, axes))
+        tokens, length = place(every.padded(bucket(count)), "B S", axes), place(every.lengths, "B", axes)
+        shown = read_layers(flat, tokens, length, queries=min(queries, count))
+        weights = [host(_weights(*layer, axes=axes))[0] for layer in shown]
         total += _shared(weights, np.arange(count - len(weights[0]), count), share)
         lengths.append(count)
     return Similarity(
@@ -146,15 +147,21 @@ def similarity(
     )
 
 
-@jax.jit
+@program(static=("axes",))
 def _weights(
-    q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"], positions: Int[Array, "B w"]
+    q: Float[Array, "B K G w D"],
+    k: Float[Array, "B K S D"],
+    positions: Int[Array, "B w"],
+    *,
+    axes: Axes | None,
 ) -> Float[Array, "B w S"]:
     """What each query attends to: the largest probability over its heads, as shares."""
     per_query = jax.vmap(
         partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1))), in_axes=(3, None, 1), out_axes=1
     )
     largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
+    for letter in "KG":
+        largest = most_of_devices(largest, letter, axes)
     return largest / largest.sum(axis=-1, keepdims=True)
 
 

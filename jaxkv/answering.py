@@ -105,7 +105,7 @@ def _read(request: Request) -> tuple[KVCache, _Sizes]:
     session.compile_ahead(needed, len(encoded.ids))
     with bar(request.progress, config.layers, "prefill") as shown:
         cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
-    spare = len(encoded.ids) * config.kv_heads * sum(needed.room) * cache.row_bytes
+    spare = len(cache.seen) * config.kv_heads * sum(needed.room) * cache.row_bytes
     sizes = {"full_bytes": needed.full_bytes, "slack_bytes": needed.slack_bytes}
     return cache, _Sizes(**sizes, cache_bytes=cache.nbytes - spare, kept=float(np.mean(cache.kept)))
 
@@ -157,4 +157,4 @@ def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, dr
 
 
 def _moved(cache: KVCache) -> int:
-    return 0 if cache.moved is None else int(host(cache.moved).sum())
+    return 0 if cache.moved is None else int(host(cache.moved)[: cache.batch].sum())

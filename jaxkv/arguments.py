@@ -66,7 +66,7 @@ def as_cache(cache: Any) -> KVCache | None:
         raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
     cache.require_arrays()
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
-        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
+        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back(cache.axes))
     return on_device(cache)
 
 
@@ -79,7 +79,7 @@ def on_device(cache: KVCache) -> KVCache:
     Returns:
         The same where its programs find it: on the device, what waits in host memory there.
     """
-    bank = None if cache.bank is None else cache.bank.put_back()
+    bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
     device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
@@ -242,7 +242,9 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
     ours = cache.config == params.config and cache.model == params.fingerprint
     require(ours, "cache", cache.model, f"it was made by another model than {params.name!r}: prefill with this one")
     theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
-    require(theirs == mine, "cache", theirs, f"the model lies on {mine}: prefill with this one")
+    where, mesh = ("one device", None) if mine is None else (mine, "mesh")
+    remedy = f"the model lies on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
+    require(theirs == mine, "cache", theirs, remedy)
 
 
 def require_fits(
@@ -264,7 +266,7 @@ def require_fits(
     if cache is not None:
         remedy = f"the cache holds {cache.batch}: give as many, or 1 cache"
         require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
-        seen = host(cache.seen)
+        seen = host(cache.seen)[: cache.batch]
     if policy.parts().rolling:
         return _require_places(config, policy, lengths, new, cache)
     total = int((seen + lengths).max()) + new

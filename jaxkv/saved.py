@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
@@ -19,6 +20,7 @@ from jaxkv.checkpoints.orbax_files import ARRAYS, CACHE, described, read_array, 
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
+from jaxkv.resharding import moved, reshard
 
 
 @settled
@@ -27,6 +29,7 @@ def load_cache(
     params: LanguageModel | None = None,
     *,
     policy: Method | type[Method] | str | None = None,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """Loads a cache that `KVCache.save` has written, bit by bit as it was.
 
@@ -35,14 +38,17 @@ def load_cache(
         params: the model that is to go on from it, to have the cache of another refused here and not when it is used.
         policy: who compressed it, as `prefill` was given it, where its class is one that this process cannot find by
             name.
+        mesh: devices with the axes "data" and "model" that it is to lie on; by default where `params` does, or the
+            default device.
 
     Returns:
-        The cache on the default device, its bank in host memory.
+        The cache, its bank in host memory.
 
     Raises:
-        TypeError: for a policy, a class or a model that is none.
+        TypeError: for a policy, a class, a model or a mesh that is none.
         ValueError: for what is no saved cache, one that is half-written, damaged, of another version of the format or
-            made by another model or policy, and for a policy whose class is not in this process.
+            made by another model or policy, and for a policy whose class is not in this process; for a mesh that does
+            not divide the model.
     """
     folder = Path(path).expanduser()
     given = None if policy is None else as_policy(policy)
@@ -55,15 +61,24 @@ def load_cache(
     def array(name: str) -> Any:
         require(name in entries, "array", name, f"the manifest in {folder} says nothing of it: {CACHE.again}")
         read = read_array(folder / ARRAYS, entries[name])
-        return jax.device_put(read, host_of(device)) if name.startswith("bank.") else jnp.asarray(read)
+        # What is to be split over devices need not fit on one of them.
+        waits = name.startswith("bank.") or elsewhere
+        return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
 
+    elsewhere = mesh is not None or (model is not None and model.axes is not None)
     said = manifest.get("policy")
     made_by = _decoded(said) if given is None else given
     cache = decode(manifest.get("cache"), array)
     require(isinstance(cache, KVCache), "cache", type(cache).__name__, f"{folder} holds no cache: {CACHE.again}")
     if given is not None:
         made_by = _agreed(given, said, cache.config.layers)
-    cache = on_device(dataclasses.replace(cache, policy=made_by))
+    cache = dataclasses.replace(cache, policy=made_by)
+    if mesh is not None:
+        cache = reshard(cache, mesh)
+    elif model is not None and model.axes is not None:
+        cache = moved(cache, model.axes)
+    else:
+        cache = on_device(cache)
     if model is not None:
         require_ours(model, cache, None)
     return cache

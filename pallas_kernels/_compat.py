@@ -6,7 +6,7 @@ deprecated it since 0.11 and still ships it in 0.12; the functions of this packa
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ def call(
     shapes: Sequence[jax.ShapeDtypeStruct],
     launch: Launch,
     interpret: bool,
+    aliases: Mapping[int, int] | None = None,
 ) -> Any:
     """Runs a kernel once per point of its grid.
 
@@ -61,6 +62,7 @@ def call(
         shapes: of the outputs.
         launch: how it runs.
         interpret: run it as plain JAX operations, on any device, to check it.
+        aliases: which inputs are written as which outputs: in place, where the caller gives them up.
 
     Returns:
         The outputs.
@@ -73,6 +75,7 @@ def call(
         out_shape=list(shapes),
         compiler_params=_triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
+        input_output_aliases=dict(aliases or {}),
         name=name,
     )(*arrays)
 

@@ -36,7 +36,7 @@ from ._compat import (
 from .tuning import DecodeTiles
 
 
-@partial(jax.jit, static_argnames=("mass", "tiles", "interpret"))
+@partial(jax.jit, static_argnames=("widest", "tiles", "interpret"))
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -44,7 +44,9 @@ def attend(
     start: jax.Array,
     length: jax.Array,
     *,
-    mass: bool = False,
+    score: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    widest: int | None = None,
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
@@ -56,48 +58,64 @@ def attend(
         v: `[B, P, D]` likewise.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
-        mass: also return each pool row's attention.
+        score: `f32[B, P]` to which each row's attention is to be added, in place if the caller gives it up.
+        counts: `bool[B]` sequences whose attention is added; by default all.
+        widest: the most rows that a segment has, if that is known: memory then goes by it, not by P.
         tiles: how the work is cut; by default after the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
-        `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and on request
-        `f32[B, P]`: the softmax weight of each row, mean over the R queries of its head, 0 outside all segments.
+        `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and if there is a score
+        `f32[B, P]`: it with the softmax weight of each row, mean over the R queries of its head. The output is to be
+        had when that is done: what reads it next does not leave the logits of many layers waiting.
 
     Raises:
-        ValueError: if `mass` is asked for with more queries than one tile holds.
+        ValueError: if scores are asked for with more queries than one tile holds.
     """
     batch, heads, rows, dim = q.shape
+    most = k.shape[1] if widest is None else min(k.shape[1], heads * widest)
     tiles = tiles or tuning.decode_tiles(
-        batch=batch, heads=heads, rows=rows, pool_rows=k.shape[1], dim=dim, itemsize=k.dtype.itemsize
+        batch=batch, heads=heads, rows=rows, pool_rows=most, dim=dim, itemsize=k.dtype.itemsize
     )
     tile = min(tiles.queries, max(16, 1 << (rows - 1).bit_length()))
-    if mass and rows > tile:
-        raise ValueError(f"mass=True: {rows} queries per kv head do not fit one tile of {tile}: ask with fewer queries")
+    if score is not None and rows > tile:
+        raise ValueError(f"score: {rows} queries per kv head do not fit one tile of {tile}: ask with fewer queries")
     count = (length + tiles.chunk - 1) // tiles.chunk
     first = jnp.cumsum(count, axis=-1, dtype=jnp.int32) - count
+    # Each head's last chunk may be partial: there are at most K more than full ones.
+    chunks = -(-most // tiles.chunk) + heads
+    column = None
+    if score is not None:
+        # Logits lie as the rows do, or head after head where that takes less.
+        beside = jnp.arange(heads, dtype=jnp.int32) * (most // heads)
+        column = start if most == k.shape[1] else jnp.broadcast_to(beside, start.shape)
     parts, part_lse, logits = _chunks(
-        q, k, v, start, length, first, tiles=tiles, tile=tile, mass=mass, interpret=interpret
+        q, k, v, start, length, first, column, chunks=chunks, width=most, tiles=tiles, tile=tile, interpret=interpret
     )
     out, lse = _reduce(parts, part_lse, first, count, q.dtype, heads=heads, tiles=tiles, tile=tile, interpret=interpret)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:3])
-    return (out, lse, _row_mass(logits, lse, start, length)) if mass else (out, lse)
+    if score is None:
+        return out, lse
+    real = length if counts is None else jnp.where(counts[:, None], length, 0)
+    longest = min(most, most if widest is None else widest)
+    of = (logits, lse, start, column, real, out, score)
+    out, score = _add_mass(*of, longest=longest, tiles=tiles, interpret=interpret)
+    return out, lse, score
 
 
-def _chunks(q, k, v, start, length, first, *, tiles, tile, mass, interpret):
-    """Attention of every chunk by itself.
+def _chunks(q, k, v, start, length, first, column, *, chunks, width, tiles, tile, interpret):
+    """Attention of every chunk by itself; with columns its logits too, those of a segment's rows from its column on.
 
-    Blocks of a program (w, t, b): q [K*R, D], k and v [P, D], start, length, first [K] of sequence b, whole;
-    out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [R, P] of the whole sequence.
+    Blocks of a program (w, t, b): q [K*R, D], k and v [P, D], start, length, first, column [K] of sequence b, whole;
+    out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [R, width] of the whole sequence.
     """
     batch, heads, rows, dim = q.shape
-    pool_rows = k.shape[1]
-    # Each head's last chunk may be partial: there are at most K more than full ones.
-    chunks = -(-pool_rows // tiles.chunk) + heads
+    pool_rows, keeps = k.shape[1], column is not None
     scale = 1.0 / dim**0.5
     block, padded_heads = tiles.block, 1 << (heads - 1).bit_length()
 
-    def kernel(q_ref, k_ref, v_ref, start_ref, length_ref, first_ref, part_ref, lse_ref, *logits_ref):
+    def kernel(q_ref, k_ref, v_ref, start_ref, length_ref, first_ref, *refs):
+        column_ref, (part_ref, lse_ref, *logits_ref) = (refs[0], refs[1:]) if keeps else (None, refs)
         chunk = program_id(0)
         query = program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
         head_ids = jnp.arange(padded_heads, dtype=jnp.int32)
@@ -110,6 +128,7 @@ def _chunks(q, k, v, start, length, first, *, tiles, tile, mass, interpret):
         offset = (chunk - pick(begins)) * tiles.chunk
         here = jnp.minimum(of_head(length_ref) - offset, tiles.chunk)
         row = of_head(start_ref) + offset
+        cell = of_head(column_ref) + offset if keeps else None
 
         @when(here > 0)
         def _():
@@ -122,9 +141,10 @@ def _chunks(q, k, v, start, length, first, *, tiles, tile, mass, interpret):
                 at = row + index * block + jnp.arange(block, dtype=jnp.int32)
                 keys = take_rows(k_ref, at, inside, dim)
                 s = dot(queries, keys, transpose_b=True) * scale
-                if mass:
+                if keeps:
+                    cells = cell + index * block + jnp.arange(block, dtype=jnp.int32)
                     wanted = real[:, None] & inside[None, :]
-                    store(logits_ref[0].at[query[:, None], at[None, :]], s, mask=wanted)
+                    store(logits_ref[0].at[query[:, None], cells[None, :]], s, mask=wanted)
                 s = jnp.where(inside[None, :], s, MASKED)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = jnp.exp(s - new_top[:, None])
@@ -149,24 +169,24 @@ def _chunks(q, k, v, start, length, first, *, tiles, tile, mass, interpret):
         jax.ShapeDtypeStruct((batch, chunks, rows), jnp.float32),
     ]
     outputs = [per_chunk(rows, dim), per_chunk(rows)]
-    if mass:
-        shapes.append(jax.ShapeDtypeStruct((batch, rows, pool_rows), jnp.float32))
-        outputs.append(per_sequence(rows, pool_rows))
+    tables = (start, length, first)
+    if keeps:
+        tables = (*tables, column)
+        shapes.append(jax.ShapeDtypeStruct((batch, rows, width), jnp.float32))
+        outputs.append(per_sequence(rows, width))
     parts = call(
         kernel,
         q.reshape(batch, heads * rows, dim),
         k,
         v,
-        start,
-        length,
-        first,
+        *tables,
         name="ragged_decode",
         grid=(chunks, -(-rows // tile), batch),
         inputs=[
             per_sequence(heads * rows, dim),
             per_sequence(pool_rows, dim),
             per_sequence(pool_rows, dim),
-            *(per_sequence(heads) for _ in range(3)),
+            *(per_sequence(heads) for _ in tables),
         ],
         outputs=outputs,
         shapes=shapes,
@@ -231,12 +251,49 @@ def _reduce(parts, part_lse, first, count, dtype, *, heads, tiles, tile, interpr
     )
 
 
-def _row_mass(logits, lse, start, length):
-    """Softmax weights of the rows, mean over queries; XLA fuses this into one pass over the logits."""
-    batch, heads, rows = lse.shape
-    row = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    inside = (row >= start[..., None]) & (row < (start + length)[..., None])  # [B, K, P]
-    segment = jnp.argmax(inside, axis=1)
-    of_row = jnp.take_along_axis(lse, segment[..., None], axis=1)  # [B, P, R]
-    weights = jnp.exp(logits - jnp.swapaxes(of_row, 1, 2)).mean(axis=1)
-    return jnp.where(inside.any(axis=1), weights, 0.0)
+def _add_mass(logits, lse, start, column, length, out, score, *, longest, tiles, interpret):
+    """Adds the softmax weights of rows to their scores, mean over queries; the output is handed on as it is.
+
+    Blocks of a program (w, h, b): logits [R, width] and score [P] of sequence b, whole; lse [R], start, column and
+    length of head h, the last three scalars; out [K, R, D], not looked at; out again, and score, of which it writes the
+    w-th block of head h's rows.
+    """
+    batch, heads, rows, dim = out.shape
+    padded = 1 << (rows - 1).bit_length()
+    # Four bytes of 32 logits or so for each thread, whatever R is.
+    block = max(16, tiles.merge_launch.warps * 1024 // padded)
+
+    def kernel(logits_ref, lse_ref, start_ref, column_ref, length_ref, _, old_ref, __, score_ref):
+        row = program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
+        query = jnp.arange(padded, dtype=jnp.int32)
+        inside, real = row < length_ref[...], query < rows
+        wanted = real[:, None] & inside[None, :]
+        total = load(lse_ref.at[query], mask=real, other=0.0)
+        cells = column_ref[...] + row
+        s = load(logits_ref.at[query[:, None], cells[None, :]], mask=wanted, other=MASKED)
+        weights = jnp.exp(s - total[:, None]).sum(axis=0) / rows
+        at = start_ref[...] + row
+        store(score_ref.at[at], load(old_ref.at[at], mask=inside, other=0.0) + weights, mask=inside)
+
+    whole = lambda *shape: BlockSpec((None, *shape), lambda w, h, b: (b,) + (0,) * len(shape))  # noqa: E731
+    scalar = BlockSpec((None, None), lambda w, h, b: (b, h))
+    per_head = BlockSpec((None, None, rows), lambda w, h, b: (b, h, 0))
+    passed = [whole(heads, rows, dim), whole(score.shape[1])]
+    return call(
+        kernel,
+        logits,
+        lse,
+        start,
+        column,
+        length,
+        out,
+        score,
+        name="ragged_mass",
+        grid=(-(-longest // block), heads, batch),
+        inputs=[whole(*logits.shape[1:]), per_head, scalar, scalar, scalar, *passed],
+        outputs=passed,
+        shapes=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, score)],
+        launch=tiles.merge_launch,
+        interpret=interpret,
+        aliases={5: 0, 6: 1},
+    )

@@ -15,7 +15,8 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
 from jaxkv.cache.pools import Pool, row_norms, take_rows
 from jaxkv.engine.bookkeeping import faded, with_received
-from jaxkv.engine.compress import choose, merged, of_prompt
+from jaxkv.engine.choosing import choose, of_prompt
+from jaxkv.engine.compress import merged
 from jaxkv.engine.evict import evict
 from jaxkv.engine.layer_step import LayerRows, attend
 from jaxkv.engine.program import Program
@@ -166,7 +167,7 @@ def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None
     """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
     program = program_of(policy, layout, widest)
-    if program.compares_keys:
+    if program.knows_norms:
         pool = dataclasses.replace(pool, norm=row_norms(pool.k))
     if program.looks_ahead:
         segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,15 @@ def test_similarity_is_the_oracles():
     expected = (oracle(texts[0], 5, 0.2) + oracle(texts[1], 5, 0.2)) / 2
     np.testing.assert_allclose(found.mass, expected, atol=1e-5)
     assert found.lengths == (48, 30)
+
+
+def test_the_map_of_a_model_on_a_mesh():
+    texts, mesh = tiny.prompts(0, (48, 30)), jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    alone = similarity(tiny.tiny(CONFIG), texts, share=0.2, queries=5)
+    split = similarity(tiny.tiny(CONFIG).on(mesh), texts, share=0.2, queries=5)
+    np.testing.assert_allclose(split.mass, alone.mass, atol=1e-6)
+    one, two = (filter_layers(model, texts, m=1) for model in (tiny.tiny(CONFIG), tiny.tiny(CONFIG).on(mesh)))
+    assert one.filters == two.filters
 
 
 def a_map(layers, seed=0):

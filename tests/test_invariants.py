@@ -17,7 +17,7 @@ from policy_table import BY_NAME, DECODED, TABLE, Row
 
 import jaxkv
 from jaxkv.cache.packing import Unpacked, pack, pack_shared
-from jaxkv.engine.compress import choose, of_prompt
+from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.models.rope import angles, rotate
 from jaxkv.policies import EntropyLayers, KVPressLayers, OfficialLayers
 

@@ -50,7 +50,7 @@ def attend_oracle(q, k, v, start, length):
     return out, lse, mass
 
 
-def check_attend(seed, lengths, rows, dim, dtype, tiles, *, gap=0, mass=True):
+def check_attend(seed, lengths, rows, dim, dtype, tiles, *, gap=0, scored=True, widest=None, counts=None):
     """Segments one after the other, `gap` unused rows behind each."""
     length = np.asarray(lengths, np.int32)
     batch, heads = length.shape
@@ -58,12 +58,26 @@ def check_attend(seed, lengths, rows, dim, dtype, tiles, *, gap=0, mass=True):
     pool = int((start + length).max()) + gap
     kind, tolerance = DTYPES[dtype]
     q, k, v = draw(seed, (batch, heads, rows, dim), (batch, pool, dim), (batch, pool, dim), dtype=kind)
+    (score,) = draw(seed + 1, (batch, pool))
+    options = {"score": score, "widest": widest, "counts": counts} if scored else {}
     results = pallas_kernels.attend(
-        q, k, v, jnp.asarray(start), jnp.asarray(length), mass=mass, tiles=tiles, interpret=True
+        q, k, v, jnp.asarray(start), jnp.asarray(length), **options, tiles=tiles, interpret=True
     )
     assert results[0].dtype == kind
-    for ours, theirs in zip(results, attend_oracle(q, k, v, start, length)[: len(results)], strict=True):
+    out, lse, mass = attend_oracle(q, k, v, start, length)
+    told = np.ones(batch, bool) if counts is None else np.asarray(counts)
+    wanted = (out, lse, np.asarray(score, np.float64) + mass * told[:, None])
+    for ours, theirs in zip(results, wanted[: len(results)], strict=True):
         np.testing.assert_allclose(wide(ours), theirs, rtol=tolerance, atol=tolerance)
+    outside = ~inside_any(start, length, pool) | ~told[:, None]
+    if scored:
+        np.testing.assert_array_equal(np.asarray(results[2])[outside], np.asarray(score)[outside])
+
+
+def inside_any(start, length, pool):
+    """Which rows lie in some segment."""
+    row = np.arange(pool)
+    return ((row >= start[..., None]) & (row < (start + length)[..., None])).any(axis=1)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), KINDS)
@@ -88,29 +102,33 @@ def test_attend_any_lengths(seed, data):
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_attend_several_queries(rows):
     """A question on a cache: more queries than one tile holds."""
-    check_attend(1, [[50, 3, 20], [1, 0, 64]], rows, 64, "float32", SMALL, mass=rows <= 16)
+    check_attend(1, [[50, 3, 20], [1, 0, 64]], rows, 64, "float32", SMALL, scored=rows <= 16)
 
 
-def test_attend_refuses_mass_of_many_queries():
+@pytest.mark.parametrize("widest", [33, 40, 1000])
+def test_attend_over_a_stretch_of_a_large_pool(widest):
+    """Logits lie head after head where the pool's rows are many more; a sequence that has ended is not scored."""
+    check_attend(
+        4, [[0, 33, 9], [31, 2, 0]], 3, 64, "float32", SMALL, gap=40, widest=widest, counts=jnp.array([1, 0]) > 0
+    )
+
+
+def test_attend_refuses_scores_of_many_queries():
     q, k = draw(0, (1, 1, 17, 64), (1, 32, 64))
     at, length = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 32, jnp.int32)
     with pytest.raises(ValueError, match="17 queries"):
-        pallas_kernels.attend(q, k, k, at, length, mass=True, tiles=SMALL, interpret=True)
+        pallas_kernels.attend(q, k, k, at, length, score=jnp.zeros((1, 32)), tiles=SMALL, interpret=True)
 
 
 def test_attend_ignores_what_lies_outside():
     """Rows of no segment may hold anything, even NaN."""
     q, k, v = draw(2, (2, 2, 3, 64), (2, 80, 64), (2, 80, 64))
     start, length = np.asarray([[5, 50], [0, 40]], np.int32), np.asarray([[20, 11], [37, 5]], np.int32)
-    row = np.arange(80)
-    outside = ~((row >= start[..., None]) & (row < (start + length)[..., None])).any(axis=1)
+    outside = ~inside_any(start, length, 80)
     dirty = [jnp.where(jnp.asarray(outside)[..., None], jnp.nan, a) for a in (k, v)]
-    clean = pallas_kernels.attend(
-        q, k, v, jnp.asarray(start), jnp.asarray(length), mass=True, tiles=SMALL, interpret=True
-    )
-    other = pallas_kernels.attend(
-        q, *dirty, jnp.asarray(start), jnp.asarray(length), mass=True, tiles=SMALL, interpret=True
-    )
+    at, score = (jnp.asarray(start), jnp.asarray(length)), jnp.zeros((2, 80))
+    clean = pallas_kernels.attend(q, k, v, *at, score=score, tiles=SMALL, interpret=True)
+    other = pallas_kernels.attend(q, *dirty, *at, score=score, tiles=SMALL, interpret=True)
     for ours, theirs in zip(other, clean, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 

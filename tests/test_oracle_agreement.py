@@ -14,7 +14,7 @@ from table_oracles import critical_norms
 
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
-from jaxkv.engine import compress
+from jaxkv.engine import choosing, compress
 from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, UniformHeads, select
 
 SLOTS, DIM, LAYERS = 48, 8, 3
@@ -48,7 +48,7 @@ class _Drawn(compress.Source):
         self.indices, self.parts = range(len(self.k)), self.policy.parts()
         self.length = jnp.asarray(self.lengths, jnp.int32)
         self.forced = self.parts.keep.mask(self.lengths, SLOTS)
-        self.prompts = compress.of_prompt(None, jnp.asarray(self.forced), self.length)
+        self.prompts = choosing.of_prompt(None, jnp.asarray(self.forced), self.length)
 
     def candidates(self, index):
         parts, window = self.parts, self.parts.scorer.queries
@@ -156,8 +156,8 @@ def library_choice(heads, scores, base, forced=FORCED):
     """Kept positions of one layer of one sequence, the forced ones included."""
     mask = jnp.asarray(np.isin(np.arange(scores.shape[1]), forced)[None])
     length, rows = jnp.asarray([scores.shape[1]], jnp.int32), jnp.asarray([base + len(forced)], jnp.int32)
-    layer = compress.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
-    chosen = compress.choose(layer, rows, heads=heads).mask
+    layer = choosing.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
+    chosen = choosing.choose(layer, rows, heads=heads).mask
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
 

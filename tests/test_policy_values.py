@@ -224,7 +224,7 @@ def test_two_ways_of_saying_one_thing():
         assert all(one == other and hash(one) == hash(other) for other in others)
     # A repr shows what was written.
     assert brief(AdaKV(base="snapkv", budget=64)) == "AdaKV(budget=64, base='snapkv')"
-    assert repr(AdaKV(budget=64)).endswith("base=None, alpha=0.2, safeguard=None)")
+    assert repr(AdaKV(budget=64)).endswith("base=None, alpha=0.2, capacity=1.5, safeguard=None)")
     model = tiny.tiny(GQA)
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,))[0], policy=AdaKV(budget=32))
     for policy in (AdaKV(budget=32), AdaKV(base=SnapKV(budget=32)), AdaKV(base="snapkv", budget=np.int16(32))):

@@ -17,7 +17,7 @@ from policy_table import BY_NAME
 from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.cache import KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import bookkeeping, compress, drawing, evict, prefill
+from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prefill
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
@@ -194,7 +194,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (compress._observe, compress._choose, packing.pack, packing.pack_shared):
+    for compiled in (compress._observe, choosing._choose, packing.pack, packing.pack_shared):
         compiled.clear_cache()
 
 

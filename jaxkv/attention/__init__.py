@@ -167,7 +167,8 @@ def over_pool_scored(
         score: what rows have received so far.
         counts: sequences whose queries are to be counted.
         walk: how rows are reached.
-        widest: the most rows a segment of a shared pool can have, if that is known: then XLA reads keys once.
+        widest: the most rows a segment of a shared pool can have, if that is known: then XLA reads keys once, and
+            kernels keep logits of no more.
         other: one more row per segment to multiply with the keys where they are read once.
         implementation: what computes it.
 
@@ -176,8 +177,10 @@ def over_pool_scored(
     """
     if implementation in KERNELS:
         kernels, interpret = _kernels(implementation)
-        out, _, mass = kernels.attend(q, k, v, start, length, mass=True, interpret=interpret)
-        return out, score + jnp.where(counts[:, None], mass, 0.0)
+        widest = k.shape[1] // q.shape[1] if walk is xla.Walk.STRIDES else widest
+        options = {"score": score, "counts": counts, "widest": widest, "interpret": interpret}
+        out, _, score = kernels.attend(q, k, v, start, length, **options)
+        return out, score
     if walk is xla.Walk.WINDOWS and widest is not None:
         return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
     out, lse = xla.over_pool(q, k, v, start, length, walk=walk)

@@ -12,6 +12,7 @@ new cache, and none gives up the buffers of the one it was given.
 import dataclasses
 import enum
 import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._values import brief
-from jaxkv.axes import Axes, host, program, settle_down
-from jaxkv.cache.bank import Bank
+from jaxkv.axes import Axes, host, lettered, place
+from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.encoding import encode
-from jaxkv.cache.layout import Layout, by_sequence
-from jaxkv.cache.pools import Pool, segment_of_row
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool
 from jaxkv.checkpoints.orbax_files import CACHE, write_folder
 from jaxkv.models.config import ModelConfig
 
@@ -73,7 +75,7 @@ class State:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits", "moved"],
-    meta_fields=["layout", "policy", "config", "model", "turn", "axes"],
+    meta_fields=["layout", "policy", "config", "model", "turn", "axes", "padding"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
@@ -99,6 +101,8 @@ class KVCache:
         turn: where the conversation stands; where sequences stand at different turns, that of each.
         axes: of the mesh that it lies on, if it does. Each device then has the stretch of every pool that its heads lie
             in, and first rows count from there.
+        padding: sequences behind the others that the arrays hold so that a mesh's groups have as many each: copies of
+            the last one, which nobody asks. `batch`, `kept` and the like are of the others.
     """
 
     pools: tuple[Pool, ...]
@@ -117,16 +121,18 @@ class KVCache:
     model: str = ""
     turn: Turn | tuple[Turn, ...] = Turn.START
     axes: Axes | None = None
+    padding: int = 0
 
     def __repr__(self) -> str:
         """One line: the policy, sequences, rows per kv head, bytes, the turn. For any leaves, tracers among them."""
         layers, batch, heads = _shape(self.length) or (0, 0, 0)
+        batch -= self.padding
         parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
         seen, rows = _known(self.seen), _known(self.length)
         if seen is not None:
-            parts.append(f"{_range(seen)} tokens")
+            parts.append(f"{_range(seen[: len(seen) - self.padding])} tokens")
         if rows is not None:
-            parts.append(f"{_range(rows)} rows in each of {layers} x {heads} heads")
+            parts.append(f"{_range(rows[:, :batch])} rows in each of {layers} x {heads} heads")
         here = (self.pools, self.start, self.length, self.limit, self.seen, self.state)
         parts.append(f"{_bytes(here) / 1e6:.2f} MB")
         if self.bank is not None:
@@ -137,30 +143,37 @@ class KVCache:
 
     def unnamed(self) -> "KVCache":
         """The arrays on the device alone. Programs take these: they are compiled for no policy, model or turn."""
-        return dataclasses.replace(self, bank=None, logits=None, moved=None, policy=None, model="", turn=Turn.START)
+        arrays = dataclasses.replace(self, bank=None, logits=None, moved=None)
+        return dataclasses.replace(arrays, policy=None, model="", turn=Turn.START, padding=0)
 
     def with_arrays(self, arrays: "KVCache") -> "KVCache":
         """This cache, the arrays on the device replaced by what a program has made of them."""
-        given = {name: getattr(self, name) for name in ("bank", "moved", "policy", "model", "turn")}
+        given = {name: getattr(self, name) for name in ("bank", "moved", "policy", "model", "turn", "padding")}
         return dataclasses.replace(arrays, **given)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to disk, bit by bit, for `jaxkv.load_cache` in any process: whole or not at all.
+
+        Of several processes on one mesh, all of which must call it, the first one writes.
 
         Args:
             path: the folder to make; nothing may be there.
 
         Raises:
             ValueError: where something lies at `path`, nothing can be written there, the cache's arrays have been given
-                up, it lies on a mesh, or its policy holds what no text says.
+                up, or its policy holds what no text says.
         """
-        require(self.axes is None, "cache", "on a mesh", "not on a mesh yet: save one that was made without")
         self.require_arrays()
         arrays: dict[str, np.ndarray] = {}
-        cache = encode(dataclasses.replace(self, policy=None), arrays)
-        write_folder(
-            Path(path).expanduser(), CACHE, {"policy": encode(self.policy, None, "policy"), "cache": cache}, arrays
-        )
+        given = dataclasses.replace(self, policy=None)
+        # Files know of no mesh: they hold what one device would.
+        there = host_of(next(iter(self.seen.sharding.addressable_devices)))
+        whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
+        said = {"policy": encode(self.policy, None, "policy"), "cache": encode(whole, arrays)}
+        mesh = None if self.axes is None else self.axes.mesh
+        with hosts.together("KVCache.save", mesh):
+            if hosts.speaks() or not hosts.spans(mesh):
+                write_folder(Path(path).expanduser(), CACHE, said, arrays)
 
     def require_arrays(self) -> None:
         """Refuses a cache whose arrays are gone.
@@ -173,8 +186,8 @@ class KVCache:
 
     @property
     def batch(self) -> int:
-        """B."""
-        return self.seen.shape[0]
+        """B; those that fill a mesh's groups left out."""
+        return self.seen.shape[0] - self.padding
 
     @property
     def nbytes(self) -> int:
@@ -195,18 +208,18 @@ class KVCache:
     def full_nbytes(self) -> int:
         """What the tokens seen would weigh in a full, unpadded cache."""
         each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].k.dtype.itemsize
-        return int(host(self.seen).sum()) * each
+        return int(host(self.seen)[: self.batch].sum()) * each
 
     @property
     def slack_nbytes(self) -> int:
         """Bytes of rows that hold nothing."""
-        rows = self.batch * sum(pool.rows for pool in self.pools)
+        rows = self.seen.shape[0] * sum(pool.rows for pool in self.pools)
         return (rows - int(self.kept.sum())) * self.row_bytes
 
     @property
     def kept(self) -> np.ndarray:
         """Rows held on the device, `i32[L, B, K]`, as an array on the host."""
-        return host(self.length)
+        return host(self.length)[:, : self.batch]
 
     @property
     def stretches(self) -> int:
@@ -217,7 +230,7 @@ class KVCache:
     def first_rows(self) -> np.ndarray:
         """Where each segment begins in its pool, `i32[L, B, K]`, as an array on the host."""
         start, rows = host(self.start), [pool.rows for pool in self.pools]
-        return self.layout.in_pools(start, rows, self.stretches)
+        return self.layout.in_pools(start, rows, self.stretches)[:, : self.batch]
 
     def free(self) -> Int[np.ndarray, " L"]:
         """Rows that every segment of a layer can still take where it lies (the smallest over the layer's segments)."""
@@ -225,6 +238,69 @@ class KVCache:
         # A stretch is to its heads what a pool is to all.
         apart = lambda a: a.reshape(a.shape[0], -1, a.shape[2] // self.stretches)  # noqa: E731
         return np.asarray(self.layout.free(apart(host(self.start)), apart(host(self.length)), pools)).min(axis=(1, 2))
+
+
+def laid_out(
+    cache: KVCache,
+    axes: Axes | None,
+    *,
+    rows: Sequence[int] | None = None,
+    put: Callable[[np.ndarray, str], Array] | None = None,
+) -> KVCache:
+    """A cache on another mesh: the same rows in the same segments, brought to the host one array after the other.
+
+    Args:
+        cache: any cache.
+        axes: of the mesh; None for a single device.
+        rows: of each pool, or of each of its stretches; by default no more than the fullest one takes.
+        put: where an array of these letters goes; by default where it lies on that mesh.
+
+    Returns:
+        The cache there.
+    """
+    put = partial(place, axes=axes) if put is None else put
+    groups, stretches = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
+    batch, layout = cache.batch, cache.layout
+    # What fills the groups is the last sequence once more.
+    of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
+    first, length = cache.first_rows[:, of], cache.kept[:, of]
+    layers, count, heads = length.shape
+    start, sources = np.empty_like(first), []
+    for index, group in enumerate(layout.groups(range(layers))):
+        part = slice(group[0], group[-1] + 1)
+        # A stretch of heads is a sequence of its own to its pool.
+        apart = length[part].reshape(len(group), -1, heads // stretches)
+        each = int(layout.takes(apart).max()) if rows is None else rows[index]
+        start[part] = np.asarray(layout.place(jnp.asarray(apart), each)).reshape(length[part].shape)
+        source = np.full((count, stretches * each), -1)
+        for layer, row, head in np.ndindex(*length[part].shape):
+            taken = np.arange(int(length[part][layer, row, head]))
+            begin = start[part][layer, row, head] + head * stretches // heads * each
+            source[row, begin + taken] = first[part][layer, row, head] + taken
+        sources.append(source)
+    made = dataclasses.replace(cache, axes=axes, padding=count - batch, bank=None)
+    move = lambda path, letters, leaf: put(_moved(path, letters.split(), leaf, of, sources, start), letters)  # noqa: E731
+    there = jax.tree.unflatten(jax.tree.structure(made), [move(*leaf) for leaf in lettered(made)])
+    if cache.bank is None:
+        return there
+    # What waits may be of one sequence for all.
+    alone = len(cache.bank.rows[0]) < len(cache.seen)
+    return dataclasses.replace(there, bank=cache.bank.moved(of[:groups] * 0 if alone else of, axes))
+
+
+def _moved(
+    path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
+) -> np.ndarray:
+    """A leaf of the sequences `of`: rows of a pool from where they come, and where segments begin."""
+    if path[0].name == "start":
+        return start
+    taken = host(leaf).take(of, axis=letters.index("B"))
+    if "P" not in letters:
+        return taken
+    source = sources[path[1].idx]
+    wide = (...,) + (None,) * (taken.ndim - 2)
+    empty = np.asarray(-1 if path[2].name == "pos" else 0, taken.dtype)
+    return np.where((source >= 0)[wide], np.take_along_axis(taken, np.maximum(source, 0)[wide], axis=1), empty)
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
@@ -249,90 +325,3 @@ def _range(numbers: np.ndarray) -> str:
 def _bytes(tree: Any) -> int:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
-
-
-@program(static=("layout", "rows", "room", "axes"))
-def _repacked(
-    pool: Pool,
-    start: Int[Array, "n B K"],
-    length: Int[Array, "n B K"],
-    *,
-    layout: Layout,
-    rows: int,
-    room: tuple[int, ...],
-    axes: Axes | None,
-) -> tuple[Pool, Int[Array, "n B K"]]:
-    """The pool of some layers with so many rows, and where their segments then begin."""
-    placed = layout.place(length, rows, np.asarray(room, np.int32))
-    start, length, new_start = (by_sequence(table) for table in (start, length, placed))
-    segment = segment_of_row(new_start, rows)
-    at = lambda a: jnp.take_along_axis(a, segment, axis=1)  # noqa: E731
-    offset = jnp.arange(rows, dtype=jnp.int32) - at(new_start)
-    real = offset < at(length)
-    source = jnp.where(real, at(start) + offset, 0)
-    take = lambda a: jnp.where(real[..., None], jnp.take_along_axis(a, source[..., None], axis=1), 0)  # noqa: E731
-    cells = lambda a, empty: jnp.where(real, jnp.take_along_axis(a, source, axis=1), empty)  # noqa: E731
-    score = None if pool.score is None else cells(pool.score, 0.0)
-    return Pool(k=take(pool.k), v=take(pool.v), pos=cells(pool.pos, -1), score=score), placed
-
-
-def repack(
-    cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
-) -> KVCache:
-    """Copies a cache into fresh buffers with `room` more rows behind every segment.
-
-    Args:
-        cache: any cache; unchanged unless released.
-        room: rows to add per segment, 0 or more; one number, or one for each layer.
-        batch: copy a cache of one sequence to this many.
-        release: give up the given cache's pools one by one while copying, so that both never exist whole.
-
-    Returns:
-        The copy.
-
-    Raises:
-        ValueError: if `batch` is asked for and the cache holds another number of sequences.
-    """
-    copies = 1 if batch is None or batch == cache.batch else batch
-    if copies > 1:
-        require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
-    repeat = (lambda a, axis: jnp.repeat(a, copies, axis=axis)) if copies > 1 else (lambda a, axis: a)
-    start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
-    layers, _, heads = start.shape
-    rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
-    pools, placed = [], []
-    for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
-        of = slice(group[0], group[-1] + 1)
-        room_of = tuple(rooms[of].tolist())
-        rows = (pool.rows + heads * sum(room_of)) // cache.stretches
-        source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
-        options = {"layout": cache.layout, "rows": rows, "room": room_of, "axes": cache.axes}
-        moved, first = _repacked(source, start[of], length[of], **options)
-        pools.append(moved)
-        placed.append(first)
-        if release:
-            jax.block_until_ready(pools[-1])
-            for leaf in jax.tree.leaves(pool):
-                leaf.delete()
-    state = cache.state
-    if state is not None:
-        state = State(
-            prompt=repeat(state.prompt, 0),
-            budget=repeat(state.budget, 0),
-            recent=repeat(state.recent, 1),
-            choosable=None if state.choosable is None else repeat(state.choosable, 1),
-            tau=None if state.tau is None else repeat(state.tau, 1),
-            rings=tuple(repeat(ring, 0) for ring in state.rings),
-        )
-    copy = dataclasses.replace(
-        cache,
-        pools=tuple(pools),
-        start=jnp.concatenate(placed),
-        length=length,
-        limit=limit,
-        seen=repeat(cache.seen, 0),
-        state=state,
-        logits=None if cache.logits is None else repeat(cache.logits, 0),
-        moved=None if cache.moved is None else repeat(cache.moved, 0),
-    )
-    return settle_down(copy, cache.axes)

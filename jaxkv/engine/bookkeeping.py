@@ -100,7 +100,7 @@ def of_whole_groups(pools: list[Pool], program: Program) -> list[Pool]:
 
 def with_scratch(cache: KVCache, program: Program) -> KVCache:
     """What steps one after the other keep for each other beside the cache; `without_scratch` takes it off again."""
-    if not program.compares_keys:
+    if not program.knows_norms:
         return cache
     pools = tuple(dataclasses.replace(pool, norm=row_norms(pool.k)) for pool in cache.pools)
     cache = dataclasses.replace(cache, pools=pools)

@@ -5,9 +5,7 @@ first is packed.
 """
 
 import abc
-import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,72 +15,19 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, anywhere, gathered, own, program
+from jaxkv.axes import Axes, anywhere, gathered, program
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
+from jaxkv.engine.choosing import Candidates, Choice, choose
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import (
-    HeadBudgets,
-    chooses_apart,
-    most_rows,
-    own_budgets,
-    sortable,
-    top,
-    within_capacity,
-)
 
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["scores", "inside", "forced", "positions", "seen", "norms", "claim"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidates:
-    """One layer's rows, in order of position, as a choice among them sees them.
-
-    Attributes:
-        scores: `f32[B, K, S]` higher stays; None where everything does.
-        inside: `bool[B, K|1, S]` slots that hold a row.
-        forced: `bool[B, K|1, S]` rows that stay whatever their score, the most recent ones left out.
-        positions: `i32[B|1, K|1, S]` of the rows.
-        seen: `i32[B]` tokens of the text: the most recent rows count from there.
-        norms: `f32[B, K, S]` of the values, for choices that look at them.
-        claim: `f32[B]` the layer's claim on the budget, where budgets follow from what layers claim.
-    """
-
-    scores: Float[Array, "B K S"] | None
-    inside: Bool[Array, "B #K S"]
-    forced: Bool[Array, "B #K S"]
-    positions: Int[Array, "#B #K S"]
-    seen: Int[Array, " B"]
-    norms: Float[Array, "B K S"] | None = None
-    claim: Float[Array, " B"] | None = None
-
-
-@jax.jit
-def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
-    """A prompt's rows, every head's alike.
-
-    Args:
-        scores: float32, higher stays; None where everything does.
-        forced: rows that stay whatever their score.
-        length: tokens of each sequence.
-
-    Returns:
-        The rows, without norms and claim.
-    """
-    positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
-    inside = positions < length[:, None, None]
-    return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
 
 
 class Source(abc.ABC):
@@ -128,19 +73,6 @@ class Compressed(NamedTuple):
     start: Int[Array, "L B K"]
     length: Int[Array, "L B K"]
     tau: Float[Array, "L B K n"] | None
-    moved: Int[Array, " B"] | None
-
-
-class Choice(NamedTuple):
-    """Which rows of a layer stay.
-
-    Attributes:
-        mask: `bool[B, K, S]`.
-        moved: `i32[B]` how many of them are there in place of better ones, for which a device had no room; None where
-            there is no such limit.
-    """
-
-    mask: Bool[Array, "B K S"]
     moved: Int[Array, " B"] | None
 
 
@@ -263,107 +195,6 @@ def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: 
     """Whether a score of any row there is is not a number, so that it has no place in an order."""
     inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
     return anywhere((jnp.isnan(scores) & inside).any(), axes)
-
-
-def choose(
-    layer: Candidates,
-    rows: Int[Array, " B"],
-    recent: Int[Array, " B"] | None = None,
-    allowed: Bool[Array, "B S"] | None = None,
-    due: Bool[Array, " B"] | None = None,
-    *,
-    heads: HeadBudgets,
-    axes: Axes | None = None,
-) -> Choice:
-    """Chooses the rows of one layer that stay.
-
-    Args:
-        layer: what is known of its rows.
-        rows: rows per kv head in this layer, forced ones included; K times as many stay.
-        recent: last rows that stay, too.
-        allowed: the only rows that can be chosen, if not all.
-        due: sequences whose rows are chosen, all rows of the others stay; all by default.
-        heads: how they spread over heads.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The choice; ties go to the lowest head, then to the lowest position.
-    """
-    if layer.scores is None:
-        return Choice(layer.inside, None)
-    return _choose(layer, rows, recent, allowed, due, heads=Typed(heads), axes=axes)
-
-
-@program(static=("heads", "axes"))
-def _choose(
-    layer: Candidates,
-    rows: Int[Array, " B"],
-    recent: Int[Array, " B"] | None,
-    allowed: Bool[Array, "B S"] | None,
-    due: Bool[Array, " B"] | None,
-    *,
-    heads: Typed,
-    axes: Axes | None,
-) -> Choice:
-    budgets, mine = heads.part, layer.inside
-    # Where heads look at one another, every device looks at all of them.
-    over = None if chooses_apart(budgets) else axes
-    layer = _of_all_heads(layer, over)
-    scores, inside = layer.scores, layer.inside
-    assert scores is not None
-    forced = layer.forced
-    if recent is not None:
-        forced = forced | (layer.positions >= (layer.seen - recent)[:, None, None])
-    forced = forced & inside
-    candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
-    anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
-    most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
-    base = jnp.clip(rows - anyway, 0, most)
-    chosen = budgets.choose(scores, candidates, base, anyway, layer.norms)
-    if candidates.shape[1] > 1 and not budgets.uniform:
-        # A head's share can be more than it has; what it leaves goes to the best rows of the others.
-        chosen = chosen & candidates
-        left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
-        missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
-        chosen = chosen | top(left, missing).reshape(chosen.shape)
-    chosen, moved = _on_devices(chosen, candidates, layer, base, anyway, budgets, over)
-    mask = own(forced | chosen, "K", 1, over)
-    if due is None:
-        return Choice(mask, moved)
-    return Choice(jnp.where(due[:, None, None], mask, mine), None if moved is None else jnp.where(due, moved, 0))
-
-
-def _on_devices(
-    chosen: Bool[Array, "B K S"],
-    candidates: Bool[Array, "B #K S"],
-    layer: Candidates,
-    base: Int[Array, " B"],
-    anyway: Int[Array, " B"],
-    budgets: HeadBudgets,
-    axes: Axes | None,
-) -> tuple[Bool[Array, "B K S"], Int[Array, " B"] | None]:
-    """The choice of all heads as far as each device has room for its own; how many rows had none."""
-    devices = 1 if axes is None else axes.size("K")
-    uneven = own_budgets(budgets)
-    if uneven is None or uneven.capacity >= devices:
-        return chosen, None
-    assert layer.scores is not None
-    mine = chosen.shape[1] // devices
-    most = most_rows(uneven.capacity, mine * (base + anyway)) - mine * anyway
-    keys = jnp.where(candidates, sortable(layer.scores), jnp.uint32(0))
-    return within_capacity(chosen, keys, uneven.floor(base, anyway), most, devices)
-
-
-def _of_all_heads(layer: Candidates, axes: Axes | None) -> Candidates:
-    """What is known of the rows of all heads, where a device has some of them."""
-    if axes is None or layer.scores is None:
-        return layer
-    shape = layer.scores.shape
-    known = {name: getattr(layer, name) for name in ("scores", "inside", "forced", "positions", "norms")}
-    whole = {
-        name: gathered(jnp.broadcast_to(each, shape), "K", 1, axes) for name, each in known.items() if each is not None
-    }
-    return dataclasses.replace(layer, **whole)
 
 
 def merged(

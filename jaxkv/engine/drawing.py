@@ -59,7 +59,9 @@ class Drawing:
         """
         self.left, self.size = new, size
         self._flat, self._program, self._key, self._sampling = flat, program, key, sampling
-        self._draw = loop.Draw(logits=logits, done=jnp.zeros((cache.batch,), bool), key=key)
+        self._batch, self._padding = cache.batch, cache.padding
+        # What fills a mesh's groups draws nothing.
+        self._draw = loop.Draw(logits=logits, done=self._placed(np.zeros(self._batch, bool), others=True), key=key)
         # -2 is no token: drawing then ends by its steps alone.
         self._eos = jnp.asarray(sorted(set(eos)) or [-2], jnp.int32)
         decode: Any = loop.decode if cache.bank is None else partial(staged.decode, traffic=traffic)
@@ -93,7 +95,7 @@ class Drawing:
     @property
     def done(self) -> Bool[np.ndarray, " B"]:
         """Which sequences have ended."""
-        return host(self._draw.done)
+        return host(self._draw.done)[: self._batch]
 
     def draw(self, steps: int) -> Int[np.ndarray, "B n"]:
         """Draws tokens.
@@ -116,7 +118,7 @@ class Drawing:
             policy = self._running.cache.policy
             raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
         self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, self._eos, steps)
-        tokens, ran, vocab = host(drawn), int(host(count)), self._program.config.vocab
+        tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._program.config.vocab
         inside = bool((tokens < vocab).all())
         require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")
         self.left, self._held, self._fit = self.left - ran, self._held + ran, self._fit - ran
@@ -132,7 +134,7 @@ class Drawing:
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
             self._taken_back = True
-            self._running = self._running.rewound(self._placed(rows, jnp.int32))
+            self._running = self._running.rewound(self._placed(rows.astype(np.int32), others=0))
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
         """Ends sequences.
@@ -140,10 +142,11 @@ class Drawing:
         Args:
             which: those.
         """
-        self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which))
+        self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, others=True))
 
-    def _placed(self, of_each: np.ndarray, dtype: Any = None) -> Array:
-        return place(of_each, "B", self._program.axes, dtype)
+    def _placed(self, of_each: np.ndarray, *, others: Any) -> Array:
+        """Numbers of the sequences that draw on the devices, and another one for those that fill a mesh's groups."""
+        return place(np.pad(of_each, (0, self._padding), constant_values=others), "B", self._program.axes)
 
     def close(self) -> KVCache:
         """The cache with all that was drawn, and the logits of what comes next; the drawing is over.

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import hosts
-from jaxkv.axes import host
+from jaxkv.axes import host, missing
 from jaxkv.cache import KVCache, repack
 from jaxkv.engine.plan import available_bytes, bucket, check_bytes
 from jaxkv.engine.recompress import beyond, due, recompress
@@ -75,7 +75,7 @@ def steps_that_fit(cache: KVCache) -> int:
         return int(free.min())
     if parts.evicts:
         # One spare row is all that a segment at its limit needs.
-        to_limit = (host(cache.limit).astype(np.int64) - cache.kept).max(axis=(1, 2))
+        to_limit = _to_limit(cache).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
     return int(min(free.min(), (parts.every or 1) - beyond(cache).max()))
@@ -93,10 +93,9 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
     Returns:
         A cache on which at least one token can be drawn.
     """
-    parts, length = cache.policy.parts(), cache.kept
-    grow_by = (host(cache.limit).astype(np.int64) - length).max(axis=(1, 2))
+    parts, grow_by = cache.policy.parts(), _to_limit(cache).max(axis=(1, 2))
     # Rows below a limit, and of layers without one, have all come one by one.
-    grown = int(length.max()) if parts.evicts else int(beyond(cache).max())
+    grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
     wanted = room_for(parts, grow_by, new, grown=grown)
     if due(cache).any():
         return recompress(flat, cache, key=key, room=wanted)
@@ -129,7 +128,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     room = 0 if fits else bucket(wanted)
     twofold = room if fits or goes_on else bucket(max(wanted, grown))
     mesh = None if given.axes is None else given.axes.mesh
-    device = next(iter(given.seen.devices())) if mesh is None else mesh.local_devices[0]
+    device = next(iter(given.seen.sharding.addressable_devices))
     available = hosts.least(available_bytes(device), mesh)
     if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
         room = twofold
@@ -144,10 +143,16 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
 
     On a mesh what a device has of that.
     """
-    segments = given.config.layers * given.config.kv_heads
-    copied = given.nbytes * batch // given.batch + batch * segments * room * given.row_bytes
+    segments, axes, held = given.config.layers * given.config.kv_heads, given.axes, len(given.seen)
+    batch += missing(batch, axes)
+    copied = given.nbytes * batch // held + batch * segments * room * given.row_bytes
     if given.bank is not None:
         # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
         reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    return copied if given.axes is None else -(-copied // (given.axes.size("B") * given.axes.size("K")))
+    return copied if axes is None else -(-copied // (axes.size("B") * axes.size("K")))
+
+
+def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
+    """Rows that each segment may still grow by; those of sequences that nobody asks stand still."""
+    return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

@@ -19,7 +19,7 @@ from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
-from jaxkv.policies.select import most_rows, share_of
+from jaxkv.policies.select import capacity_of, most_rows
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -101,6 +101,12 @@ class Plan:
         size += f", peak {self.peak_bytes / 1e6:.2f} MB"
         return f"Plan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
 
+    def with_copies(self, count: int) -> "Plan":
+        """The plan with so many more prompts like the last one; bytes stay those of the others."""
+        more = lambda a: np.concatenate([a, np.repeat(a[..., -1:], count, axis=-1)], axis=-1)  # noqa: E731
+        rows = None if self.rows is None else more(self.rows)
+        return dataclasses.replace(self, rows=rows, budget=more(self.budget), forced=more(self.forced))
+
     def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
         """P of each pool, or of each of the stretches that devices have of it, heads alike."""
         mine, layers = heads // stretches, len(self.room)
@@ -181,7 +187,7 @@ def plan(
         capacity=capacity,
         room=rooms,
         layout=parts.layout,
-        share=share_of(parts.heads),
+        share=capacity_of(parts.heads),
         rows=rows,
         budget=budget,
         forced=forced,

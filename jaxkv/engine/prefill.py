@@ -20,18 +20,8 @@ from jaxkv.axes import Axes, host, place, program, put, settle_down, where
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked, pack
-from jaxkv.engine.compress import (
-    Candidates,
-    Compressed,
-    Source,
-    choose,
-    compress,
-    counted,
-    merged,
-    observe,
-    of_prompt,
-    unordered,
-)
+from jaxkv.engine.choosing import Candidates, choose, of_prompt
+from jaxkv.engine.compress import Compressed, Source, compress, counted, merged, observe, unordered
 from jaxkv.engine.plan import Plan, ring_rows
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.program import reading_state
@@ -236,7 +226,7 @@ class _Prompts(Source):
         if self.reading is not None and index in self.reading.offloaded:
             # Before the next but one begins: two layers' rows are on their way at most.
             jax.block_until_ready(self.banked[-1:])
-            self.banked.append(put_away(k, out.v))
+            self.banked.append(put_away(k, out.v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.whole, inside=jnp.zeros_like(self.whole.inside))
         if scorer is None:
@@ -337,11 +327,12 @@ def prefill(
         model=model,
         moved=made.moved,
     )
+    cache = settle_down(cache, flat.axes)
     if prompts.banked:
         assert prompts.reading is not None
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
-    return settle_down(cache, flat.axes), _logits(flat.ends, prompts.x, graphs=flat.graphs)
+    return cache, _logits(flat.ends, prompts.x, graphs=flat.graphs)
 
 
 def _going_on(prompts: _Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:

@@ -112,10 +112,15 @@ class Program:
         return merge is not None and "k" in merge.compares
 
     @property
+    def knows_norms(self) -> bool:
+        """Whether the keys' lengths are kept for that from step to step; a GPU finds them while it compares."""
+        return self.compares_keys and self.implementation not in KERNELS
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether that is done for a likely row while attention reads the keys: rows of a shared pool are far."""
         known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
-        return self.compares_keys and known and self.implementation not in KERNELS
+        return self.knows_norms and known
 
 
 def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
@@ -138,7 +143,7 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     if ongoing is not None and cache.layout.one_pool and cache.state is not None:
         most = widest(parts, slots, cache.config.layers)
         # Several tokens at once are only added: until rows have gone for them, segments are wider than that.
-        most = None if most is not None and int(cache.kept.max()) >= most else most
+        most = None if most is not None and int(host(cache.length).max()) >= most else most
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
     settled = cache.bank is None and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))

@@ -15,7 +15,8 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.compress import ROWS, Candidates, Source, compress
+from jaxkv.engine.choosing import Candidates
+from jaxkv.engine.compress import ROWS, Source, compress
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -24,7 +25,7 @@ from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import HeadBudgets, most_rows, share_of
+from jaxkv.policies.select import HeadBudgets, capacity_of, most_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,13 +76,13 @@ def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
     """
     parts = cache.policy.parts()
     if parts.ongoing is None:
-        return np.zeros(cache.batch, bool)
+        return np.zeros(cache.seen.shape, bool)
     return beyond(cache) >= (parts.every or 1)
 
 
 def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:
     """Rows that each sequence's fullest segment holds beyond its limit; negative while there is room to grow."""
-    return (cache.kept.astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
+    return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
 
 
 class _Held(Source):
@@ -122,10 +123,10 @@ class _Held(Source):
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """What is wanted, or where sequences hold more that are not due a size that repeats: waits for what is kept."""
         of = slice(group[0], group[-1] + 1)
-        stretches, most = self.cache.stretches, share_of(self.static.heads)
+        stretches, capacity = self.cache.stretches, capacity_of(self.static.heads)
         heads = kept.shape[2] // stretches
         # Of a stretch of heads what it may hold, whatever it does: a number that content does not change.
-        share = lambda rows: min(most_rows(most, rows), stretches * rows)  # noqa: E731
+        share = lambda rows: min(most_rows(capacity, rows), stretches * rows)  # noqa: E731
         length, takes = host(kept).astype(np.int64), self.cache.layout.takes
         rows = share(-(-int(takes(length).max()) // stretches))
         # A sequence that is not due may hold more where another mesh made the cache.

@@ -14,10 +14,10 @@ from jaxkv import arguments, hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
-from jaxkv.axes import place
+from jaxkv.axes import missing, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
-from jaxkv.engine import chunked, on_mesh, staged
+from jaxkv.engine import chunked, staged
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
@@ -27,7 +27,6 @@ from jaxkv.engine.plan import Plan, bucket, check_bytes, check_memory, plan
 from jaxkv.engine.program import program_for
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
-from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
@@ -84,8 +83,6 @@ class Session:
         self.policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
         self.implementations = _implementations(params, self.policy, arguments.as_implementation(implementation))
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
-        if self.params.axes is not None:
-            on_mesh.require_known(self.policy)
         given = arguments.as_key(key)
         self._keyed = given is not None
         with self.clocks.making:
@@ -105,30 +102,35 @@ class Session:
             MemoryError: naming the plan's bytes, if they are not there.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        if axes is not None:
-            on_mesh.require_even(len(lengths), axes)
-        of = partial(plan, policy=policy, lengths=lengths.tolist(), dtype=self.params.dtype)
-        needed = of(config, room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
-        with self.clocks.making, hosts.together("a session's plan", None if axes is None else axes.mesh):
-            self._check_memory(needed, partial(of, room=needed.room))
+        of = partial(plan, config, policy, dtype=self.params.dtype)
+        needed = of(lengths.tolist(), room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        mesh = None if axes is None else axes.mesh
+        device = None if mesh is None else mesh.local_devices[0]
+        with self.clocks.making, hosts.together("a session's plan", mesh):
+            check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # It grows to that on the way, where a refusal would cost the answer.
-                check_bytes(of(config, room=bucket(new)).cache_bytes, f"the cache behind max_new_tokens={new}")
+                grown = self._share(of(lengths.tolist(), room=bucket(new)), lengths)
+                check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def _check_memory(self, needed: Plan, of: Callable[[ModelConfig], Plan]) -> None:
-        """Refuses a plan that does not fit; on a mesh by what each device has of heads and prompts."""
+    def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
+        """What a plan takes of each device: on a mesh its part of heads and prompts."""
         config, axes = self.params.config, self.params.axes
         if axes is None:
-            return check_memory(needed)
+            return needed
         heads, groups = axes.size("K"), axes.size("B")
-        mine = of(config.on_one_of(heads, axes.size("H")))
+        of = [*lengths.tolist(), *lengths[-1:].tolist() * missing(len(lengths), axes)]
+        local = config.on_one_of(heads, axes.size("H"))
+        mine = plan(local, self.policy, of, dtype=self.params.dtype, room=needed.room)
         # What heads compete for may all go to those of one device: its pools have room for more than its share.
         more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
-        more *= len(needed.budget) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
+        more *= len(of) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
         of_group = lambda size: -(-(size + more) // groups)  # noqa: E731
-        share = dataclasses.replace(mine, cache_bytes=of_group(mine.cache_bytes), peak_bytes=of_group(mine.peak_bytes))
-        check_memory(share, axes.mesh.local_devices[0])
+        of_all = {name: of_group(getattr(mine, name)) for name in ("cache_bytes", "peak_bytes")}
+        # What waits does so beside each device that asks for it, in the memory of each process' machine.
+        waits = -(-needed.host_bytes * axes.size("G") // jax.process_count())
+        return dataclasses.replace(mine, **of_all, host_bytes=waits)
 
     @settled
     def prefill(
@@ -158,14 +160,16 @@ class Session:
         encoded, params = self._encoded(ids), self.params
         self._check(encoded.lengths, new)
         needed = self.plan(encoded.lengths, new) if needed is None else needed
+        copies = missing(len(encoded.ids), params.axes)
+        every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
         with self.clocks.prefill:
             options: dict[str, Any] = {"implementation": self.implementations.prefill, "tick": tick}
             if not self._by_chunks:
                 options["key"] = self.key
-            of = (params.flat, encoded.padded(needed.slots), encoded.lengths, self.policy, needed)
+            of = (params.flat, every.padded(needed.slots), every.lengths, self.policy, needed)
             cache, logits = self._way.prefill(*of, model=params.fingerprint, **options)
             jax.block_until_ready(logits)
-        return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
+        return dataclasses.replace(cache, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
     def compile_ahead(self, needed: Plan, batch: int) -> None:
@@ -177,7 +181,8 @@ class Session:
         """
         params, implementation = self.params, self.implementations.prefill
         with self.clocks.making:
-            of = (params.flat, batch, self.policy, needed)
+            copies = missing(batch, params.axes)
+            of = (params.flat, batch + copies, self.policy, needed.with_copies(copies) if copies else needed)
             self._way.compile_ahead(*of, implementation=implementation)
 
     @property
@@ -220,7 +225,8 @@ class Session:
             if not donate or cache.batch != batch or cache.free().min() < longest:
                 cache = forked(cache, batch, longest, new)
         size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
-        tokens = encoded.padded(-(-longest // size) * size)
+        axes, lengths = self.params.axes, np.pad(encoded.lengths, (0, cache.padding))
+        tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
         program = program_for(flat, cache, self.implementations.decode)
         run: Any = partial(decoding.extend, flat, program=program)
         if cache.bank is not None:
@@ -228,10 +234,10 @@ class Session:
         with self.clocks.prefill:
             logits = cache.logits
             for first in range(0, tokens.shape[1], size):
-                count = np.clip(encoded.lengths - first, 0, size).astype(np.int32)
-                part = place(tokens[:, first : first + size], "B N", self.params.axes)
-                after, cache = run(cache, part, place(count, "B", self.params.axes))
-                read = place(count > 0, "B", self.params.axes)[:, None]
+                count = np.clip(lengths - first, 0, size).astype(np.int32)
+                part = place(tokens[:, first : first + size], "B N", axes)
+                after, cache = run(cache, part, place(count, "B", axes))
+                read = place(count > 0, "B", axes)[:, None]
                 logits = after if logits is None else jnp.where(read, after, logits)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
@@ -366,8 +372,6 @@ class Session:
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)
-        if self.params.axes is not None:
-            on_mesh.require_even(len(lengths), self.params.axes)
 
 
 def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._values import Value, real
 
-# The largest capacity: no layer's heads lie on more devices.
-_ALL = 1000.0
+# The largest capacity: no layer's kv heads lie on more devices.
+_UNLIMITED = 1000.0
 # Of Python's, of numpy's, or on a device.
 Numbers = TypeVar("Numbers", int, Array)
 
@@ -140,7 +140,7 @@ class _Uneven(Value):
 
     def __post_init__(self) -> None:
         real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
-        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_ALL)
+        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -343,16 +343,18 @@ def shares_positions(heads: HeadBudgets) -> bool:
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """Who gives each kv head a number of rows of its own; None where all get as many."""
+    """Who gives each kv head a number of rows of its own, as far as a device has room; None for others."""
     if isinstance(heads, TwoStageHeads):
         return own_budgets(heads.budgets)
     return heads if isinstance(heads, (AdaptiveHeads, ProtectedHeads)) else None
 
 
-def share_of(heads: HeadBudgets) -> float:
-    """Rows of a layer that the heads of one device may hold, over their even share; all where nothing says less."""
+def capacity_of(heads: HeadBudgets) -> float:
+    """Rows of a layer that the kv heads of one device may hold on a mesh, over their even share."""
+    if heads.uniform:
+        return 1.0
     own = own_budgets(heads)
-    return 1.0 if heads.uniform else _ALL if own is None else own.capacity
+    return _UNLIMITED if own is None else own.capacity
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
@@ -381,7 +383,7 @@ def within_capacity(
     """Spreads the rows chosen of a layer so that the heads of no device hold more than their pool has room for.
 
     Heads of a device that has too many give up their weakest rows, heads together, but none below what it is
-    guaranteed. The best candidates of devices that have room take their place, so that as many stay.
+    guaranteed. The best candidates of devices that have room take their place, so that as many stay whatever happens.
 
     Args:
         chosen: the choice of all heads.
@@ -404,5 +406,8 @@ def within_capacity(
     # Of each device what it could take, and of all that the best.
     could = top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0)))
     moved = count(chosen.reshape(batch, -1)) - count(stays.reshape(batch, -1))
-    taken = top(jnp.where(could, others, jnp.uint32(0)).reshape(batch, -1), moved)
-    return (stays.reshape(batch, -1) | taken).reshape(chosen.shape), moved
+    could, others = could.reshape(batch, -1), others.reshape(batch, -1)
+    taken = top(jnp.where(could, others, jnp.uint32(0)), jnp.minimum(moved, count(could)))
+    # Of a cache from elsewhere a device may hold less than its share: the others then take more than theirs.
+    more = top(jnp.where(taken, jnp.uint32(0), others), moved - count(taken))
+    return (stays.reshape(batch, -1) | taken | more).reshape(chosen.shape), moved

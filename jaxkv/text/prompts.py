@@ -43,6 +43,12 @@ class Encoded:
         """Tokens of each prompt."""
         return np.asarray([len(ids) for ids in self.ids], np.int32)
 
+    def with_copies(self, count: int) -> "Encoded":
+        """With so many more prompts like the last one."""
+        return dataclasses.replace(
+            self, ids=self.ids + self.ids[-1:] * count, turns=self.turns + self.turns[-1:] * count
+        )
+
     def padded(self, slots: int) -> Int[np.ndarray, "B S"]:
         """Ids padded on the right with zeros.
 

@@ -1,0 +1,54 @@
+"""What a compiled program's text says: what travels between devices, what is written in place, what is copied."""
+
+import collections
+import math
+import re
+
+_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
+_RESULT = r"= (\([^=]*?\)|\S+)"
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint32": "u32", "bool": "pred"}
+
+
+def arrays_in(text):
+    """Arrays named in a piece of text: type and sizes."""
+    return [(kind, tuple(map(int, filter(None, sizes.split(","))))) for kind, sizes in _ARRAY.findall(text)]
+
+
+def shown(arrays):
+    """Arrays as HLO writes them."""
+    return " ".join(f"{kind}[{','.join(map(str, sizes))}]" for kind, sizes in arrays)
+
+
+def size_of(kind, sizes):
+    """Bytes of an array."""
+    return _BYTES[kind] * math.prod(sizes)
+
+
+def collectives(text):
+    """What travels, and how many of its instructions do the same; what is in a loop counts once."""
+    found = collections.Counter()
+    for result, kind, start in re.findall(rf"{_RESULT} ({_KINDS})(-start)?\(", text):
+        arrays = arrays_in(result)
+        if start and result.startswith("(") and kind != "all-reduce":
+            # What begins a transfer names what is sent, and then what comes of it.
+            arrays = arrays[len(arrays) // 2 :]
+        found[kind, tuple(arrays)] += 1
+    return found
+
+
+def aliased(text):
+    """Bytes of the arguments that results are written into."""
+    head = text.split("\n", 1)[0]
+    layout = head[head.index("entry_computation_layout=") :]
+    arguments = arrays_in(layout[: layout.index("->")])
+    pairs = re.search(r"input_output_alias=\{(.*?) \}", head)
+    numbers = set(re.findall(r": \((\d+), \{", pairs[1])) if pairs else set()
+    return sum(size_of(*arguments[int(each)]) for each in numbers)
+
+
+def copies(text, arrays):
+    """Copies of some arrays."""
+    made = re.findall(rf"{_RESULT} (?:copy|copy-start)\(", text)
+    return sum(arrays_in(result)[0] in arrays for result in made)

@@ -1,0 +1,77 @@
+"""A cache moved to other devices: compressed on one mesh, asked on another."""
+
+import dataclasses
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv._settings import settled
+from jaxkv.arguments import as_cache
+from jaxkv.axes import Axes
+from jaxkv.cache import KVCache, Layout, laid_out
+from jaxkv.cache.bank import committed
+from jaxkv.engine.plan import bucket
+from jaxkv.policies.select import capacity_of, most_rows
+from jaxkv.sharding import model_mesh
+
+
+@settled
+def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
+    """Moves a cache to another mesh, or to a single device: the same rows of the same heads, bit by bit.
+
+    Rows that the policy's `capacity` moved stay where they went, and none are moved anew: a device whose heads hold
+    more gets a larger pool.
+
+    Args:
+        cache: from `prefill` or `generate`; it is not changed.
+        mesh: devices with the axes "data" and "model"; None for the default device.
+
+    Returns:
+        The cache there, as tight as one fresh from `prefill`; the same one if it lies there already.
+
+    Raises:
+        TypeError: for what is no cache, and for a mesh that is none.
+        ValueError: for a mesh whose axes are others or do not divide the model, and for a cache whose arrays were given
+            up.
+    """
+    if cache is None:
+        raise TypeError("cache=None: give what prefill or an earlier generate returned")
+    given = as_cache(cache)
+    assert given is not None
+    return moved(given, None if mesh is None else Axes(mesh=model_mesh(mesh, given.config)))
+
+
+def moved(cache: KVCache, axes: Axes | None) -> KVCache:
+    """`reshard`, to where a model's axes say.
+
+    Args:
+        cache: any cache.
+        axes: of the mesh; None for the default device.
+
+    Returns:
+        The cache there.
+    """
+    if axes == cache.axes:
+        return cache
+    there = laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
+    if there.bank is None:
+        return there
+    return dataclasses.replace(committed(dataclasses.replace(there, bank=None)), bank=there.bank)
+
+
+def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
+    """Rows of each pool's stretches: numbers that content does not change, where none holds more than its share."""
+    layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
+    kept = cache.kept.astype(np.int64)
+    layers, _, heads = kept.shape
+    mine, out = heads // stretches, list[int]()
+    for pool, group in zip(cache.pools, layout.groups(range(layers)), strict=True):
+        if layout is Layout.EQUAL:
+            out.append(mine * (pool.rows // heads))
+            continue
+        length = kept[group[0] : group[-1] + 1]
+        most = int(layout.takes(length).max())
+        share = min(most_rows(capacity, -(-most // stretches)), most)
+        fullest = int(layout.takes(length.reshape(len(length), -1, mine)).max())
+        out.append(share if fullest <= share else mine * bucket(-(-fullest // mine)))
+    return out

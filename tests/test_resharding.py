@@ -1,0 +1,140 @@
+"""Caches that move: between meshes, to one device, to disk and back. Rows are exact, answers those of before."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from meshes import BUDGET, NEW, mesh_of, model_of, prompts, roomy
+
+import jaxkv
+from jaxkv.axes import Axes
+from jaxkv.sharding import model_mesh
+
+# Every form of pool, and all that a cache may remember; from one device, back to it, and between meshes.
+MOVES = (
+    ("snapkv", "one", "2x4"),
+    ("adakv", "2x4", "one"),
+    ("adakv", "2x2", "4x2"),
+    ("d2o", "one", "2x4"),
+    ("adakv-entropy", "2x4", "one"),
+    ("h2o", "2x2", "4x2"),
+    ("every", "one", "2x4"),
+)
+PLACES = {"one": None, "2x4": (2, 4), "2x2": (2, 2), "4x2": (4, 2)}
+OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+
+
+def place(name):
+    return None if PLACES[name] is None else mesh_of(*PLACES[name])
+
+
+def on(name):
+    return model_of(4) if PLACES[name] is None else model_of(4).on(place(name))
+
+
+@functools.cache
+def asked(name, where):
+    """Three prompts and a first answer, so that segments have grown and room is left."""
+    policy = roomy("snapkv", every=4) if name == "every" else roomy(name)
+    return jaxkv.generate(on(where), prompts(5, (61, 23, 37)), policy=policy, key=3, **OPTIONS).cache
+
+
+@functools.cache
+def answers(name):
+    made = jaxkv.generate(model_of(4), prompts(6, (5, 19, 8)), cache=asked(name, "one"), **OPTIONS)
+    return [tokens.tolist() for tokens in made.tokens]
+
+
+def rows(cache):
+    """Every segment, bit by bit, with its scores."""
+    return {part[:3]: (part.k.tobytes(), part.v.tobytes(), part.pos.tolist()) for part in tiny.segments(cache)}
+
+
+def remembered(cache):
+    """What is no row: tables and states of the sequences that are asked."""
+    of = cache.batch
+    state = cache.state
+    tables = [np.asarray(cache.limit)[:, :of], np.asarray(cache.seen)[:of]]
+    if state is not None:
+        tables += [np.asarray(each)[:of] for each in (state.prompt, state.budget, *state.rings)]
+        tables += [np.asarray(each)[:, :of] for each in (state.recent, state.tau) if each is not None]
+    return [each.tolist() for each in tables]
+
+
+@pytest.mark.parametrize("name, before, after", MOVES)
+def test_a_cache_goes_on_elsewhere(name, before, after):
+    cache = asked(name, before)
+    held, moved = rows(cache), jaxkv.reshard(cache, place(after))
+    assert rows(moved) == held and remembered(moved) == remembered(cache) and rows(cache) == held
+    axes = None if PLACES[after] is None else Axes(mesh=model_mesh(place(after), cache.config))
+    assert moved.axes == axes and moved.batch == 3 and moved.turn == cache.turn
+    for pool in moved.pools:
+        parts = (1, 1) if axes is None else PLACES[after]
+        assert pool.pos.sharding.shard_shape(pool.pos.shape) == (len(moved.seen) // parts[0], pool.rows // parts[1])
+    made = jaxkv.generate(on(after), prompts(6, (5, 19, 8)), cache=moved, **OPTIONS)
+    assert [tokens.tolist() for tokens in made.tokens] == answers(name)
+
+
+def test_rows_that_no_share_allows_stay():
+    """A device whose heads hold more than a capacity gets a larger pool, now and when the policy chooses anew."""
+    base = jaxkv.SnapKV(budget=BUDGET, window=8, every=4)
+    policy = jaxkv.AdaKV(base=base, capacity=1.0, alpha=0.0)
+    alone = jaxkv.prefill(model_of(4), prompts(5, (61, 37)), policy=policy, progress=False)
+    moved = jaxkv.reshard(alone, mesh_of(1, 4))
+    assert rows(moved) == rows(alone)
+    assert moved.pools[0].rows > 4 * BUDGET and (moved.kept.sum(axis=2) == 4 * BUDGET).all()
+    # The second sequence is not due while the first one is: it stays as it is, beyond its share.
+    session = jaxkv.Session(model_of(4).on(mesh_of(1, 4)), policy)
+    grown = session.extend(moved, [[1, 2, 3, 4, 5], [1]])
+    again = session.compress_again(grown)
+    assert {at: one for at, one in rows(again).items() if at[1]} == {
+        at: one for at, one in rows(grown).items() if at[1]
+    }
+    assert (again.kept.sum(axis=2)[:, 0] == 4 * BUDGET).all() and (again.kept.sum(axis=2)[:, 1] == 4 * BUDGET + 4).all()
+
+
+def test_what_lies_there_is_not_moved():
+    cache = asked("snapkv", "2x4")
+    assert jaxkv.reshard(cache, mesh_of(2, 4)) is not None
+    again = jaxkv.reshard(cache, mesh_of(2, 4))
+    assert again.pools[0].k is cache.pools[0].k
+
+
+@pytest.mark.parametrize("name", ["adakv", "h2o"])
+def test_saved_on_a_mesh_and_loaded_on_another(name, tmp_path):
+    cache = asked(name, "2x4")
+    cache.save(tmp_path / "cache")
+    for where in ("one", "4x2"):
+        loaded = jaxkv.load_cache(tmp_path / "cache", mesh=place(where))
+        assert rows(loaded) == rows(cache) and remembered(loaded) == remembered(cache)
+    # Where a model lies on a mesh, the cache comes there.
+    there = jaxkv.load_cache(tmp_path / "cache", on("4x2"))
+    assert jax.tree.structure(there) == jax.tree.structure(loaded) and rows(there) == rows(cache)
+    made = jaxkv.generate(on("4x2"), prompts(6, (5, 19, 8)), cache=there, **OPTIONS)
+    assert [tokens.tolist() for tokens in made.tokens] == answers(name)
+    # A file says nothing of meshes: what one device had is written as ever.
+    asked(name, "one").save(tmp_path / "alone")
+    one, two = (jaxkv.load_cache(tmp_path / each) for each in ("alone", "cache"))
+    assert [leaf.shape for leaf in jax.tree.leaves(one.state)] == [leaf.shape for leaf in jax.tree.leaves(two.state)]
+
+
+def test_what_cannot_be_moved(as_users_call):
+    cache = asked("snapkv", "one")
+    for given in (None, "cache", jaxkv.FullKV()):
+        with pytest.raises(TypeError, match=r"cache=.*: give what prefill or an earlier generate returned"):
+            jaxkv.reshard(given, mesh_of(2, 4))
+    with pytest.raises(TypeError, match=r"mesh=tuple: give jax\.make_mesh"):
+        jaxkv.reshard(cache, (2, 4))
+    with pytest.raises(ValueError, match=r"mesh\.model=3: it does not divide kv_heads=4.*give one of"):
+        jaxkv.reshard(cache, mesh_of(1, 3))
+    with pytest.raises(ValueError, match=r"mesh=\('x', 'model'\): give a mesh with the axes 'data' and 'model'"):
+        jaxkv.reshard(cache, jax.make_mesh((2, 4), ("x", "model")))
+    with pytest.raises(TypeError, match=r"cache=Generation: give its \.cache"):
+        jaxkv.reshard(jaxkv.generate(model_of(4), [1, 2], max_new_tokens=1), None)
+    copy = dataclasses.replace(cache, seen=cache.seen + 0)
+    copy.seen.delete()
+    with pytest.raises(ValueError, match=r"cache='deleted'"):
+        jaxkv.reshard(copy, mesh_of(2, 4))

@@ -1,0 +1,74 @@
+"""Batches that a mesh's groups do not divide: copies of the last prompt fill them, and nobody sees those."""
+
+import numpy as np
+import pytest
+from meshes import BUDGET, NEW, mesh_of, model_of, positions, prompts, roomy
+
+import jaxkv
+
+OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+SEEN = ("prompt_tokens", "new_tokens", "full_bytes", "kept", "decode_steps")
+
+
+def told(made):
+    """What a user sees of a generation."""
+    cache = made.cache
+    tokens = made.tokens if isinstance(made.tokens, list) else [made.tokens]
+    seen = {name: getattr(made.stats, name) for name in SEEN}
+    shapes = (cache.batch, cache.kept.shape, cache.first_rows.shape, cache.full_nbytes)
+    return [each.tolist() for each in tokens], positions(cache), seen, shapes, repr(cache).split(" MB;")[0][:40]
+
+
+@pytest.mark.parametrize("name", ["full", "adakv-entropy", "h2o", "every"])
+def test_three_prompts_for_two_groups(name):
+    """Answers, what is kept of them, and questions on top are those of one device."""
+    policy = roomy("snapkv", every=4) if name == "every" else roomy(name)
+    both = []
+    for model in (model_of(4), model_of(4).on(mesh_of(2, 4))):
+        made = jaxkv.generate(model, prompts(5, (61, 23, 37)), policy=policy, **OPTIONS)
+        more = jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)
+        both.append((told(made), told(more)))
+    assert both[0] == both[1]
+    assert more.cache.padding == 1 and len(more.cache.seen) == 4
+
+
+def test_one_cache_for_three_questions():
+    """One prompt for four groups, an answer, and three questions on top of that: copied from what has gone on."""
+    both = []
+    for model in (model_of(4), model_of(4).on(mesh_of(4, 2))):
+        made = jaxkv.generate(model, prompts(5, (50,))[0], policy=roomy("h2o"), **OPTIONS)
+        more = jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)
+        both.append((told(made), told(more)))
+    assert both[0] == both[1]
+    assert made.cache.padding == 3 and more.cache.padding == 1
+    with pytest.raises(ValueError, match=r"prompt='2 prompts': the cache holds 3"):
+        jaxkv.generate(model, prompts(6, (5, 19)), cache=more.cache, **OPTIONS)
+
+
+def test_ends_and_draws_of_a_filled_batch():
+    """Sequences that have ended, and random draws: each sequence's keys are those of its own place."""
+    ids, sampling = prompts(6, (40, 31, 23)), jaxkv.Temperature(temperature=0.9)
+    out = []
+    for model in (model_of(4), model_of(4).on(mesh_of(2, 2))):
+        session = jaxkv.Session(model, jaxkv.SnapKV(budget=BUDGET, window=8))
+        cache = session.prefill(ids, new=NEW)
+        free, drawn = session.draw(cache, NEW, sampling=sampling, key=11)
+        end = int(session.draw(cache, NEW)[1][0, 2])
+        ended, greedy = session.draw(cache, NEW, eos=(end,))
+        drawing = session.drawing(free, new=NEW)
+        drawing.draw(4)
+        drawing.end(np.asarray([True, False, False]))
+        drawing.take_back(np.asarray([2, 0, 0]))
+        back = drawing.close()
+        out.append((drawn.tolist(), greedy.tolist(), positions(ended), positions(back), drawing.done.tolist()))
+    assert out[0] == out[1]
+    assert greedy.shape[0] == 3 and (greedy[0] == -1).any()
+
+
+def test_stats_count_what_fills_the_groups_as_unused():
+    """Bytes are those that the devices really hold."""
+    options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
+    alone = jaxkv.prefill(model_of(4), prompts(5, (61, 23, 37)), **options)
+    there = jaxkv.prefill(model_of(4), prompts(5, (61, 23, 37)), mesh=mesh_of(2, 4), **options)
+    assert there.nbytes == alone.nbytes * 4 // 3
+    assert there.slack_nbytes == alone.slack_nbytes + sum(pool.rows for pool in there.pools) * there.row_bytes
