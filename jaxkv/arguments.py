@@ -66,7 +66,7 @@ def as_cache(cache: Any) -> KVCache | None:
         raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
     cache.require_arrays()
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
-        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back())
+        return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back(cache.axes))
     return on_device(cache)
 
 
@@ -79,7 +79,7 @@ def on_device(cache: KVCache) -> KVCache:
     Returns:
         The same where its programs find it: on the device, what waits in host memory there.
     """
-    bank = None if cache.bank is None else cache.bank.put_back()
+    bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
     device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 

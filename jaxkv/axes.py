@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array
 
 from jaxkv._errors import require
+from jaxkv._letters import hints_of, known, letters_at, letters_of
 from jaxkv._values import Value
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
@@ -168,14 +167,14 @@ def settle_down(tree: Any, axes: Axes | None) -> Any:
 
 def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
     leaves, tree = jax.tree.flatten(value)
-    letters = _letters_of(value, hint, tree)
+    letters = letters_of(value, hint, tree)
     return jax.tree.unflatten(tree, [_settled(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)])
 
 
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
     """The leaves of a dataclass of arrays: where each lies in it, the letters of its axes, and itself."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path, _known(_letters(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
+    return [(path, known(letters_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:
@@ -203,66 +202,12 @@ def put(leaf: Any, there: NamedSharding) -> Any:
 
 def _settled(leaf: Any, letters: str | None, axes: Axes) -> Any:
     if letters != "...":
-        letters = _known(letters, leaf)
+        letters = known(letters, leaf)
         return put(leaf, _there(axes.mesh, letters, np.shape(leaf)))
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != axes.mesh:
         raise TypeError(f"a leaf of shape {np.shape(leaf)} lies elsewhere than on {axes.mesh}")
     return leaf
-
-
-@functools.cache
-def _hints(of: Any) -> dict[str, Any]:
-    return typing.get_type_hints(of)
-
-
-def _known(letters: str | None, leaf: Any) -> str:
-    """A leaf's letters: only a number by itself needs none."""
-    if letters is None and np.ndim(leaf):
-        raise TypeError(f"no letters for an array of shape {np.shape(leaf)}: annotate it")
-    return letters or ""
-
-
-# Finding letters takes longer than a small program runs. By structure: programs are compiled for each anyway.
-_FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
-
-
-def _letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
-    """The letters of a tree's leaves."""
-    found = _FOUND.get((hint, tree))
-    if found is None:
-        paths = jax.tree_util.tree_flatten_with_path(value)[0]
-        found = _FOUND[hint, tree] = tuple(_letters(value, hint, path) for path, _ in paths)
-    return found
-
-
-def _letters(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
-    """The letters of a leaf: its annotation's, found on the way from the whole; None without one."""
-    for key in path:
-        if isinstance(key, GetAttrKey):
-            kind: Any = type(value)
-            hint, value = _hints(kind).get(key.name), getattr(value, key.name)
-        elif isinstance(key, SequenceKey):
-            hint, value = _item(hint, key.idx), value[key.idx]
-        else:
-            # Numbers of a sampler.
-            return None
-    return _dims(hint)
-
-
-def _item(hint: Any, index: int) -> Any:
-    of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
-    inner = typing.get_args(of)
-    return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
-
-
-def _dims(hint: Any) -> str | None:
-    return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    return typing.get_args(hint) if union else (hint,)
 
 
 class Door:
@@ -314,7 +259,7 @@ class Door:
     def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
-        hints = _hints(self._fn)
+        hints = hints_of(self._fn)
         arrays = {
             name: _as_said(value, hints.get(name), axes)
             for name, value in bound.arguments.items()
@@ -336,8 +281,8 @@ class Door:
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
-            hint = _hints(self._fn)["return"]
-            found["outs"] = [_out_spec(_known(_letters(out, hint, path), leaf), axes) for path, leaf in flat]
+            hint = hints_of(self._fn)["return"]
+            found["outs"] = [_out_spec(known(letters_at(out, hint, path), leaf), axes) for path, leaf in flat]
             return [leaf for _, leaf in flat]
 
         split = functools.partial(jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False)

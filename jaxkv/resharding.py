@@ -1,5 +1,7 @@
 """A cache moved to other devices: compressed on one mesh, asked on another."""
 
+import dataclasses
+
 import numpy as np
 from jax.sharding import Mesh
 
@@ -7,7 +9,7 @@ from jaxkv._settings import settled
 from jaxkv.arguments import as_cache
 from jaxkv.axes import Axes
 from jaxkv.cache import KVCache, Layout, laid_out
-from jaxkv.engine.on_mesh import require_known
+from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import bucket
 from jaxkv.policies.select import capacity_of, most_rows
 from jaxkv.sharding import model_mesh
@@ -29,8 +31,8 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
     Raises:
         TypeError: for what is no cache, and for a mesh that is none.
-        ValueError: for a mesh whose axes are others or do not divide the model, and for a policy that does not run on
-            one; for a cache whose arrays were given up.
+        ValueError: for a mesh whose axes are others or do not divide the model, and for a cache whose arrays were given
+            up.
     """
     if cache is None:
         raise TypeError("cache=None: give what prefill or an earlier generate returned")
@@ -51,21 +53,23 @@ def moved(cache: KVCache, axes: Axes | None) -> KVCache:
     """
     if axes == cache.axes:
         return cache
-    if axes is not None:
-        require_known(cache.policy)
-    return laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
+    there = laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
+    if there.bank is None:
+        return there
+    return dataclasses.replace(committed(dataclasses.replace(there, bank=None)), bank=there.bank)
 
 
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
     """Rows of each pool's stretches: numbers that content does not change, where none holds more than its share."""
     layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
-    layers, _, heads = cache.kept.shape
+    kept = cache.kept.astype(np.int64)
+    layers, _, heads = kept.shape
     mine, out = heads // stretches, list[int]()
     for pool, group in zip(cache.pools, layout.groups(range(layers)), strict=True):
         if layout is Layout.EQUAL:
             out.append(mine * (pool.rows // heads))
             continue
-        length = cache.kept[group[0] : group[-1] + 1].astype(np.int64)
+        length = kept[group[0] : group[-1] + 1]
         most = int(layout.takes(length).max())
         share = min(most_rows(capacity, -(-most // stretches)), most)
         fullest = int(layout.takes(length.reshape(len(length), -1, mine)).max())

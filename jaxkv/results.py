@@ -33,7 +33,8 @@ class Stats:
         layout: how segments lie in the pool, which decides decoding's formulation.
         decode_steps: steps that drew them, each a token of every sequence that had not ended.
         host_bytes: what waits in host memory.
-        transfers: transfers of its rows to the device while tokens were drawn, counted where they are made.
+        transfers: transfers of its rows to the device while tokens were drawn, counted where they are made; on a mesh
+            those to each of this process' devices.
         transferred_bytes: their bytes.
         loaded_bytes: bytes of whole layers that a prompt on top of the cache brought to the device before.
         filter_layers: layers that chose what others read.

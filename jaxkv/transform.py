@@ -55,9 +55,10 @@ def compress(
     """Compresses one layer's keys and values.
 
     Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
-    stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of kv heads may be split
-    where heads do not look at one another: not with AdaKV, nor with policies that keep the same positions in all heads;
-    policies that count all queries' attention, or merge, want `check_vma=False`.
+    stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of sequences may be split,
+    and that of kv heads where heads do not look at one another: not with AdaKV, nor with policies that keep the same
+    positions in all heads, or draw numbers for each; policies that count all queries' attention, or merge, want
+    `check_vma=False`.
 
     Args:
         k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them.

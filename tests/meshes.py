@@ -9,13 +9,13 @@ from unittest import mock
 import jax
 import numpy as np
 import tiny
-from policy_table import BY_NAME
+from policy_table import BY_NAME, TABLE
 
 import jaxkv
 from jaxkv import axes
 
 BUDGET, NEW, LAYERS, DIM = 24, 6, 2, 10
-LENGTHS = (61, 37, 50, 44, 29, 58, 33, 47)
+LENGTHS, QUESTIONS = (61, 37, 50, 44, 29, 58, 33, 47), (5, 9, 3, 8, 6, 2, 7, 4)
 
 
 def mesh_of(data: int, model: int):
@@ -37,11 +37,29 @@ def prompts(seed: int, lengths):
 def roomy(name: str, **options):
     """A row's policy whose heads may all go to one device: what no device has room for is another test's."""
     policy = BY_NAME[name].make(BUDGET, **options)
-    return dataclasses.replace(policy, capacity=8.0) if isinstance(policy, jaxkv.AdaKV) else policy
+    if not isinstance(policy, jaxkv.AdaKV):
+        return policy
+    if policy.safeguard is None:
+        return dataclasses.replace(policy, capacity=8.0)
+    return dataclasses.replace(policy, safeguard=dataclasses.replace(policy.safeguard, capacity=8.0))
 
 
 def positions(cache):
     return {part[:3]: sorted(part.pos.tolist()) for part in tiny.segments(cache)}
+
+
+def kind(row):
+    """What makes programs differ: how segments lie, what follows the prompt, whether rows are merged, or chosen."""
+    parts = row.policy(BUDGET).parts()
+    return parts.layout, type(parts.after), bool(parts.merge), bool(parts.read)
+
+
+def one_of_each(rows) -> tuple[str, ...]:
+    """Names of rows, the last one of each kind: those at the end of the table are made of more parts."""
+    return tuple({kind(row): row.name for row in rows}.values())
+
+
+KINDS = one_of_each(TABLE)
 
 
 class Ran(NamedTuple):
@@ -52,23 +70,28 @@ class Ran(NamedTuple):
     answers: dict
 
 
-def ran(model, policy) -> Ran:
-    """Prompts are read, and tokens drawn."""
+def ran(model, policy, *, asks: bool = False) -> Ran:
+    """Prompts are read, questions on top of them, and tokens drawn; notes what arrays have to move on a mesh."""
     with mock.patch.object(axes, "put", watched):
         session = jaxkv.Session(model, policy, key=3)
         cache = session.prefill(prompts(5, LENGTHS), new=NEW)
         kept = positions(cache)
+        if asks:
+            cache = session.extend(cache, prompts(6, QUESTIONS), new=NEW)
         cache, tokens = session.draw(cache, NEW, donate=True)
-    read_programs()
     return Ran(tokens.tolist(), kept, positions(cache))
 
 
 @functools.cache
-def run(name: str, kv_heads: int, group: int = 2, *, mesh: tuple[int, int] | None = None, every: int | None = None):
-    """`ran` for a row of the policy table, once."""
+def run(name: str, kv_heads: int, group: int = 2, *, mesh: tuple[int, int] | None = None, asks=False, every=None):
+    """`ran` for a row of the policy table, once; a look into the programs follows those of a mesh."""
     policy = roomy(name, **({} if every is None else {"every": every}))
     of = model_of(kv_heads, group)
-    return ran(of if mesh is None else of.on(mesh_of(*mesh)), policy)
+    if mesh is None:
+        return ran(of, policy, asks=asks)
+    out = ran(of.on(mesh_of(*mesh)), policy, asks=asks)
+    read_programs(mesh)
+    return out
 
 
 class Compiled(NamedTuple):
@@ -76,12 +99,14 @@ class Compiled(NamedTuple):
 
     Attributes:
         name: its function's.
+        mesh: that it was compiled for.
         sent: kinds and shapes of its collectives.
         copied: rows of heads, `[B, P, D]`, that it copies whole.
         fresh: such rows that it is given and does not write where they are.
     """
 
     name: str
+    mesh: tuple[int, int]
     sent: tuple[tuple[str, tuple[int, ...]], ...]
     copied: int
     fresh: int
@@ -101,16 +126,15 @@ def shapes(text: str) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in each.split(",") if n) for each in _SHAPE.findall(text)]
 
 
-def read_programs() -> None:
-    """Looks into the programs that have been compiled for several devices since the last call."""
+def read_programs(mesh: tuple[int, int]) -> None:
+    """Looks into the programs for several devices that have been compiled since the last call."""
     for each in jax.devices()[0].client.live_executables():
         if each.fingerprint not in _read and len(each.local_devices()) > 1:
             _read.add(each.fingerprint)
-            modules = [(module.name, module.to_string()) for module in each.hlo_modules()]
-            COMPILED.extend(compiled(name.removeprefix("jit_"), text) for name, text in modules)
+            COMPILED.extend(compiled(module.name, mesh, module.to_string()) for module in each.hlo_modules())
 
 
-def compiled(name: str, text: str) -> Compiled:
+def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:
     """What a program's text says."""
     head, _, body = text.partition("\n")
     of_heads = lambda shape: len(shape) == 3 and shape[-1] == DIM  # noqa: E731
@@ -119,7 +143,7 @@ def compiled(name: str, text: str) -> Compiled:
     given = shapes(re.sub(r"/\*.*?\*/", "", head).partition("entry_computation_layout={(")[2].partition(")->")[0])
     written = {int(at) for at in re.findall(r"\((\d+), \{\}, (?:may|must)-alias\)", head)}
     fresh = [at for at, shape in enumerate(given) if of_heads(shape) and at not in written]
-    return Compiled(name, tuple(sent), len(copied), len(fresh))
+    return Compiled(name.removeprefix("jit_"), mesh, tuple(sent), len(copied), len(fresh))
 
 
 _put = axes.put

@@ -5,12 +5,14 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sharded import mesh_of, model_of, positions, prompts
+from meshes import mesh_of, model_of, positions, prompts
 
 import jaxkv
 from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, select
 
 BUDGET, WINDOW, LENGTHS = 24, 8, (61, 37)
+# Scores of what is no candidate.
+NONE = -1.0
 BASES = {
     "layer": jaxkv.SnapKV(budget=BUDGET, window=WINDOW),
     "shared": jaxkv.PyramidKV(budget=BUDGET, window=WINDOW, allocation=EntropyLayers()),
@@ -31,12 +33,29 @@ def oracle(chosen, scores, floor, most, devices):
             mask[cell] = False
             given += 1
     stayed = mask.copy()
-    for head, slot in best((h, s) for h in range(heads) for s in range(slots) if not stayed[h, s]):
-        first = head // mine * mine
-        full = chosen[first : first + mine].sum() > most or mask[first : first + mine].sum() >= most
-        if mask.sum() < chosen.sum() and not full:
-            mask[head, slot] = True
+    left = best((h, s) for h in range(heads) for s in range(slots) if not stayed[h, s] and scores[h, s] > NONE)
+    for allowed in (most, slots * heads):
+        for head, slot in left:
+            first = head // mine * mine
+            full = mask[first : first + mine].sum() >= allowed
+            if mask.sum() < chosen.sum() and not full:
+                mask[head, slot] = True
     return mask, given
+
+
+def test_a_device_without_rows_leaves_the_others_more():
+    """As of a cache that another mesh has made: totals are exact, whatever the capacity."""
+    rng = np.random.default_rng(0)
+    scores = rng.random((4, 30))
+    scores[2:, 4:] = NONE
+    chosen = np.zeros((4, 30), bool)
+    chosen[:2, :15], chosen[2:, :3] = True, True
+    keys = jnp.where(jnp.asarray(scores > NONE), select.sortable(jnp.asarray(scores, jnp.float32)), jnp.uint32(0))
+    of = [jnp.asarray([each], jnp.int32) for each in (0, 18)]
+    mask, moved = select.within_capacity(jnp.asarray(chosen)[None], keys[None], *of, 2)
+    wanted, given = oracle(chosen, scores, 0, 18, 2)
+    np.testing.assert_array_equal(np.asarray(mask)[0], wanted)
+    assert int(moved[0]) == given == 12 and wanted.sum() == 36 and wanted[2:].sum() == 8
 
 
 @pytest.mark.parametrize("levels", [5, 10_000])

@@ -18,6 +18,7 @@ LAYERS = (
     "jaxkv._errors",
     "jaxkv._settings",
     "jaxkv._values",
+    "jaxkv._letters",
     # Where arrays lie: every program asks.
     "jaxkv.axes",
     "jaxkv.hosts",

@@ -1,6 +1,7 @@
-"""Every notebook runs from its first cell to its last."""
+"""Every notebook runs from its first cell to its last, and what pages of docs/ say can be run."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
+DOCS = FOLDER.parent / "docs"
 REAL = {"quickstart.ipynb"}
 # Run by `make test-foreign`, in an environment with another's model.
 ELSEWHERE = {"03_bring_your_own_model.ipynb"}
@@ -19,6 +21,13 @@ def script_of(path: Path) -> str:
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
+def run(script: str, folder: Path) -> None:
+    path = folder / "cells.py"
+    path.write_text(script, encoding="utf-8")
+    done = subprocess.run([sys.executable, path], cwd=FOLDER, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -28,10 +37,15 @@ def script_of(path: Path) -> str:
     ],
 )
 def test_a_notebook_runs(name, tmp_path):
-    script = tmp_path / "cells.py"
-    script.write_text(script_of(FOLDER / name), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=FOLDER, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(script_of(FOLDER / name), tmp_path)
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(DOCS.glob("*.md"))])
+def test_a_page_runs(name, tmp_path):
+    """Its blocks that are said to, one after the other."""
+    blocks = re.findall(r"```python run\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert blocks, "say which blocks are to be run: ```python run"
+    run("\n".join(blocks), tmp_path)
 
 
 def test_notebooks_hold_no_results():

@@ -202,9 +202,3 @@ def test_filters_choose_for_questions():
         out.append((tokens.tolist(), np.asarray(cache.seen).tolist()))
     assert out[0] == out[1]
     assert ring.sharding.shard_shape(ring.shape) == (1, 1, 1, *ring.shape[3:])
-
-
-def test_rows_in_host_memory_are_refused():
-    policy = OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True)
-    with pytest.raises(ValueError, match=r"policy\.read=.*not on a mesh yet: give offload=False"):
-        jaxkv.prefill(model_of(4), prompts(5, (61, 37)), policy=policy, mesh=mesh_of(2, 4))

@@ -2,23 +2,11 @@
 
 import meshes
 import pytest
-from meshes import BUDGET, DIM, LAYERS, run
+from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 from policy_table import TABLE
 
-
-def kind(row):
-    """What makes programs differ: how segments lie, what follows the prompt, what is looked at."""
-    parts = row.policy(BUDGET).parts()
-    return parts.layout, type(parts.after), bool(parts.merge), bool(parts.read), parts.needs.queries > 0
-
-
-def one_of_each(rows):
-    """Names of rows, the last one of each kind: those at the end of the table are made of more parts."""
-    return tuple({kind(row): row.name for row in rows}.values())
-
-
-KINDS = one_of_each(TABLE)
-AGAIN = one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.policy(BUDGET).parts().nested))
+NESTED = [row.name for row in TABLE if row.policy(BUDGET).parts().nested]
+AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in NESTED))
 EVERY = 3
 
 
@@ -28,26 +16,23 @@ def test_every_policy(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    "mesh, kv_heads, group",
-    [((1, 8), 8, 2), ((4, 2), 4, 2), ((4, 2), 2, 2), ((8, 1), 4, 2), ((2, 4), 2, 2), ((4, 2), 1, 4)],
-    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
-)
-def test_one_of_each_kind_on_other_meshes(name, mesh, kv_heads, group):
-    assert run(name, kv_heads, group, mesh=mesh) == run(name, kv_heads, group)
+def test_one_of_each_kind_with_query_heads_apart(name):
+    """Two kv heads on four devices, each of which has a query head of one; questions come behind the prompts."""
+    assert run(name, 2, mesh=(2, 4), asks=True) == run(name, 2, asks=True)
 
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_compressed_again(name):
-    once, again = run(name, 4), run(name, 4, every=EVERY)
-    assert run(name, 4, mesh=(2, 4), every=EVERY) == again
-    assert again.prompts == once.prompts and again.answers != once.answers
+    again = run(name, 2, mesh=(2, 4), every=EVERY)
+    assert again == run(name, 2, every=EVERY)
+    rows = [sum(map(len, kept.values())) for kept in (again.prompts, again.answers)]
+    assert rows[1] - rows[0] < NEW * len(again.answers)
 
 
 # --- what travels ----------------------------------------------------------------------------------------------------
 
-# By program what may: E is hidden states, V logits; what is known of each of R rows, be they a prompt's or a pool's, of
-# heads K or of queries w; a letter behind `?` is not there in each. Keys and values never do.
+# By program what may: hidden states (E) and logits (V); numbers of R rows, be they a prompt's or a pool's, of kv heads
+# K, of G query heads of each, and of w queries. Keys and values never do.
 TRAVELS = {
     "_embed": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
@@ -62,6 +47,7 @@ TRAVELS = {
     "_unpacked": {"all-reduce": ["B K R"]},
     # The next token, whether all have ended; TOVA's ranks, and what filters choose by.
     "_loop": {"all-reduce": ["B R E", "", "B K K R", "B w R", "B R"], "all-gather": ["B V"]},
+    "_extend": {"all-reduce": ["B R E", "B R"]},
     # The first head's choice, which the next layer's is made of.
     "gather": {"all-reduce": ["B R"]},
     # What a model is known by: samples of its parameters, on their way to the host.
@@ -71,21 +57,23 @@ TRAVELS = {
 
 @pytest.fixture(scope="module")
 def compiled():
-    """All that runs for any policy with heads, or query heads of one head, apart; nothing is compiled for it anew."""
-    for kv_heads, rows in ((4, [row.name for row in TABLE]), (2, KINDS)):
-        for name in rows:
-            run(name, kv_heads, mesh=(2, 4))
+    """All that runs on 2x4 for any policy, kv heads or query heads of one apart; nothing is compiled for it anew."""
+    for row in TABLE:
+        run(row.name, 4, mesh=(2, 4))
+    for name in KINDS:
+        run(name, 2, mesh=(2, 4), asks=True)
     for name in AGAIN:
-        run(name, 4, mesh=(2, 4), every=EVERY)
-    return meshes.COMPILED
+        run(name, 2, mesh=(2, 4), every=EVERY)
+    return [each for each in meshes.COMPILED if each.mesh == (2, 4)]
 
 
 def fits(shape, letters, config):
     """Whether a shape may be that of an array of these letters."""
-    sizes = {"E": config.embed, "V": config.vocab}
-    names = letters.split()
+    exact, names = {"E": config.embed, "V": config.vocab}, letters.split()
+    # No pool of a device has as many rows as that, and no row's numbers one after the other are as few.
+    most = exact | {"R": 128, "B": 8, "K": 4, "G": 2, "w": BUDGET, "n": 128}
     return len(names) == len(shape) and all(
-        sizes.get(name, size) == size for name, size in zip(names, shape, strict=True)
+        exact.get(name, 1) <= size <= most[name] for name, size in zip(names, shape, strict=True)
     )
 
 
@@ -96,22 +84,22 @@ def test_no_keys_or_values_travel(compiled):
             assert DIM not in shape, (each.name, kind, shape)
             allowed = [letters for letters in TRAVELS.get(each.name, {}).get(kind, []) if fits(shape, letters, config)]
             assert allowed, f"{each.name} sends {shape} by {kind}"
-            seen.add((each.name, kind, allowed[0]))
+            seen.add((each.name, kind))
     names = {each.name for each in compiled}
     assert set(TRAVELS) | {"pack", "pack_shared", "placed", "_ring", "_logits"} <= names
     # The table says no more than what was met.
-    assert {(name, kind) for name, kinds in TRAVELS.items() for kind in kinds} == {
-        (name, kind) for name, kind, _ in seen
-    }
+    assert {(name, kind) for name, kinds in TRAVELS.items() for kind in kinds} == seen
 
 
 def test_a_step_sends_two_sums_a_layer(compiled):
-    """And those of the embedding, of the end, the logits; a policy whose heads share a choice one more a layer."""
-    for each in compiled:
-        if each.name == "_loop":
-            kinds = [kind for kind, _ in each.sent]
-            assert kinds.count("all-gather") == 1
-            assert kinds.count("all-reduce") <= 2 * LAYERS + 2 + LAYERS
+    """And the embedding's, the logits, whether all have ended; for some policies a number for each row of a layer."""
+    steps = [each.sent for each in compiled if each.name == "_loop"]
+    assert len(steps) > 20
+    for sent in steps:
+        hidden = [shape for _, shape in sent if shape == (4, 1, meshes.model_of(4).config.embed)]
+        assert len(hidden) == 2 * LAYERS + 1
+        assert [kind for kind, _ in sent].count("all-gather") == 1 and sent.count(("all-reduce", ())) == 1
+        assert len(sent) - len(hidden) - 2 <= 2 * LAYERS
 
 
 def test_pools_stay_where_they_are(compiled):

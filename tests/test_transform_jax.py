@@ -182,22 +182,29 @@ def test_gradients_reach_the_kept_rows_and_stop_at_the_choice(policy, dtype):
 
 
 @pytest.mark.parametrize(
-    ("policy", "checked"),
-    [(SNAP, True), (KNorm(budget=0.3), True), (jaxkv.H2O(budget=16, mode="prefill"), False)]
-    + [(dataclasses.replace(SNAP, merge=Merge()), False)],
-    ids=["snapkv", "knorm", "h2o", "merge"],
+    ("policy", "checked", "parts"),
+    [
+        (SNAP, True, P("data", "kv")),
+        (KNorm(budget=0.3), True, P("data", "kv")),
+        (jaxkv.H2O(budget=16, mode="prefill"), False, P("data", "kv")),
+        (dataclasses.replace(SNAP, merge=Merge()), False, P("data", "kv")),
+        (FullKV(), True, P("data", "kv")),
+        # Heads that look at one another lie together.
+        (ADA, True, P("data")),
+        (jaxkv.CaM(budget=16, window=WINDOW), False, P("data")),
+    ],
+    ids=["snapkv", "knorm", "h2o", "merge", "full", "adakv", "cam"],
 )
-def test_kv_heads_can_lie_on_several_devices(policy, checked):
+def test_sequences_and_kv_heads_can_lie_on_several_devices(policy, checked, parts):
     k, v, q = draw(heads=4)
-    mesh = jax.make_mesh((4,), ("kv",), axis_types=(jax.sharding.AxisType.Auto,))
-    heads = P(None, "kv")
+    mesh = jax.make_mesh((2, 4), ("data", "kv"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def one(k, v, q, length):
         rows, out = one_step(k, v, q, length, policy=policy)
-        return rows.pos[0], rows.k[0], out
+        return rows.pos[0], rows.k[0], rows.v[0], out
 
     length = jnp.asarray(LENGTHS)
-    specs = {"in_specs": (heads, heads, heads, P()), "out_specs": (heads, heads, heads), "check_vma": checked}
+    specs = {"in_specs": (parts, parts, parts, P("data")), "out_specs": (parts,) * 4, "check_vma": checked}
     split = jax.jit(jax.shard_map(one, mesh=mesh, **specs))(k, v, q, length)
     for ours, theirs in zip(split, one(k, v, q, length), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)

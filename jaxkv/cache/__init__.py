@@ -1,8 +1,9 @@
 """The cache: pools of rows, segments in them and how they lie, what waits in host memory."""
 
 from jaxkv.cache.bank import Bank
-from jaxkv.cache.kv_cache import KVCache, State, Turn, laid_out, repack
+from jaxkv.cache.kv_cache import KVCache, State, Turn, laid_out
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
+from jaxkv.cache.repacking import repack
 
 __all__ = ["Bank", "KVCache", "Layout", "Pool", "State", "Turn", "laid_out", "repack"]

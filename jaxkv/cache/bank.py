@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
+
+from jaxkv.axes import Axes, host, program, put
 
 _HOST = "pinned_host"
 
@@ -33,13 +35,32 @@ class Bank:
         """Bytes of host memory that the rows take; none of them is on the device."""
         return sum(each.nbytes for each in self.rows)
 
-    def put_back(self) -> "Bank":
-        """The same rows in pinned host memory, wherever `jax.tree.map` or `jax.device_put` has brought them."""
+    def put_back(self, axes: Axes | None = None) -> "Bank":
+        """The same rows in pinned host memory, wherever `jax.tree.map` or `jax.device_put` has brought them.
+
+        Args:
+            axes: of the mesh whose devices they wait for, if they do.
+
+        Returns:
+            The bank; the same one if it waits there.
+        """
         there = [isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows]
         if all(there):
             return self
-        where = host_of(next(iter(jnp.zeros(()).devices())))
-        return dataclasses.replace(self, rows=tuple(jax.device_put(rows, where) for rows in self.rows))
+        return self.moved(None, axes)
+
+    def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "Bank":
+        """Rows of some sequences, to wait for other devices.
+
+        Args:
+            of: which ones, where there are as many as the cache has; all by default.
+            axes: of the mesh; None for the default device.
+
+        Returns:
+            The bank there.
+        """
+        rows = [host(each) if of is None else host(each).take(of, axis=0) for each in self.rows]
+        return dataclasses.replace(self, rows=tuple(waiting(each, axes) for each in rows))
 
 
 @dataclasses.dataclass
@@ -60,93 +81,140 @@ def host_of(device: jax.Device) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=_HOST)
 
 
+def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
+    """A layer's rows in pinned host memory: beside each device of a mesh those that it asks for.
+
+    Args:
+        rows: of the host's, or on the devices already.
+        axes: of the mesh; None for the default device.
+
+    Returns:
+        The rows there, or on their way.
+    """
+    if axes is None:
+        return jax.device_put(rows, host_of(next(iter(jnp.zeros(()).devices()))))
+    there = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)
+    return put(rows, there)
+
+
 def committed(tree: Any) -> Any:
     """Commits arrays to the device where they lie, as rows are that come back from host memory.
 
     JAX compiles apart for committed and uncommitted arrays: a cache that was not committed from the beginning would
-    have every program of its first step compiled again for the second.
+    have every program of its first step compiled again for the second. On a mesh all are.
     """
+    if Axes.of(jax.tree.leaves(tree)[0]) is not None:
+        return tree
     return jax.device_put(tree, next(iter(jax.tree.leaves(tree)[0].devices())))
 
 
-def put_away(k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]) -> Float[Array, "B S 2 K D"]:
+def put_away(
+    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], axes: Axes | None = None
+) -> Float[Array, "B S 2 K D"]:
     """Starts moving a layer's keys and values to host memory.
 
     Args:
         k: keys on the device.
         v: values.
+        axes: of the mesh that they lie on, if they do.
 
     Returns:
         An array in host memory; work that does not wait for it goes on meanwhile.
     """
-    rows = _by_token(k, v)
-    return jax.device_put(rows, host_of(next(iter(rows.devices()))))
+    rows = _by_token(k, v, axes=axes)
+    return jax.device_put(rows, rows.sharding.with_memory_kind(_HOST))
 
 
-@jax.jit
-def _by_token(k: Array, v: Array) -> Array:
+@program(static=("axes",))
+def _by_token(
+    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], *, axes: Axes | None
+) -> Float[Array, "B S 2 K D"]:
     return jnp.moveaxis(jnp.stack([k, v]), (0, 3), (2, 1))
 
 
 def fetch_rows(
-    bank: Bank,
-    layers: tuple[int, ...],
-    positions: Int[np.ndarray, "B T"],
-    device: jax.Device,
-    traffic: Traffic,
+    bank: Bank, layers: tuple[int, ...], positions: Int[Array, "B T"], traffic: Traffic
 ) -> Float[Array, "B n T 2 K D"]:
     """Brings the same tokens of several layers to the device: one packed gather, one transfer.
 
     The gather is the host's own work, not a program's: a device executes programs in order, and so it would wait for
-    those that it is to run beside.
+    those that it is to run beside. On a mesh each device gets those of its own heads and sequences.
 
     Args:
         bank: host memory; a bank of one sequence serves any number.
         layers: some of its layers.
-        positions: which tokens.
-        device: where to.
-        traffic: counts the transfer.
+        positions: which tokens; waited for.
+        traffic: counts the transfers.
 
     Returns:
-        The rows on the device. Nobody has waited for them.
+        The rows where the positions lie. Nobody has waited for them.
     """
-    sources = [_bits(bank.rows[bank.layers.index(each)]) for each in layers]
-    batch, count = positions.shape
-    packed = np.empty((batch, len(layers), count, *sources[0].shape[2:]), sources[0].dtype)
+    axes, sources = Axes.of(positions), [bank.rows[bank.layers.index(each)] for each in layers]
+    asked = _by_device(positions, axes)
+    held = [{device: _bits(part) for device, part in _by_device(source, axes).items()} for source in sources]
+    # On a single device it may be another one than the bank's.
+    held = held if axes is not None else [dict.fromkeys(asked, *each.values()) for each in held]
+    where, at = list(asked), [np.asarray(part) for part in asked.values()]
+    batch, count = at[0].shape
+    shapes = [(batch, len(layers), count, *held[0][device].shape[2:]) for device in where]
+    packed = [np.empty(shape, held[0][where[0]].dtype) for shape in shapes]
 
-    def take(part: tuple[int, int]) -> None:
-        row, index = part
-        source = sources[index]
-        np.take(source[row % source.shape[0]], positions[row], axis=0, out=packed[row, index], mode="clip")
+    def take(part: tuple[int, int, int]) -> None:
+        which, row, index = part
+        source = held[index][where[which]]
+        np.take(source[row % source.shape[0]], at[which][row], axis=0, out=packed[which][row, index], mode="clip")
 
     # Copies let other threads run: a sequence's rows of one layer each.
-    list(_pool().map(take, np.ndindex(batch, len(layers))))
-    return _sent(packed.view(bank.rows[0].dtype), device, traffic)
+    list(_pool().map(take, np.ndindex(len(where), batch, len(layers))))
+    there = [SingleDeviceSharding(device) for device in where]
+    dtype = bank.rows[0].dtype
+    sent = [_sent(rows.view(dtype), to, traffic) for rows, to in zip(packed, there, strict=True)]
+    if axes is None:
+        return sent[0]
+    whole = (positions.shape[0], len(layers), count, *bank.rows[0].shape[2:])
+    split = NamedSharding(axes.mesh, axes.spec("B n T 2 K D", whole))
+    return jax.make_array_from_single_device_arrays(whole, split, sent)
 
 
-def fetch_whole(
-    bank: Bank, layer: int, batch: int, device: jax.Device, traffic: Traffic
-) -> Float[Array, "B 1 S 2 K D"]:
+def fetch_whole(bank: Bank, layer: int, like: Int[Array, " B"], traffic: Traffic) -> Float[Array, "B 1 S 2 K D"]:
     """Brings the whole of a layer to the device.
 
     Args:
-        bank: host memory.
+        bank: host memory; a bank of one sequence serves any number.
         layer: one of its layers.
-        batch: B; a bank of one sequence serves any number.
-        device: where to.
-        traffic: counts the transfer.
+        like: what each sequence has a number of, where the rows are to go.
+        traffic: counts the transfers.
 
     Returns:
         The rows on the device.
     """
-    rows = _sent(bank.rows[bank.layers.index(layer)], device, traffic)[:, None]
-    return jnp.broadcast_to(rows, (batch, *rows.shape[1:]))
+    axes, rows = Axes.of(like), bank.rows[bank.layers.index(layer)]
+    there = SingleDeviceSharding(next(iter(like.devices())))
+    sent = _sent(rows, there if axes is None else NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape)), traffic)
+    if axes is None:
+        return jnp.broadcast_to(sent[:, None], (len(like), 1, *rows.shape[1:]))
+    return _of_each(sent, like, axes=axes)
 
 
-def _sent(rows: Array | np.ndarray, device: jax.Device, traffic: Traffic) -> Array:
-    traffic.transfers += 1
-    traffic.bytes += rows.nbytes
-    return jax.device_put(rows, SingleDeviceSharding(device))
+@program(static=("axes",))
+def _of_each(
+    rows: Float[Array, "#B S 2 K D"], like: Int[Array, " B"], *, axes: Axes | None
+) -> Float[Array, "B 1 S 2 K D"]:
+    return jnp.broadcast_to(rows[:, None], (len(like), 1, *rows.shape[1:]))
+
+
+def _by_device(leaf: Array, axes: Axes | None) -> dict[jax.Device, Array]:
+    """What each device of this process has of an array."""
+    if axes is None:
+        return {next(iter(leaf.devices())): leaf}
+    return {part.device: part.data for part in leaf.addressable_shards}
+
+
+def _sent(rows: Array | np.ndarray, there: Any, traffic: Traffic) -> Array:
+    parts = list(_by_device(rows, Axes.of(rows)).values()) if isinstance(rows, jax.Array) else [rows]
+    traffic.transfers += len(parts)
+    traffic.bytes += sum(part.nbytes for part in parts)
+    return jax.device_put(rows, there)
 
 
 def _bits(rows: Array) -> np.ndarray:

@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._values import brief
-from jaxkv.axes import Axes, host, lettered, missing, place, program, settle_down
+from jaxkv.axes import Axes, host, lettered, place
 from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.encoding import encode
-from jaxkv.cache.layout import Layout, by_sequence
-from jaxkv.cache.pools import Pool, segment_of_row
+from jaxkv.cache.layout import Layout
+from jaxkv.cache.pools import Pool
 from jaxkv.checkpoints.orbax_files import CACHE, write_folder
 from jaxkv.models.config import ModelConfig
 
@@ -154,6 +154,8 @@ class KVCache:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to disk, bit by bit, for `jaxkv.load_cache` in any process: whole or not at all.
 
+        Of several processes on one mesh, all of which must call it, the first one writes.
+
         Args:
             path: the folder to make; nothing may be there.
 
@@ -167,10 +169,11 @@ class KVCache:
         # Files know of no mesh: they hold what one device would.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
-        cache = encode(whole, arrays)
-        write_folder(
-            Path(path).expanduser(), CACHE, {"policy": encode(self.policy, None, "policy"), "cache": cache}, arrays
-        )
+        said = {"policy": encode(self.policy, None, "policy"), "cache": encode(whole, arrays)}
+        mesh = None if self.axes is None else self.axes.mesh
+        with hosts.together("KVCache.save", mesh):
+            if hosts.speaks() or not hosts.spans(mesh):
+                write_folder(Path(path).expanduser(), CACHE, said, arrays)
 
     def require_arrays(self) -> None:
         """Refuses a cache whose arrays are gone.
@@ -275,9 +278,14 @@ def laid_out(
             begin = start[part][layer, row, head] + head * stretches // heads * each
             source[row, begin + taken] = first[part][layer, row, head] + taken
         sources.append(source)
-    made = dataclasses.replace(cache, axes=axes, padding=count - batch)
+    made = dataclasses.replace(cache, axes=axes, padding=count - batch, bank=None)
     move = lambda path, letters, leaf: put(_moved(path, letters.split(), leaf, of, sources, start), letters)  # noqa: E731
-    return jax.tree.unflatten(jax.tree.structure(made), [move(*leaf) for leaf in lettered(made)])
+    there = jax.tree.unflatten(jax.tree.structure(made), [move(*leaf) for leaf in lettered(made)])
+    if cache.bank is None:
+        return there
+    # What waits may be of one sequence for all.
+    alone = len(cache.bank.rows[0]) < len(cache.seen)
+    return dataclasses.replace(there, bank=cache.bank.moved(of[:groups] * 0 if alone else of, axes))
 
 
 def _moved(
@@ -317,94 +325,3 @@ def _range(numbers: np.ndarray) -> str:
 def _bytes(tree: Any) -> int:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
-
-
-@program(static=("layout", "rows", "room", "axes"))
-def _repacked(
-    pool: Pool,
-    start: Int[Array, "n B K"],
-    length: Int[Array, "n B K"],
-    *,
-    layout: Layout,
-    rows: int,
-    room: tuple[int, ...],
-    axes: Axes | None,
-) -> tuple[Pool, Int[Array, "n B K"]]:
-    """The pool of some layers with so many rows, and where their segments then begin."""
-    placed = layout.place(length, rows, np.asarray(room, np.int32))
-    start, length, new_start = (by_sequence(table) for table in (start, length, placed))
-    segment = segment_of_row(new_start, rows)
-    at = lambda a: jnp.take_along_axis(a, segment, axis=1)  # noqa: E731
-    offset = jnp.arange(rows, dtype=jnp.int32) - at(new_start)
-    real = offset < at(length)
-    source = jnp.where(real, at(start) + offset, 0)
-    take = lambda a: jnp.where(real[..., None], jnp.take_along_axis(a, source[..., None], axis=1), 0)  # noqa: E731
-    cells = lambda a, empty: jnp.where(real, jnp.take_along_axis(a, source, axis=1), empty)  # noqa: E731
-    score = None if pool.score is None else cells(pool.score, 0.0)
-    return Pool(k=take(pool.k), v=take(pool.v), pos=cells(pool.pos, -1), score=score), placed
-
-
-def repack(
-    cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
-) -> KVCache:
-    """Copies a cache into fresh buffers with `room` more rows behind every segment.
-
-    Args:
-        cache: any cache; unchanged unless released.
-        room: rows to add per segment, 0 or more; one number, or one for each layer.
-        batch: copy a cache of one sequence to this many, and on a mesh to as many more as fill its groups.
-        release: give up the given cache's pools one by one while copying, so that both never exist whole.
-
-    Returns:
-        The copy.
-
-    Raises:
-        ValueError: if `batch` is asked for and the cache holds another number of sequences.
-    """
-    repeat, padding = (lambda a, axis: a), cache.padding
-    if batch is not None and batch != cache.batch:
-        require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
-        padding = missing(batch, cache.axes)
-        # What fills a mesh's groups has stood still since.
-        alone = lambda a, axis: lax.slice_in_dim(a, 0, 1, axis=axis) if cache.padding else a  # noqa: E731
-        repeat = lambda a, axis: jnp.repeat(alone(a, axis), batch + padding, axis=axis)  # noqa: E731
-    start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
-    layers, _, heads = start.shape
-    rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
-    pools, placed = [], []
-    for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
-        of = slice(group[0], group[-1] + 1)
-        room_of = tuple(rooms[of].tolist())
-        rows = (pool.rows + heads * sum(room_of)) // cache.stretches
-        source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
-        options = {"layout": cache.layout, "rows": rows, "room": room_of, "axes": cache.axes}
-        moved, first = _repacked(source, start[of], length[of], **options)
-        pools.append(moved)
-        placed.append(first)
-        if release:
-            jax.block_until_ready(pools[-1])
-            for leaf in jax.tree.leaves(pool):
-                leaf.delete()
-    state = cache.state
-    if state is not None:
-        state = State(
-            prompt=repeat(state.prompt, 0),
-            budget=repeat(state.budget, 0),
-            recent=repeat(state.recent, 1),
-            choosable=None if state.choosable is None else repeat(state.choosable, 1),
-            tau=None if state.tau is None else repeat(state.tau, 1),
-            rings=tuple(repeat(ring, 0) for ring in state.rings),
-        )
-    copy = dataclasses.replace(
-        cache,
-        pools=tuple(pools),
-        start=jnp.concatenate(placed),
-        length=length,
-        limit=limit,
-        seen=repeat(cache.seen, 0),
-        state=state,
-        logits=None if cache.logits is None else repeat(cache.logits, 0),
-        moved=None if cache.moved is None else repeat(cache.moved, 0),
-        padding=padding,
-    )
-    return settle_down(copy, cache.axes)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.axes import settle_down
+from jaxkv.axes import host, place, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
@@ -159,24 +159,27 @@ def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = Fa
     """
     if not reading.offloaded:
         return cache
-    config = cache.config
+    config, axes = cache.config, cache.axes
     heads, batch = config.kv_heads, cache.seen.shape[0]
+    # First rows count from the stretch of its device.
+    own = np.arange(heads) % (heads // cache.stretches)
     pools, rows = list(cache.pools), []
     state = cache.state
     assert state is not None and state.choosable is not None
-    tables = tuple(np.array(table) for table in (cache.start, cache.length, cache.limit, state.choosable))
+    tables = tuple(np.array(host(table)) for table in (cache.start, cache.length, cache.limit, state.choosable))
     for layer in reading.offloaded:
         pool = pools[layer]
         apart = lambda a: a.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]  # noqa: E731
-        rows.append(put_away(apart(pool.k), apart(pool.v)))
-        small = heads * (1 + needed.room[layer])
-        pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False)
-        for table, first in zip(tables, (np.arange(heads) * (small // heads), 0, 0, 0), strict=True):
+        rows.append(put_away(apart(pool.k), apart(pool.v), axes))
+        each = 1 + needed.room[layer]
+        small = heads * each // cache.stretches
+        pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False, axes=axes)
+        for table, first in zip(tables, (own * each, 0, 0, 0), strict=True):
             table[layer] = first
         jax.block_until_ready(rows[-1])
         for leaf in jax.tree.leaves(pool) if release else ():
             leaf.delete()
-    start, length, limit, choosable = (jnp.asarray(table) for table in tables)
+    start, length, limit, choosable = (place(table, "L B K", axes) for table in tables)
     state = dataclasses.replace(state, choosable=choosable)
     moved = dataclasses.replace(cache, pools=tuple(pools), start=start, length=length, limit=limit, state=state)
     return dataclasses.replace(committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded))

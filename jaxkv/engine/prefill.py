@@ -226,7 +226,7 @@ class _Prompts(Source):
         if self.reading is not None and index in self.reading.offloaded:
             # Before the next but one begins: two layers' rows are on their way at most.
             jax.block_until_ready(self.banked[-1:])
-            self.banked.append(put_away(k, out.v))
+            self.banked.append(put_away(k, out.v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.whole, inside=jnp.zeros_like(self.whole.inside))
         if scorer is None:
@@ -327,11 +327,12 @@ def prefill(
         model=model,
         moved=made.moved,
     )
+    cache = settle_down(cache, flat.axes)
     if prompts.banked:
         assert prompts.reading is not None
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
-    return settle_down(cache, flat.axes), _logits(flat.ends, prompts.x, graphs=flat.graphs)
+    return cache, _logits(flat.ends, prompts.x, graphs=flat.graphs)
 
 
 def _going_on(prompts: _Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:

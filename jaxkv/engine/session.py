@@ -17,7 +17,7 @@ from jaxkv.attention import Implementation, Implementations, choose, named
 from jaxkv.axes import missing, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
-from jaxkv.engine import chunked, on_mesh, staged
+from jaxkv.engine import chunked, staged
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
@@ -83,8 +83,6 @@ class Session:
         self.policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
         self.implementations = _implementations(params, self.policy, arguments.as_implementation(implementation))
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
-        if self.params.axes is not None:
-            on_mesh.require_known(self.policy)
         given = arguments.as_key(key)
         self._keyed = given is not None
         with self.clocks.making:
@@ -129,7 +127,10 @@ class Session:
         more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
         more *= len(of) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
         of_group = lambda size: -(-(size + more) // groups)  # noqa: E731
-        return dataclasses.replace(mine, cache_bytes=of_group(mine.cache_bytes), peak_bytes=of_group(mine.peak_bytes))
+        of_all = {name: of_group(getattr(mine, name)) for name in ("cache_bytes", "peak_bytes")}
+        # What waits does so beside each device that asks for it, in the memory of each process' machine.
+        waits = -(-needed.host_bytes * axes.size("G") // jax.process_count())
+        return dataclasses.replace(mine, **of_all, host_bytes=waits)
 
     @settled
     def prefill(

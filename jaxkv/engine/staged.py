@@ -8,12 +8,15 @@ rows run and the next filter is asked.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.axes import Axes, host, place, settle_down
+from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic, fetch_rows, fetch_whole
 from jaxkv.cache.pools import Pool
@@ -76,13 +79,13 @@ def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, .
     )
 
 
-@partial(jax.jit, static_argnames=("graphs",))
+@compiled(static=("graphs",), on="graphs")
 def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
     return graphs.ends(ends).embed(tokens)
 
 
-@partial(jax.jit, static_argnames=("graphs",))
-def _logits(ends: Leaves, x: Float[Array, "B N E"], count: Int[Array, " B"], *, graphs: Graphs) -> Array:
+@compiled(static=("graphs",), on="graphs")
+def _logits(ends: Leaves, x: Float[Array, "B N E"], count: Int[Array, " B"], *, graphs: Graphs) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return graphs.ends(ends).logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
@@ -106,9 +109,10 @@ class Ahead:
 
 
 @lru_cache(maxsize=1024)
-def _numbers(layers: tuple[int, ...], device: jax.Device) -> Int[Array, " n"]:
-    """Layers as an array that lies on the device already."""
-    return jax.device_put(np.asarray(layers, np.int32), device)
+def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " n"]:
+    """Layers as an array that lies on the device, or on all of a mesh, already."""
+    numbers = np.asarray(layers, np.int32)
+    return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
 
 
 def _tables(cache: KVCache, layers: Int[Array, " n"]) -> KVCache:
@@ -120,7 +124,7 @@ def _tables(cache: KVCache, layers: Int[Array, " n"]) -> KVCache:
     return dataclasses.replace(cache, state=state, start=start, length=length, limit=limit)
 
 
-@partial(jax.jit, static_argnames=("program",), donate_argnames=("pools",))
+@compiled(static=("program",), donate=("pools",), on="program")
 def run_stretch(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
@@ -134,7 +138,7 @@ def run_stretch(
     ahead: Ahead | None,
     *,
     program: Program,
-) -> tuple:
+) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[Float[Array, "B K G R D"] | None, ...], Chosen | None]:
     """Runs a stretch of layers, and asks the filter that comes next. Stretches that are alike share a program.
 
     Args:
@@ -214,10 +218,11 @@ def step(
     rings: list[Array | None] = [None] * len(pools)
     for layer, ring in zip(reading.filters, cache.state.rings, strict=False):
         rings[layer] = ring
-    device = next(iter(cache.seen.devices()))
+    there = cache.axes or next(iter(cache.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
-    everything = Chosen(positions=jnp.zeros((cache.batch, 1), jnp.int32), count=cache.state.prompt)
-    fetch = partial(fetch_whole, bank, batch=cache.batch, device=device, traffic=traffic)
+    nothing = place(np.zeros((len(cache.seen), 1), np.int32), "B T", cache.axes)
+    everything = Chosen(positions=nothing, count=cache.state.prompt)
+    fetch = partial(fetch_whole, bank, like=cache.seen, traffic=traffic)
     layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
     chosen: Chosen | None = None
     for part in cut:
@@ -229,13 +234,13 @@ def step(
         elif part.loaded:
             assert chosen is not None
             # Only the choice is waited for: the filter's own stretch is under way.
-            loaded = fetch_rows(bank, part.layers, np.asarray(chosen.positions), device, traffic)
+            loaded = fetch_rows(bank, part.layers, chosen.positions, traffic)
         if part.ask is not None:
             ahead = Ahead(
                 leaves=flat.blocks[part.ask],
                 pool=pools[part.ask],
                 ring=rings[part.ask],
-                layer=_numbers((part.ask,), device),
+                layer=_numbers((part.ask,), there),
             )
         x, moved, remembering, choice = run_stretch(
             tuple(flat.blocks[layer] for layer in part.layers),
@@ -246,7 +251,7 @@ def step(
             loaded,
             chosen if part.loaded else None,
             count,
-            _numbers(part.layers, device),
+            _numbers(part.layers, there),
             ahead,
             program=program,
         )
@@ -255,7 +260,7 @@ def step(
         chosen = choice if part.ask is not None else chosen
     state = dataclasses.replace(cache.state, rings=tuple(ring for ring in rings if ring is not None))
     logits = _logits(flat.ends, x, count, graphs=graphs)
-    seen, length = _advanced(cache.seen, cache.length, count)
+    seen, length = _advanced(cache.seen, cache.length, count, axes=cache.axes)
     return logits, dataclasses.replace(cache, pools=tuple(pools), state=state, seen=seen, length=length)
 
 
@@ -268,8 +273,10 @@ def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int)
         yield coming.pop(0)
 
 
-@jax.jit
-def _advanced(seen: Array, length: Array, count: Array) -> tuple[Array, Array]:
+@compiled(static=("axes",))
+def _advanced(
+    seen: Int[Array, " B"], length: Int[Array, "L B K"], count: Int[Array, " B"], *, axes: Axes | None
+) -> tuple[Int[Array, " B"], Int[Array, "L B K"]]:
     return seen + count, length + count[:, None]
 
 
@@ -301,29 +308,31 @@ def decode(
     Returns:
         As there.
     """
-    cache, batch = running.cache, draw.done.shape[0]
-    draw = jax.device_put(draw, next(iter(cache.seen.devices())))
+    cache, batch, axes = running.cache, draw.done.shape[0], running.cache.axes
+    draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
-        _, _, nothing = _draw(draw, cache.seen, eos, argument(sampling))
+        _, _, nothing = _draw(draw, cache.seen, eos, argument(sampling), axes=axes)
         nothing = nothing * 0
         logits, cache = step(flat, cache, nothing[:, None], nothing, program=program, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, cache=cache), draw, out, 0
-    ran, ended = 0, np.asarray(draw.done)
+    ran, ended = 0, host(draw.done)
     while ran < steps and not ended.all():
-        token, done, count = _draw(draw, cache.seen, eos, argument(sampling))
+        token, done, count = _draw(draw, cache.seen, eos, argument(sampling), axes=axes)
         fed = jnp.maximum(token, 0)[:, None]
         logits, cache = step(flat, cache, fed, count, program=program, traffic=traffic)
         draw = draw.after(logits, done)
         # Only now, with the step under way.
-        out[:, ran], ended = np.asarray(token), np.asarray(done)
+        out[:, ran], ended = host(token), host(done)
         ran += 1
     return dataclasses.replace(running, cache=cache), draw, out, ran
 
 
-@jax.jit
-def _draw(draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling):
+@compiled(static=("axes",))
+def _draw(
+    draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Any, *, axes: Axes | None
+) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
     """One token per sequence, -1 after its end; which sequences have ended, and how many tokens go on."""
-    token, done = drawn(draw, seen, eos, sampling)
+    token, done = drawn(draw, seen, eos, sampling, axes)
     return jnp.where(draw.done, -1, token), done, (~done).astype(jnp.int32)

@@ -383,7 +383,7 @@ def within_capacity(
     """Spreads the rows chosen of a layer so that the heads of no device hold more than their pool has room for.
 
     Heads of a device that has too many give up their weakest rows, heads together, but none below what it is
-    guaranteed. The best candidates of devices that have room take their place, so that as many stay.
+    guaranteed. The best candidates of devices that have room take their place, so that as many stay whatever happens.
 
     Args:
         chosen: the choice of all heads.
@@ -406,5 +406,8 @@ def within_capacity(
     # Of each device what it could take, and of all that the best.
     could = top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0)))
     moved = count(chosen.reshape(batch, -1)) - count(stays.reshape(batch, -1))
-    taken = top(jnp.where(could, others, jnp.uint32(0)).reshape(batch, -1), moved)
-    return (stays.reshape(batch, -1) | taken).reshape(chosen.shape), moved
+    could, others = could.reshape(batch, -1), others.reshape(batch, -1)
+    taken = top(jnp.where(could, others, jnp.uint32(0)), jnp.minimum(moved, count(could)))
+    # Of a cache from elsewhere a device may hold less than its share: the others then take more than theirs.
+    more = top(jnp.where(taken, jnp.uint32(0), others), moved - count(taken))
+    return (stays.reshape(batch, -1) | taken | more).reshape(chosen.shape), moved

@@ -1,0 +1,65 @@
+"""The letters of arrays' axes, as the annotations of functions and dataclasses say them."""
+
+import functools
+import types
+import typing
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import GetAttrKey, SequenceKey
+
+
+@functools.cache
+def hints_of(of: Any) -> dict[str, Any]:
+    """The annotations of a class or a function."""
+    return typing.get_type_hints(of)
+
+
+def known(letters: str | None, leaf: Any) -> str:
+    """A leaf's letters: only a number by itself needs none."""
+    if letters is None and np.ndim(leaf):
+        raise TypeError(f"no letters for an array of shape {np.shape(leaf)}: annotate it")
+    return letters or ""
+
+
+# Finding letters takes longer than a small program runs. By structure: programs are compiled for each anyway.
+_FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
+
+
+def letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
+    """The letters of a tree's leaves."""
+    found = _FOUND.get((hint, tree))
+    if found is None:
+        paths = jax.tree_util.tree_flatten_with_path(value)[0]
+        found = _FOUND[hint, tree] = tuple(letters_at(value, hint, path) for path, _ in paths)
+    return found
+
+
+def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
+    """The letters of a leaf: its annotation's, found on the way from the whole; None without one."""
+    for key in path:
+        if isinstance(key, GetAttrKey):
+            kind: Any = type(value)
+            hint, value = hints_of(kind).get(key.name), getattr(value, key.name)
+        elif isinstance(key, SequenceKey):
+            hint, value = _item(hint, key.idx), value[key.idx]
+        else:
+            # Numbers of a sampler.
+            return None
+    return _dims(hint)
+
+
+def _item(hint: Any, index: int) -> Any:
+    of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
+    inner = typing.get_args(of)
+    return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
+
+
+def _dims(hint: Any) -> str | None:
+    return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)

@@ -1,0 +1,55 @@
+"""Texts on a mesh: streams, stop strings, turns and forks are those of one device."""
+
+import functools
+
+import pytest
+from meshes import mesh_of
+from test_generation import ids, tiny
+
+import jaxkv
+
+# A policy that only adds rows, and one that drops a row for each.
+POLICIES = {
+    "snapkv": jaxkv.SnapKV(budget=16, window=4),
+    "h2o": jaxkv.H2O(budget=16),
+}
+OPTIONS = {"stop_at_eos": False, "max_new_tokens": 16, "progress": False}
+
+
+@functools.cache
+def moved():
+    return tiny().on(mesh_of(2, 2))
+
+
+def told(made):
+    """Text, tokens and what is kept of a generation."""
+    kept = [each.tolist() for each in (made.cache.kept, made.cache.seen[: made.cache.batch])]
+    return made.text, [each.tolist() for each in made.tokens], kept, made.cache.turn
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_streams_stop_strings_and_turns(name):
+    """Three texts for two groups: one ends at a stop string before the others; then a question on top of each."""
+    rows, out = ids(1, 60, 38, 45), []
+    free = jaxkv.generate(tiny(), rows, policy=POLICIES[name], **OPTIONS)
+    stops = [free.text[0][2:5], free.text[1][9:11]]
+    for model in (tiny(), moved()):
+        stream = jaxkv.generate(model, rows, policy=POLICIES[name], stop=stops, stream=True, **OPTIONS)
+        pieces = list(stream)
+        more = jaxkv.generate(model, ids(2, 3, 9, 5), cache=stream.result.cache, **OPTIONS)
+        out.append((pieces, told(stream.result), told(more)))
+    assert out[0] == out[1]
+    (_, (texts, tokens, *_), _) = out[0]
+    assert min(map(len, tokens)) < 16 and not any(stop in text for stop in stops for text in texts)
+
+
+def test_forks():
+    """One document's cache for many questions, which it serves again unchanged."""
+    out = []
+    for model in (tiny(), moved()):
+        cache = jaxkv.prefill(model, ids(3, 50)[0], policy=POLICIES["snapkv"], progress=False)
+        several = jaxkv.generate(model, ids(2, 3, 9, 5), cache=cache, **OPTIONS)
+        one = jaxkv.generate(model, ids(2, 3, 9, 5)[:1], cache=cache, **OPTIONS)
+        out.append((told(several), told(one)))
+    assert out[0] == out[1]
+    assert out[0][1][1] == out[0][0][1][:1]
