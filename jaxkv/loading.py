@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv import hosts
+from jaxkv import hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.axes import Axes, put
@@ -153,6 +153,7 @@ def load(
         TypeError: for a mesh that is none.
         ValueError: for an unknown model, an unsupported config key, weights that are corrupt, missing, left over, of
             the wrong shape, or not finite; for a mesh whose axes are others, or do not divide the model.
+        MemoryError: naming the bytes, if parameters, or a device's part of them, do not fit.
     """
     if dtype is None:
         platform = jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
@@ -208,10 +209,28 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
                 _check_stored(name, checkpoint.stored[name], shape if len(of) == 1 else shape[1:])
         if twice:
             _check_same(checkpoint.stored[_EMBEDDING], checkpoint.stored[_HEAD])
+        _check_room({path: _at(decoder, path).get_value() for path in sources}, mesh)
         for path, of in sources.items():
             parameter, tensors = _at(decoder, path), [checkpoint.stored[name] for name in of]
             parameter.set_value(_read(tensors, parameter.get_value(), path, mesh))
     _check_finite({of: _at(decoder, path).get_value() for path, of in sources.items()})
+
+
+def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
+    """Refuses parameters for which there is no room, before the first is read."""
+    if mesh is None:
+        total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
+        memory.check_bytes(total, "the model", remedy="give a narrower dtype, or a mesh of several devices")
+        return
+    total = 0
+    for path, each in parameters.items():
+        part = NamedSharding(mesh, spec_of(path, mesh)).shard_shape(each.shape)
+        total += math.prod(part) * each.dtype.itemsize
+    for device in mesh.local_devices:
+        # Those of a CPU have one memory.
+        share = total * (len(mesh.local_devices) if device.platform == "cpu" else 1)
+        remedy = f"give mesh.model more than {mesh.shape['kv'] * mesh.shape['rep']} devices, or a narrower dtype"
+        memory.check_bytes(share, "a device's part of the model", device, remedy=remedy)
 
 
 def _read(tensors: list[StoredTensor], like: Any, path: str, mesh: Mesh | None) -> jax.Array:

@@ -1,5 +1,6 @@
 """One of two processes that share a mesh of eight devices, four each: `tests/test_hosts.py` starts it twice."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,15 +15,21 @@ PROCESSES = 2
 # Seconds: by default 100 and 300. What is killed is missed by the one, what has an error of its own by the other.
 TIMEOUTS = {"killed": (4, 60), "raises": (60, 4)}
 NEW, BUDGET = 6, 24
-MESHES = ((2, 4), (1, 8))
-POLICIES = ("full", "adakv", "d2o", "h2o", "every")
+ACROSS, BOTH = (2, 4), (1, 8)
+# Sequences in either process, or the heads of each sequence in both.
+CASES = [(ACROSS, name) for name in ("adakv", "h2o", "every", "omnikv")]
+CASES += [(BOTH, name) for name in ("adakv", "h2o", "d2o", "omnikv", "chunks")]
 LOADED = Path(__file__).parent / "golden" / "models" / "llama_gqa8"
 
 
 def policy_of(name):
     from policy_table import BY_NAME
 
-    return BY_NAME["snapkv"].make(BUDGET, every=4) if name == "every" else BY_NAME[name].make(BUDGET)
+    if name == "every":
+        return BY_NAME["snapkv"].make(BUDGET, every=4)
+    if name == "chunks":
+        return dataclasses.replace(BY_NAME["omnikv"].make(BUDGET), prefill_ratio=0.5, prefill_chunk=32)
+    return BY_NAME[name].make(BUDGET)
 
 
 def prompts(seed, lengths):
@@ -72,10 +79,9 @@ def answering(rank):
 
     import jaxkv
 
-    for shape in MESHES:
+    for shape, name in CASES:
         mesh = jax.make_mesh(shape, ("data", "model"))
-        for name in POLICIES:
-            say("tokens", [shape, name], answers(whole_model(), name, mesh=mesh))
+        say("tokens", [shape, name], answers(whole_model(), name, mesh=mesh))
     model = jaxkv.load(LOADED, mesh=mesh)
     say("questions", model.fingerprint, questions(model))
     shown = jaxkv.generate(model, prompts(8, (60,)), max_new_tokens=NEW, stop_at_eos=False, stream=True, progress=True)

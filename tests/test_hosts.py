@@ -63,9 +63,8 @@ def alone(name):
     return [*process.answers(process.whole_model(), name)]
 
 
-@pytest.mark.parametrize("shape", process.MESHES)
-@pytest.mark.parametrize("name", process.POLICIES)
-def test_both_processes_have_the_tokens_of_one(name, shape):
+@pytest.mark.parametrize("shape, name", process.CASES)
+def test_both_processes_have_the_tokens_of_one(shape, name):
     for told in said("answering", "tokens"):
         (found,) = [value for of, value in told if of == [list(shape), name]]
         assert found == alone(name)

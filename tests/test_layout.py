@@ -22,6 +22,7 @@ LAYERS = (
     # Where arrays lie: every program asks.
     "jaxkv.axes",
     "jaxkv.hosts",
+    "jaxkv.memory",
     # What a cache knows of its model.
     "jaxkv.models.config",
     "jaxkv.models.rope",

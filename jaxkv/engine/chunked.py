@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.axes import host, place, settle_down
+from jaxkv.axes import host, place, settle_down, where
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
@@ -103,14 +103,18 @@ def prefill(
     program, chunk = _program(flat, policy, needed, implementation)
     cache = _empty(flat, lengths, policy, needed)
     longest = int(np.max(lengths))
-    logits = jnp.zeros((len(lengths), flat.config.vocab), jnp.float32)
+    shape = (len(lengths), flat.config.vocab)
+    logits = jnp.zeros(shape, jnp.float32, device=where("B V", shape, flat.axes))
     for first in range(0, longest, chunk):
         part = np.zeros((len(lengths), chunk), np.int32)
         mine = tokens[:, first : first + chunk]
         part[:, : mine.shape[1]] = mine
         count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
-        new, cache = extend(flat, cache, jnp.asarray(part), jnp.asarray(count), program=program)
-        logits = jnp.where(jnp.asarray(count > 0)[:, None], new, logits)
+        given, counts, read = (
+            place(each, letters, flat.axes) for each, letters in ((part, "B N"), (count, "B"), (count > 0, "B"))
+        )
+        new, cache = extend(flat, cache, given, counts, program=program)
+        logits = jnp.where(read[:, None], new, logits)
         tick(flat.config.layers * chunk / longest)
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))

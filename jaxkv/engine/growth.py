@@ -6,10 +6,10 @@ Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofol
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import hosts
+from jaxkv import hosts, memory
 from jaxkv.axes import host, missing
 from jaxkv.cache import KVCache, repack
-from jaxkv.engine.plan import available_bytes, bucket, check_bytes
+from jaxkv.engine.plan import bucket
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
@@ -129,12 +129,12 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     twofold = room if fits or goes_on else bucket(max(wanted, grown))
     mesh = None if given.axes is None else given.axes.mesh
     device = next(iter(given.seen.sharding.addressable_devices))
-    available = hosts.least(available_bytes(device), mesh)
+    available = hosts.least(memory.available_bytes(device), mesh)
     if twofold > room and (available is None or _copy_bytes(given, batch, twofold) <= available // 2):
         room = twofold
     copied = _copy_bytes(given, batch, max(room, 0 if goes_on else bucket(max(1, new))))
     with hosts.together("copying a cache", mesh):
-        check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
+        memory.check_bytes(copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device)
     return repack(given, room=room, batch=batch)
 
 

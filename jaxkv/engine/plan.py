@@ -1,7 +1,6 @@
 """What a policy will need before it runs: rows and bytes, from lengths and budgets alone."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
@@ -290,63 +290,13 @@ def check_memory(needed: Plan, device: jax.Device | None = None) -> None:
     Raises:
         MemoryError: naming the plan's bytes, those available and what to change.
     """
-    device = _default_device() if device is None else device
+    device = memory.default_device() if device is None else device
     in_one = device.platform == "cpu"
     here = needed.peak_bytes + (needed.host_bytes if in_one else 0)
-    check_bytes(here, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)")
-    free = _machine_bytes()
+    memory.check_bytes(here, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)")
+    free = memory.machine_bytes()
     if not in_one and free is not None and needed.host_bytes > free:
         raise MemoryError(
             f"the plan keeps {needed.host_bytes:,} bytes in host memory, where {free:,} are free: "
             "offload fewer layers, or lower the batch or the prompt's length"
         )
-
-
-def check_bytes(needed: int, what: str, device: jax.Device | None = None, *, detail: str = "") -> None:
-    """Refuses an allocation that the device cannot hold.
-
-    Args:
-        needed: bytes.
-        what: what needs them.
-        device: where; the default device if None.
-        detail: put behind the bytes in the message.
-
-    Raises:
-        MemoryError: naming the bytes, those available and what to change.
-    """
-    device = _default_device() if device is None else device
-    available = available_bytes(device)
-    if available is not None and needed > available:
-        raise MemoryError(
-            f"{what} needs {needed:,} bytes{detail} and {device} has {available:,} free: lower the budget, the batch "
-            "or the prompt's length"
-        )
-
-
-def available_bytes(device: jax.Device) -> int | None:
-    """Bytes the device can still allocate, or None where nothing says so.
-
-    Args:
-        device: any JAX device.
-
-    Returns:
-        The allocator's limit less its use; on a CPU the machine's available memory.
-    """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return _machine_bytes()
-
-
-def _default_device() -> jax.Device:
-    """Where arrays go."""
-    return next(iter(jnp.zeros(()).devices()))
-
-
-def _machine_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            table = dict(line.split(":", 1) for line in lines)
-        return int(table["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import arguments, hosts
+from jaxkv import arguments, hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import Implementation, Implementations, choose, named
@@ -23,7 +23,7 @@ from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
-from jaxkv.engine.plan import Plan, bucket, check_bytes, check_memory, plan
+from jaxkv.engine.plan import Plan, bucket, check_memory, plan
 from jaxkv.engine.program import program_for
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
@@ -111,7 +111,7 @@ class Session:
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # It grows to that on the way, where a refusal would cost the answer.
                 grown = self._share(of(lengths.tolist(), room=bucket(new)), lengths)
-                check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
+                memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
     def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
