@@ -106,3 +106,6 @@ def test_pools_stay_where_they_are(compiled):
     assert not [shape for shape in meshes.MOVED if DIM in shape]
     writes = [each for each in compiled if each.name in ("_loop", "pack_shared")]
     assert len(writes) > 10 and not any(each.copied or each.fresh for each in writes)
+    # A program that only reads its pools is seen to do so.
+    reads = [each.fresh for each in compiled if each.name == "_unpacked"]
+    assert reads and min(reads) >= 2
