@@ -79,6 +79,11 @@ class Choice(NamedTuple):
     moved: Int[Array, " B"] | None
 
 
+def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
+    """Two counts of moved rows together; where one choice had no limit, the other's."""
+    return other if one is None else one if other is None else one + other
+
+
 def choose(
     layer: Candidates,
     rows: Int[Array, " B"],
@@ -122,25 +127,24 @@ def _choose(
     budgets, mine = heads.part, layer.inside
     # Where heads look at one another, every device looks at all of them.
     over = None if chooses_apart(budgets) else axes
-    layer = _of_all_heads(layer, over)
-    scores, inside = layer.scores, layer.inside
-    assert scores is not None
     forced = layer.forced
     if recent is not None:
         forced = forced | (layer.positions >= (layer.seen - recent)[:, None, None])
-    forced = forced & inside
+    layer = dataclasses.replace(layer, forced=forced & layer.inside)
+    scores, inside, forced, norms = _of_all_heads(layer, over)
+    assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
     anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
     most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
     base = jnp.clip(rows - anyway, 0, most)
-    chosen = budgets.choose(scores, candidates, base, anyway, layer.norms)
+    chosen = budgets.choose(scores, candidates, base, anyway, norms)
     if candidates.shape[1] > 1 and not budgets.uniform:
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
-    chosen, moved = _on_devices(chosen, candidates, layer, base, anyway, budgets, over)
+    chosen, moved = _on_devices(chosen, candidates, scores, base, anyway, budgets, over)
     mask = own(forced | chosen, "K", 1, over)
     if due is None:
         return Choice(mask, moved)
@@ -150,7 +154,7 @@ def _choose(
 def _on_devices(
     chosen: Bool[Array, "B K S"],
     candidates: Bool[Array, "B #K S"],
-    layer: Candidates,
+    scores: Float[Array, "B K S"],
     base: Int[Array, " B"],
     anyway: Int[Array, " B"],
     budgets: HeadBudgets,
@@ -161,20 +165,16 @@ def _on_devices(
     uneven = own_budgets(budgets)
     if uneven is None or uneven.capacity >= devices:
         return chosen, None
-    assert layer.scores is not None
     mine = chosen.shape[1] // devices
     most = most_rows(uneven.capacity, mine * (base + anyway)) - mine * anyway
-    keys = jnp.where(candidates, sortable(layer.scores), jnp.uint32(0))
+    keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
     return within_capacity(chosen, keys, uneven.floor(base, anyway), most, devices)
 
 
-def _of_all_heads(layer: Candidates, axes: Axes | None) -> Candidates:
-    """What is known of the rows of all heads, where a device has some of them."""
+def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
+    """Scores, rows that are there and that stay anyway, and norms: of all heads, where a device has some of them."""
+    known = [layer.scores, layer.inside, layer.forced, layer.norms]
     if axes is None or layer.scores is None:
-        return layer
+        return known
     shape = layer.scores.shape
-    known = {name: getattr(layer, name) for name in ("scores", "inside", "forced", "positions", "norms")}
-    whole = {
-        name: gathered(jnp.broadcast_to(each, shape), "K", 1, axes) for name, each in known.items() if each is not None
-    }
-    return dataclasses.replace(layer, **whole)
+    return [None if each is None else gathered(jnp.broadcast_to(each, shape), "K", 1, axes) for each in known]

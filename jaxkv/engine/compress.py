@@ -18,7 +18,7 @@ from jaxkv.attention import Implementation
 from jaxkv.axes import Axes, anywhere, gathered, program
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates, Choice, choose
+from jaxkv.engine.choosing import Candidates, Choice, choose, moved_in_all
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger, told
@@ -105,7 +105,7 @@ def compress(
         chosen = _chosen(source, group, parts, below, due)
         masks = [each.mask for each in chosen]
         for each in chosen:
-            moved = each.moved if moved is None or each.moved is None else moved + each.moved
+            moved = moved_in_all(moved, each.moved)
         below = masks[-1][:, 0] if parts.nested else None
         kept = counted(masks)
         total, pool = source.pool_rows(group, kept), None

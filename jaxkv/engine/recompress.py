@@ -15,7 +15,7 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates
+from jaxkv.engine.choosing import Candidates, moved_in_all
 from jaxkv.engine.compress import ROWS, Source, compress
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
@@ -182,7 +182,7 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
         length=made.length,
         limit=jnp.where(now[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
-        moved=made.moved if cache.moved is None or made.moved is None else cache.moved + made.moved,
+        moved=moved_in_all(cache.moved, made.moved),
     )
     return settle_down(made_anew, flat.axes)
 
