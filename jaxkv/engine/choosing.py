@@ -127,10 +127,10 @@ def _choose(
     budgets, mine = heads.part, layer.inside
     # Where heads look at one another, every device looks at all of them.
     over = None if chooses_apart(budgets) else axes
-    forced = layer.forced
+    stays = layer.forced
     if recent is not None:
-        forced = forced | (layer.positions >= (layer.seen - recent)[:, None, None])
-    layer = dataclasses.replace(layer, forced=forced & layer.inside)
+        stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
+    layer = dataclasses.replace(layer, forced=stays & layer.inside)
     scores, inside, forced, norms = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
     candidates = inside & ~forced if allowed is None else inside & ~forced & allowed[:, None]
