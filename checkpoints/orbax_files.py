@@ -271,7 +271,13 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     tree = {name: array for name, array in arrays.items() if array.size}
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    # Where JAX knows several processes, Orbax would wait for the others, who may have nothing to write.
+    me = ocp.multihost.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder.absolute(), tree, save_args=chunks)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.arguments import as_model, on_device, require_ours
@@ -50,9 +51,24 @@ def load_cache(
             made by another model or policy, and for a policy whose class is not in this process; for a mesh that does
             not divide the model.
     """
-    folder = Path(path).expanduser()
     given = None if policy is None else as_policy(policy)
     model = None if params is None else as_model(params)
+    there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
+    with hosts.together("jaxkv.load_cache", there):
+        cache = _read(Path(path).expanduser(), given, elsewhere=there is not None)
+    if mesh is not None:
+        cache = reshard(cache, mesh)
+    elif model is not None and model.axes is not None:
+        cache = moved(cache, model.axes)
+    else:
+        cache = on_device(cache)
+    if model is not None:
+        require_ours(model, cache, None)
+    return cache
+
+
+def _read(folder: Path, given: Method | None, *, elsewhere: bool) -> KVCache:
+    """What a folder holds, on the default device, or in its host memory where it is to go elsewhere."""
     require_whole(folder, CACHE)
     manifest = read_manifest(folder, CACHE)
     entries = described(folder, manifest.get(CACHE.listed), CACHE)
@@ -65,23 +81,13 @@ def load_cache(
         waits = name.startswith("bank.") or elsewhere
         return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
 
-    elsewhere = mesh is not None or (model is not None and model.axes is not None)
     said = manifest.get("policy")
     made_by = _decoded(said) if given is None else given
     cache = decode(manifest.get("cache"), array)
     require(isinstance(cache, KVCache), "cache", type(cache).__name__, f"{folder} holds no cache: {CACHE.again}")
     if given is not None:
         made_by = _agreed(given, said, cache.config.layers)
-    cache = dataclasses.replace(cache, policy=made_by)
-    if mesh is not None:
-        cache = reshard(cache, mesh)
-    elif model is not None and model.axes is not None:
-        cache = moved(cache, model.axes)
-    else:
-        cache = on_device(cache)
-    if model is not None:
-        require_ours(model, cache, None)
-    return cache
+    return dataclasses.replace(cache, policy=made_by)
 
 
 def _decoded(said: Any) -> Method:

@@ -73,7 +73,7 @@ def questions(model):
     return [each.tokens.tolist() for each in (first, second, third)]
 
 
-def answering(rank):
+def answering(rank, folder):
     """Everything that must be the same as in one process."""
     import jax
 
@@ -90,7 +90,7 @@ def answering(rank):
     say("stream", repr(shown.result.cache) if rank else "", [pieces, shown.result.tokens[0].tolist()])
 
 
-def refused(rank):
+def refused(rank, folder):
     """What one of them alone was given wrongly, and what all say then; they go on in step."""
     import jax
 
@@ -100,6 +100,9 @@ def refused(rank):
     model, good = whole_model().on(mesh), prompts(5, (20, 12))
     session = jaxkv.Session(model, jaxkv.FullKV())
     other = prompts(6, (20, 12)) if rank else good
+    cache = jaxkv.prefill(model, good, policy=policy_of("adakv"), progress=False)
+    # All call it, and one writes.
+    cache.save(folder / "cache")
     calls = {
         "prompt": lambda: jaxkv.generate(model, [] if rank else good),
         "policy": lambda: jaxkv.generate(model, good, policy=jaxkv.SnapKV(budget=32 + rank)),
@@ -107,6 +110,7 @@ def refused(rank):
         "ids": lambda: session.prefill(other),
         "call": lambda: jaxkv.prefill(model, good) if rank else jaxkv.generate(model, good),
         "path": lambda: jaxkv.load(LOADED / "nowhere" if rank else LOADED, mesh=mesh),
+        "cache": lambda: jaxkv.load_cache(folder / ("nowhere" if rank else "cache"), mesh=mesh),
         "mesh": lambda: jaxkv.load(LOADED, mesh=jax.make_mesh((1, 8) if rank else (2, 4), ("data", "model"))),
     }
     for name, call in calls.items():
@@ -115,6 +119,10 @@ def refused(rank):
         except (RuntimeError, ValueError) as error:
             say("refused", name, f"{type(error).__name__}: {error}")
     say("in step", "", answers(model, "full")[0])
+    back = jaxkv.load_cache(folder / "cache", model)
+    options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+    asked = [jaxkv.generate(model, prompts(9, (5, 3)), cache=each, **options).tokens for each in (cache, back)]
+    say("saved", "", [[each.tolist() for each in tokens] for tokens in asked])
 
 
 def drawing(rank, dies):
@@ -139,7 +147,7 @@ def say(kind, what, value):
 
 
 def main():
-    rank, port, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, port, what, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -154,7 +162,7 @@ def main():
     if what in TIMEOUTS:
         drawing(rank, what)
     else:
-        {"answering": answering, "refused": refused}[what](rank)
+        {"answering": answering, "refused": refused}[what](rank, folder)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ import functools
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import hosts_process as process
@@ -28,10 +30,10 @@ def run(what):
         port = probe.getsockname()[1]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-    command = [sys.executable, process.__file__]
+    command, folder = [sys.executable, process.__file__], tempfile.mkdtemp()
     pair = [
         subprocess.Popen(
-            [*command, str(rank), str(port), what],
+            [*command, str(rank), str(port), what, folder],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -48,6 +50,7 @@ def run(what):
     finally:
         for each in pair:
             each.kill()
+        shutil.rmtree(folder)
     return out
 
 
@@ -100,10 +103,16 @@ def test_what_one_process_is_given_otherwise_all_refuse(name):
         assert re.search(REFUSED[name], dict(told)[name])
 
 
-def test_what_one_process_cannot_load_none_does():
-    first, second = (dict(told)["path"] for told in said("refused", "refused"))
-    assert re.match(r"RuntimeError: jaxkv\.load failed in process 1: ValueError: name_or_path=.*nowhere", first)
-    assert re.match(r"ValueError: name_or_path=.*nowhere", second)
+@pytest.mark.parametrize("name, call, field", [("path", "load", "name_or_path"), ("cache", "load_cache", "path")])
+def test_what_one_process_cannot_load_none_does(name, call, field):
+    first, second = (dict(told)[name] for told in said("refused", "refused"))
+    assert re.match(rf"RuntimeError: jaxkv\.{call} failed in process 1: ValueError: {field}=.*nowhere", first)
+    assert re.match(rf"ValueError: {field}=.*nowhere", second)
+
+
+def test_a_cache_of_both_is_saved_by_one_and_loaded_by_both():
+    (((_, (asked, back)),), again) = said("refused", "saved")
+    assert asked == back and again == [("", [asked, back])]
 
 
 def test_refusals_leave_the_processes_in_step():
