@@ -111,6 +111,8 @@ class LanguageModel(nnx.Module):
                 _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path, axes.mesh))))
             moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.moved = {axes: moved}
+        # They may have been found since.
+        moved.filter_layers = self.filter_layers
         return moved
 
     @property

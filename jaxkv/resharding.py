@@ -27,7 +27,8 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
         mesh: devices with the axes "data" and "model"; None for the default device.
 
     Returns:
-        The cache there, as tight as one fresh from `prefill`; the same one if it lies there already.
+        The cache there; the same one if it lies there already. Segments of equal size keep the room that they have
+        for new rows, others have none.
 
     Raises:
         TypeError: for what is no cache, and for a mesh that is none.
