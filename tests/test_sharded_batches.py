@@ -5,6 +5,7 @@ import pytest
 from meshes import BUDGET, NEW, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
+from jaxkv.engine.growth import steps_that_fit
 
 OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
 SEEN = ("prompt_tokens", "new_tokens", "full_bytes", "kept", "decode_steps")
@@ -63,6 +64,17 @@ def test_ends_and_draws_of_a_filled_batch():
         out.append((drawn.tolist(), greedy.tolist(), positions(ended), positions(back), drawing.done.tolist()))
     assert out[0] == out[1]
     assert greedy.shape[0] == 3 and (greedy[0] == -1).any()
+
+
+def test_what_fills_the_groups_stands_still():
+    """Copied three rows beyond its budget, it does not have the others stop after every token."""
+    fit = []
+    for model in (model_of(4), model_of(4).on(mesh_of(2, 4))):
+        session = jaxkv.Session(model, roomy("snapkv", every=4))
+        cache, _ = session.draw(session.prefill(prompts(5, (50,)), new=3), 3)
+        asked = session.extend(cache, prompts(6, (5, 19, 8)))
+        fit.append(steps_that_fit(session.compress_again(asked, room=4)))
+    assert fit == [4, 4]
 
 
 def test_stats_count_what_fills_the_groups_as_unused():

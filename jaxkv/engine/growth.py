@@ -78,7 +78,8 @@ def steps_that_fit(cache: KVCache) -> int:
         to_limit = _to_limit(cache).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
-    return int(min(free.min(), (parts.every or 1) - beyond(cache).max()))
+    # What fills a mesh's groups stands still, wherever it was copied.
+    return int(min(free.min(), (parts.every or 1) - beyond(cache)[: cache.batch].max()))
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
