@@ -122,6 +122,20 @@ def test_what_is_no_mesh(as_users_call):
     options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
     with pytest.raises(TypeError, match=r"mesh=tuple: give jax\.make_mesh"):
         jaxkv.generate(of, ids, mesh=(2, 4), **options)
+    with pytest.raises(ValueError, match=r"mesh=\{'data': 0, 'model': 1\}: give one of at least one device"):
+        jaxkv.generate(of, ids, mesh=jax.sharding.Mesh(np.zeros((0, 1), object), ("data", "model")), **options)
+
+
+def test_a_mesh_around_calls_changes_nothing():
+    """Users' own programs may run on the same devices with other axes."""
+    of, policy, mesh = model_of(4), roomy("snapkv"), jax.make_mesh((2, 4), ("data", "model"))
+    tokens, kept, _ = run(of, policy)
+    for around in (mesh, jax.make_mesh((8,), ("x",))):
+        with jax.set_mesh(around):
+            there, rows, made = run(of, policy, mesh=mesh)
+            pieces = jaxkv.generate(of, prompts(5, LENGTHS), cache=made.cache, mesh=mesh, max_new_tokens=2, stream=True)
+            assert len(list(pieces)) and jax.sharding.get_abstract_mesh() == around.abstract_mesh
+        assert (there, rows) == (tokens, kept)
 
 
 def test_a_cache_stays_on_its_mesh():
