@@ -1,5 +1,9 @@
 """Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a refusal by name."""
 
+import copy
+import dataclasses
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +14,7 @@ from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 import jaxkv
 from jaxkv.axes import Axes, program, total
 from jaxkv.sharding import model_mesh
+from jaxkv.testing import tiny_model
 
 NEW = 10
 LENGTHS = (61, 37)
@@ -83,6 +88,36 @@ def test_a_model_is_moved_once():
     assert of.on(mesh) is moved and moved.on(mesh) is moved and of.axes is None
     assert moved.fingerprint == of.fingerprint
     assert moved.decoder.embedding.get_value().sharding.shard_shape((64, 24)) == (16, 24)
+
+
+def test_parameters_that_are_replaced_go_where_their_parts_are_looked_for():
+    """By arrays that lie on one device, or whole on every one."""
+    policy, alone = roomy("snapkv"), tiny_model(model_of(4).config, seed=4)
+    moved = alone.on(mesh_of(2, 4))
+    whole = jax.sharding.NamedSharding(moved.axes.mesh, jax.sharding.PartitionSpec())
+    for model, there in ((alone, None), (moved, whole)):
+        attention, table = model.decoder.blocks[0].attention, model.decoder.embedding
+        attention.q.set_value(jnp.asarray(-np.asarray(attention.q.get_value())))
+        attention.out.set_value(jax.device_put(-np.asarray(attention.out.get_value()), there))
+        table.set_value(jnp.asarray(-np.asarray(table.get_value())))
+    (tokens, kept, _), (there, rows, made) = run(alone, policy), run(moved, policy)
+    assert (there, rows) == (tokens, kept)
+    assert made.cache.axes == moved.axes is not None
+
+
+def test_a_cache_is_copied_and_pickled():
+    of, mesh, ids = model_of(4), mesh_of(2, 4), prompts(9, (5, 8))
+    cache = jaxkv.prefill(of, prompts(5, LENGTHS), policy=roomy("snapkv"), mesh=mesh, progress=False)
+    asked = [
+        jaxkv.generate(of, ids, cache=each, mesh=mesh, max_new_tokens=4, progress=False).tokens
+        for each in (cache, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache))
+    ]
+    np.testing.assert_array_equal(asked[1:], [asked[0]] * 2)
+    make, (platform, _) = cache.axes.__reduce__()
+    with pytest.raises(ValueError, match=r"devices=\[99\]: this process has 8 of cpu: .*jaxkv\.load_cache"):
+        make(platform, [[[0], [99]]])
+    with pytest.raises(ValueError, match=r"cache\.axes=None: its arrays lie on Mesh.*the cache as it was"):
+        jaxkv.generate(of, ids, cache=dataclasses.replace(cache, axes=None), progress=False)
 
 
 def test_letters():
