@@ -157,6 +157,9 @@ def test_compressed_again_within_the_capacity():
     # What a prompt moved is not told once more of the answer on top of it.
     more = jaxkv.generate(model_of(8).on(mesh_of(2, 4)), prompts(9, (3, 5)), cache=cache, max_new_tokens=1)
     assert more.stats.moved_rows == int(more.cache.moved.sum()) - made.stats.moved_rows
+    # Compressed again where every head has room, nothing moves: what had moved before is no part of that answer.
+    alone = jaxkv.generate(model_of(8), prompts(9, (6, 8)), cache=jaxkv.reshard(cache, None), max_new_tokens=1)
+    assert alone.stats.moved_rows == 0 and int(alone.cache.moved.sum()) == made.stats.moved_rows
 
 
 @pytest.mark.parametrize("heads", [AdaptiveHeads, ProtectedHeads, jaxkv.AdaKV])

@@ -175,6 +175,8 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
     target = made.length
     if parts.heads.uniform:
         target = place(np.broadcast_to(held.wants[..., None], target.shape), "L B K", flat.axes, jnp.int32)
+    # A total: a mesh whose devices have room for everything, or none, adds nothing to it.
+    counts = [each for each in (cache.moved, made.moved) if each is not None]
     made_anew = dataclasses.replace(
         cache,
         pools=made.pools,
@@ -182,7 +184,7 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
         length=made.length,
         limit=jnp.where(now[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
-        moved=made.moved if cache.moved is None or made.moved is None else cache.moved + made.moved,
+        moved=sum(counts[1:], counts[0]) if counts else None,
     )
     return settle_down(made_anew, flat.axes)
 
