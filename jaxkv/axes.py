@@ -334,7 +334,7 @@ def program(
 
 def total(x: Array, axes: Axes | None) -> Array:
     """The sum of what the devices of a sequence have made, each of its heads or its part of the MLP."""
-    return x if axes is None else lax.psum(x, _MODEL)
+    return x if axes is None or axes.size("H") == 1 else lax.psum(x, _MODEL)
 
 
 def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
