@@ -12,7 +12,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, named
-from jaxkv.axes import host, settle_down
+from jaxkv.axes import Axes, host, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import plan
@@ -65,6 +65,9 @@ def as_cache(cache: Any) -> KVCache | None:
     if wrong:
         raise TypeError(f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew")
     cache.require_arrays()
+    lies = Axes.of(cache.seen)
+    remedy = f"its arrays lie on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"
+    require(lies is None or cache.axes is not None, "cache.axes", cache.axes, remedy)
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
         return cache if cache.bank is None else dataclasses.replace(cache, bank=cache.bank.put_back(cache.axes))
     return on_device(cache)

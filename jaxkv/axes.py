@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -51,6 +51,11 @@ class Axes(Value):
         fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
+    def __reduce__(self) -> tuple[Callable[..., "Axes"], tuple[Any, ...]]:
+        """Devices are a process' own: what is pickled of a cache names them."""
+        ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
+        return _of_devices, (self.platform, ids.tolist())
+
     @property
     def axes(self) -> "Axes":
         """These; so that programs can be given them alone, or in what else is static."""
@@ -79,6 +84,15 @@ class Axes(Value):
             ValueError: if two letters want the same axis of the mesh, or a size does not divide.
         """
         return _spec(self.mesh, letters, tuple(shape))
+
+
+def _of_devices(platform: str, ids: list[Any]) -> Axes:
+    there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
+    gone = sorted(set(names.ravel().tolist()) - set(there))
+    remedy = f"this process has {len(there)} of {platform}: a cache goes to others by its save, and jaxkv.load_cache"
+    require(not gone, "devices", gone, remedy)
+    devices = np.array([there[each] for each in names.flat], object).reshape(names.shape)
+    return Axes(mesh=Mesh(devices, NAMES, axis_types=(AxisType.Auto,) * len(NAMES)))
 
 
 @functools.lru_cache(maxsize=4096)

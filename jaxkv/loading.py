@@ -21,7 +21,7 @@ from jaxkv.axes import Axes, put
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.models.decoder import Decoder, Flat, parameters
 from jaxkv.sharding import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
 
@@ -83,7 +83,7 @@ class LanguageModel(nnx.Module):
     @property
     def axes(self) -> Axes | None:
         """Of the mesh that the parameters lie on; None where they lie on one device."""
-        return Axes.of(self.decoder.embedding.get_value())
+        return self.flat.axes
 
     def on(self, mesh: Mesh) -> "LanguageModel":
         """The same model with its parameters on a mesh, moved there at the first call.
@@ -106,9 +106,7 @@ class LanguageModel(nnx.Module):
         if moved is None:
             hosts.require_same("LanguageModel.on", self, mesh)
             decoder = Decoder(self.config, dtype=self.dtype)
-            for path in _sources(decoder):
-                value = _at(self.decoder, path).get_value()
-                _at(decoder, path).set_value(put(value, NamedSharding(axes.mesh, spec_of(path, axes.mesh))))
+            _spread_over(self.decoder, decoder, axes.mesh)
             moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.moved = {axes: moved}
         # They may have been found since.
@@ -119,6 +117,10 @@ class LanguageModel(nnx.Module):
     def flat(self) -> Flat:
         """The decoder taken apart for jitted code: once, and again only after a parameter has been replaced."""
         if self._flat is None or not self._flat.is_of(self.decoder):
+            axes = next(filter(None, map(Axes.of, parameters(self.decoder))), None)
+            if axes is not None:
+                # One that has been replaced may lie whole on a device, or on each of them: parts are told by place.
+                _spread_over(self.decoder, self.decoder, axes.mesh)
             self._flat = Flat(self.decoder)
         return self._flat
 
@@ -358,6 +360,13 @@ def _sources(decoder: Decoder) -> dict[str, tuple[str, ...]]:
         for path, of in _BLOCK.items():
             sources[f"blocks.{index}.{path}"] = tuple(prefix + each for each in of)
     return {path: of for path, of in sources.items() if _at(decoder, path) is not None}
+
+
+def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
+    """Puts one decoder's parameters into another one, each device's part of them on a mesh of `model_mesh`."""
+    for path in _sources(target):
+        value, there = _at(source, path).get_value(), NamedSharding(mesh, spec_of(path, mesh))
+        _at(target, path).set_value(put(value, there))
 
 
 def _at(module: Any, path: str) -> Any:

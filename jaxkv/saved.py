@@ -39,8 +39,8 @@ def load_cache(
         params: the model that is to go on from it, to have the cache of another refused here and not when it is used.
         policy: who compressed it, as `prefill` was given it, where its class is one that this process cannot find by
             name.
-        mesh: devices with the axes "data" and "model" that it is to lie on; by default where `params` does, or the
-            default device.
+        mesh: devices with the axes "data" and "model" that it is to lie on, and `params` too; by default where those
+            do, or the default device.
 
     Returns:
         The cache, its bank in host memory.
@@ -52,7 +52,7 @@ def load_cache(
             not divide the model.
     """
     given = None if policy is None else as_policy(policy)
-    model = None if params is None else as_model(params)
+    model = None if params is None else as_model(params, mesh)
     there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
     with hosts.together("jaxkv.load_cache", there):
         cache = _read(Path(path).expanduser(), given, elsewhere=there is not None)

@@ -59,6 +59,7 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
         raise TypeError(f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say")
     remedy = "give a mesh with the axes 'data' and 'model', of size 1 where nothing is split"
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
+    require(mesh.size > 0, "mesh", dict(mesh.shape), "give one of at least one device")
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     model = mesh.shape["model"]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"

@@ -113,6 +113,8 @@ def test_saved_on_a_mesh_and_loaded_on_another(name, tmp_path):
     # Where a model lies on a mesh, the cache comes there.
     there = jaxkv.load_cache(tmp_path / "cache", on("4x2"))
     assert jax.tree.structure(there) == jax.tree.structure(loaded) and rows(there) == rows(cache)
+    # Or both go there, as `generate` takes them.
+    assert jaxkv.load_cache(tmp_path / "cache", on("one"), mesh=place("4x2")).axes == there.axes
     made = jaxkv.generate(on("4x2"), prompts(6, (5, 19, 8)), cache=there, **OPTIONS)
     assert [tokens.tolist() for tokens in made.tokens] == answers(name)
     # A file says nothing of meshes: what one device had is written as ever.

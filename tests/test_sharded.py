@@ -1,5 +1,9 @@
 """Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a refusal by name."""
 
+import copy
+import dataclasses
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +14,7 @@ from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 import jaxkv
 from jaxkv.axes import Axes, program, total
 from jaxkv.sharding import model_mesh
+from jaxkv.testing import tiny_model
 
 NEW = 10
 LENGTHS = (61, 37)
@@ -85,6 +90,36 @@ def test_a_model_is_moved_once():
     assert moved.decoder.embedding.get_value().sharding.shard_shape((64, 24)) == (16, 24)
 
 
+def test_parameters_that_are_replaced_go_where_their_parts_are_looked_for():
+    """By arrays that lie on one device, or whole on every one."""
+    policy, alone = roomy("snapkv"), tiny_model(model_of(4).config, seed=4)
+    moved = alone.on(mesh_of(2, 4))
+    whole = jax.sharding.NamedSharding(moved.axes.mesh, jax.sharding.PartitionSpec())
+    for model, there in ((alone, None), (moved, whole)):
+        attention, table = model.decoder.blocks[0].attention, model.decoder.embedding
+        attention.q.set_value(jnp.asarray(-np.asarray(attention.q.get_value())))
+        attention.out.set_value(jax.device_put(-np.asarray(attention.out.get_value()), there))
+        table.set_value(jnp.asarray(-np.asarray(table.get_value())))
+    (tokens, kept, _), (there, rows, made) = run(alone, policy), run(moved, policy)
+    assert (there, rows) == (tokens, kept)
+    assert made.cache.axes == moved.axes is not None
+
+
+def test_a_cache_is_copied_and_pickled():
+    of, mesh, ids = model_of(4), mesh_of(2, 4), prompts(9, (5, 8))
+    cache = jaxkv.prefill(of, prompts(5, LENGTHS), policy=roomy("snapkv"), mesh=mesh, progress=False)
+    asked = [
+        jaxkv.generate(of, ids, cache=each, mesh=mesh, max_new_tokens=4, progress=False).tokens
+        for each in (cache, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache))
+    ]
+    np.testing.assert_array_equal(asked[1:], [asked[0]] * 2)
+    make, (platform, _) = cache.axes.__reduce__()
+    with pytest.raises(ValueError, match=r"devices=\[99\]: this process has 8 of cpu: .*jaxkv\.load_cache"):
+        make(platform, [[[0], [99]]])
+    with pytest.raises(ValueError, match=r"cache\.axes=None: its arrays lie on Mesh.*the cache as it was"):
+        jaxkv.generate(of, ids, cache=dataclasses.replace(cache, axes=None), progress=False)
+
+
 def test_letters():
     axes = Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
     spec = jax.sharding.PartitionSpec
@@ -122,6 +157,20 @@ def test_what_is_no_mesh(as_users_call):
     options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
     with pytest.raises(TypeError, match=r"mesh=tuple: give jax\.make_mesh"):
         jaxkv.generate(of, ids, mesh=(2, 4), **options)
+    with pytest.raises(ValueError, match=r"mesh=\{'data': 0, 'model': 1\}: give one of at least one device"):
+        jaxkv.generate(of, ids, mesh=jax.sharding.Mesh(np.zeros((0, 1), object), ("data", "model")), **options)
+
+
+def test_a_mesh_around_calls_changes_nothing():
+    """Users' own programs may run on the same devices with other axes."""
+    of, policy, mesh = model_of(4), roomy("snapkv"), jax.make_mesh((2, 4), ("data", "model"))
+    tokens, kept, _ = run(of, policy)
+    for around in (mesh, jax.make_mesh((8,), ("x",))):
+        with jax.set_mesh(around):
+            there, rows, made = run(of, policy, mesh=mesh)
+            pieces = jaxkv.generate(of, prompts(5, LENGTHS), cache=made.cache, mesh=mesh, max_new_tokens=2, stream=True)
+            assert len(list(pieces)) and jax.sharding.get_abstract_mesh() == around.abstract_mesh
+        assert (there, rows) == (tokens, kept)
 
 
 def test_a_cache_stays_on_its_mesh():

@@ -140,7 +140,8 @@ class _Uneven(Value):
 
     def __post_init__(self) -> None:
         real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
-        real(self, "capacity", "give 1 or more: rows of a device's heads over their even share", low=1, high=_UNLIMITED)
+        remedy = f"give 1 or more, {_UNLIMITED:g} at most: rows of a device's heads over their even share"
+        real(self, "capacity", remedy, low=1, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
