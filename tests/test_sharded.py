@@ -182,3 +182,6 @@ def test_a_cache_stays_on_its_mesh():
             ValueError, match=r"cache=Mesh.*the model lies on.*give jaxkv\.reshard\(cache, .*or prefill"
         ):
             jaxkv.generate(model, ids, cache=there, progress=False)
+    turned = jax.sharding.Mesh(mesh_of(2, 4).devices[::-1], ("data", "model"))
+    with pytest.raises(ValueError, match=r"the model lies on Mesh.* of other devices, or in another order: give"):
+        jaxkv.generate(of, ids, cache=there, mesh=turned, progress=False)
