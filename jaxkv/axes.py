@@ -66,6 +66,16 @@ class Axes(Value):
         """Of the devices."""
         return self.mesh.devices.flat[0].platform
 
+    @property
+    def in_one_memory(self) -> int:
+        """Devices of this process that share their memory: those of a CPU do."""
+        return len(self.mesh.local_devices) if self.platform == "cpu" else 1
+
+    @property
+    def processes(self) -> int:
+        """How many processes the devices belong to."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
     def size(self, letter: str) -> int:
         """Parts that an axis of this letter is cut into."""
         return math.prod(self.mesh.shape[name] for name in _LETTERS.get(letter, ()))

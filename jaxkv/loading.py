@@ -231,8 +231,7 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
         part = NamedSharding(mesh, spec_of(path, mesh)).shard_shape(each.shape)
         total += math.prod(part) * each.dtype.itemsize
     for device in mesh.local_devices:
-        # Those of a CPU have one memory.
-        share = total * (len(mesh.local_devices) if device.platform == "cpu" else 1)
+        share = total * Axes(mesh=mesh).in_one_memory
         remedy = f"give mesh.model more than {mesh.shape['kv'] * mesh.shape['rep']} devices, or a narrower dtype"
         memory.check_bytes(share, "a device's part of the model", device, remedy=remedy)
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxkv import hosts
 from jaxkv._settings import settled
 from jaxkv.arguments import as_cache
 from jaxkv.axes import Axes
@@ -39,6 +40,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
         raise TypeError("cache=None: give what prefill or an earlier generate returned")
     given = as_cache(cache)
     assert given is not None
+    hosts.require_same("jaxkv.reshard", None, mesh, made_by=given.policy)
     return moved(given, None if mesh is None else Axes(mesh=model_mesh(mesh, given.config)))
 
 

@@ -142,7 +142,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
 def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
     """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads.
 
-    On a mesh what a device has of that.
+    On a mesh what a device has of that, a CPU's devices together.
     """
     segments, axes, held = given.config.layers * given.config.kv_heads, given.axes, len(given.seen)
     batch += missing(batch, axes)
@@ -151,7 +151,9 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
         # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
         reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
-    return copied if axes is None else -(-copied // (axes.size("B") * axes.size("K")))
+    if axes is None:
+        return copied
+    return -(-copied // (axes.size("B") * axes.size("K"))) * axes.in_one_memory
 
 
 def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:

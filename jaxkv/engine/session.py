@@ -115,7 +115,7 @@ class Session:
         return needed
 
     def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
-        """What a plan takes of each device: on a mesh its part of heads and prompts."""
+        """What a plan takes of a device: on a mesh its part of heads and prompts, a CPU's devices together."""
         config, axes = self.params.config, self.params.axes
         if axes is None:
             return needed
@@ -126,10 +126,10 @@ class Session:
         # What heads compete for may all go to those of one device: its pools have room for more than its share.
         more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
         more *= len(of) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
-        of_group = lambda size: -(-(size + more) // groups)  # noqa: E731
+        of_group = lambda size: -(-(size + more) // groups) * axes.in_one_memory  # noqa: E731
         of_all = {name: of_group(getattr(mine, name)) for name in ("cache_bytes", "peak_bytes")}
         # What waits does so beside each device that asks for it, in the memory of each process' machine.
-        waits = -(-needed.host_bytes * axes.size("G") // jax.process_count())
+        waits = -(-needed.host_bytes * axes.size("G") // axes.processes)
         return dataclasses.replace(mine, **of_all, host_bytes=waits)
 
     @settled
