@@ -56,8 +56,8 @@ def record(monkeypatch):
     """What every filter asked and chose, in order: `(layer's queries, positions, count)`."""
     seen, original = [], sparse.choose
 
-    def recording(*given, windowed):
-        chosen = original(*given, windowed=windowed)
+    def recording(*given, **options):
+        chosen = original(*given, **options)
         keep = lambda *arrays: seen.append([np.asarray(each) for each in arrays])  # noqa: E731
         jax.debug.callback(keep, chosen.positions, chosen.count, ordered=True)
         return chosen
