@@ -2,22 +2,17 @@
 
 import contextlib
 import json
-import math
 import re
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxkv
-from jaxkv import memory
-from jaxkv.engine.plan import check_memory
 from jaxkv.policies import AdaptiveHeads, AvgPool, ExponentialLayers, LinearLayers, MaxPool, ProtectedHeads, ValueMerge
 from jaxkv.policies import StreamingLLM as Streaming
 
@@ -221,61 +216,6 @@ def test_protected_spans_beyond_the_budget(model):
         policy = jaxkv.SnapKV(budget=budget, window=4, protect=((0, 8), (5, 18)))
         with refused(f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22: {remedy}"):
             jaxkv.generate(model, ids(40), policy=policy, max_new_tokens=NEW)
-
-
-def test_no_memory_for_the_plan(model, cache, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
-    needed = jaxkv.plan(model.config, POLICY, [40])
-    with refused(
-        f"the plan needs {needed.peak_bytes:,} bytes .*{needed.cache_bytes:,} of them.* 1,000 free: lower the budget",
-        kind=MemoryError,
-    ):
-        jaxkv.prefill(model, ids(40), policy=POLICY)
-    with refused(r"the plan needs [\d,]+ bytes .* 1,000 free: lower", kind=MemoryError):
-        jaxkv.generate(model, ids(40), policy=POLICY, max_new_tokens=NEW)
-    monkeypatch.undo()
-    assert int(jaxkv.prefill(model, ids(40), policy=POLICY).seen[0]) == 40
-
-
-def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
-    needed = jaxkv.plan(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
-    total = needed.peak_bytes + needed.host_bytes
-    # On a CPU both kinds of memory are one.
-    monkeypatch.setattr(memory, "machine_bytes", lambda: total - 1)
-    with refused(f"the plan needs {total:,} bytes", kind=MemoryError):
-        check_memory(needed)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: total)
-    check_memory(needed)
-    gpu = mock.Mock(spec=jax.Device, platform="gpu")
-    gpu.memory_stats.return_value = {"bytes_limit": needed.peak_bytes, "bytes_in_use": 0}
-    monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes)
-    check_memory(needed, gpu)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes - 1)
-    with refused(f"keeps {needed.host_bytes:,} bytes in host memory, where .*: offload fewer layers", kind=MemoryError):
-        check_memory(needed, gpu)
-
-
-@pytest.mark.parametrize("mesh", [None, (1, 1), (1, 4), (2, 4)])
-def test_no_memory_for_weights(monkeypatch, mesh):
-    path = FOLDER.parent / "llama_gqa8"
-    whole = sum(leaf.nbytes for leaf in leaves_of(path))
-    options = {}
-    if mesh is not None:
-        devices = jax.devices()[: math.prod(mesh)]
-        options["mesh"] = jax.make_mesh(mesh, ("data", "model"), devices=devices)
-    # A CPU's devices have one memory: two groups of devices hold the model twice, and norms lie whole on all of them.
-    held = sum(shard.data.nbytes for leaf in leaves_of(path, **options) for shard in leaf.addressable_shards)
-    assert held >= whole * (mesh or (1,))[0]
-    monkeypatch.setattr(memory, "available_bytes", lambda device: held)
-    jaxkv.load(path, **options)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: held - 1)
-    what = "the model" if mesh is None else "a device's part of the model"
-    with refused(f"{what} needs {held:,} bytes .* has {held - 1:,} free: give .*narrower dtype", kind=MemoryError):
-        jaxkv.load(path, **options)
-
-
-def leaves_of(path, **options):
-    return jax.tree.leaves(nnx.state(jaxkv.load(path, **options).decoder, nnx.Param))
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------

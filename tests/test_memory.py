@@ -1,0 +1,94 @@
+"""No memory for what was asked: refused before anything is allocated, with the bytes and what to change."""
+
+import math
+import re
+from pathlib import Path
+from unittest import mock
+
+import jax
+import pytest
+from flax import nnx
+from meshes import mesh_of, model_of, prompts
+
+import jaxkv
+from jaxkv import memory
+from jaxkv.engine.plan import check_memory
+
+MODELS = Path(__file__).parent / "golden" / "models"
+POLICY = jaxkv.SnapKV(budget=16, window=4)
+IDS = list(range(3, 43))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxkv.load(MODELS / "llama_gqa")
+
+
+def refused(message):
+    return pytest.raises(MemoryError, match=message)
+
+
+def test_no_memory_for_the_plan(model, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    needed = jaxkv.plan(model.config, POLICY, [40])
+    with refused(
+        f"the plan needs {needed.peak_bytes:,} bytes .*{needed.cache_bytes:,} of them.* 1,000 free: lower the budget",
+    ):
+        jaxkv.prefill(model, IDS, policy=POLICY)
+    with refused(r"the plan needs [\d,]+ bytes .* 1,000 free: lower"):
+        jaxkv.generate(model, IDS, policy=POLICY, max_new_tokens=4)
+    monkeypatch.undo()
+    assert int(jaxkv.prefill(model, IDS, policy=POLICY).seen[0]) == 40
+
+
+def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
+    needed = jaxkv.plan(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
+    total = needed.peak_bytes + needed.host_bytes
+    # On a CPU both kinds of memory are one.
+    monkeypatch.setattr(memory, "machine_bytes", lambda: total - 1)
+    with refused(f"the plan needs {total:,} bytes"):
+        check_memory(needed)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: total)
+    check_memory(needed)
+    gpu = mock.Mock(spec=jax.Device, platform="gpu")
+    gpu.memory_stats.return_value = {"bytes_limit": needed.peak_bytes, "bytes_in_use": 0}
+    monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes)
+    check_memory(needed, gpu)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes - 1)
+    with refused(f"keeps {needed.host_bytes:,} bytes in host memory, where .*: offload fewer layers"):
+        check_memory(needed, gpu)
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 1), (1, 4), (2, 4)])
+def test_no_memory_for_weights(monkeypatch, mesh):
+    path = MODELS / "llama_gqa8"
+    whole = sum(leaf.nbytes for leaf in leaves_of(path))
+    options = {}
+    if mesh is not None:
+        devices = jax.devices()[: math.prod(mesh)]
+        options["mesh"] = jax.make_mesh(mesh, ("data", "model"), devices=devices)
+    # A CPU's devices have one memory: two groups of devices hold the model twice, and norms lie whole on all of them.
+    held = sum(shard.data.nbytes for leaf in leaves_of(path, **options) for shard in leaf.addressable_shards)
+    assert held >= whole * (mesh or (1,))[0]
+    monkeypatch.setattr(memory, "available_bytes", lambda device: held)
+    jaxkv.load(path, **options)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: held - 1)
+    what = "the model" if mesh is None else "a device's part of the model"
+    with refused(f"{what} needs {held:,} bytes .* has {held - 1:,} free: give .*narrower dtype"):
+        jaxkv.load(path, **options)
+
+
+def leaves_of(path, **options):
+    return jax.tree.leaves(nnx.state(jaxkv.load(path, **options).decoder, nnx.Param))
+
+
+def test_no_memory_for_the_plan_of_a_mesh(monkeypatch):
+    """Devices of a CPU share its memory: together they need no less than one alone."""
+    of, ids = model_of(4), prompts(5, (61, 37))
+    needed = []
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1)
+    for model in (of, of.on(mesh_of(2, 4))):
+        with pytest.raises(MemoryError, match=r"the plan needs [\d,]+ bytes") as refused:
+            jaxkv.prefill(model, ids, policy=jaxkv.FullKV(), progress=False)
+        needed.append(int(re.search(r"needs ([\d,]+)", str(refused.value)).group(1).replace(",", "")))
+    assert needed[0] <= needed[1] <= 3 * needed[0]
