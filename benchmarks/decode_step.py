@@ -11,12 +11,9 @@ reads, up to 256.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from pathlib import Path
-
-import numpy as np
 
 import jaxkv
 from benchmarks import record
@@ -121,15 +118,13 @@ def main():
     if options.prompt < options.budget:
         # Segments below their budget have no spare rows here.
         parser.error("--prompt must not be shorter than --budget")
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
     enable_compilation_cache()
     model = jaxkv.load(MODEL, options.dtype)
     for batch in options.batch:
-        ids = np.random.default_rng(0).integers(100, model.config.vocab, (batch, options.prompt)).astype(np.int32)
+        ids = record.random_ids(model, batch, options.prompt)
         found = measure(model, ids, budget=options.budget, rounds=options.rounds, steps=options.steps)
         title = f"{options.dtype}, batch {batch}, prompt {options.prompt}, budget {options.budget}"
-        results[title] = {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found}
-        record.save(options.out, results)
+        record.add(options.out, title, {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found})
         show(f"{title}: {options.rounds} rounds of {options.steps} steps", found)
     print(f"\nsaved to {options.out}")
 

@@ -8,7 +8,6 @@ ratio is taken within a round, the figure is the median of the rounds' ratios.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -88,16 +87,13 @@ def main():
     options = parser.parse_args()
     if min(options.prompt, options.budget, options.rounds, options.steps, options.batch) < 1:
         parser.error("--batch, --prompt, --budget, --rounds and --steps are 1 or more")
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
     enable_compilation_cache()
     model = jaxkv.load(MODEL, options.dtype)
-    shape = (options.batch, options.prompt)
-    ids = np.random.default_rng(0).integers(100, model.config.vocab, shape).astype(np.int32)
+    ids = record.random_ids(model, options.batch, options.prompt)
     settings = {name: getattr(options, name) for name in ("policies", "budget", "rounds", "steps")}
     found = measure(model, ids, **settings)
     title = f"{options.dtype}, batch {options.batch}, prompt {options.prompt}, budget {options.budget}"
-    results[title] = {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found}
-    record.save(options.out, results)
+    record.add(options.out, title, {"model": MODEL, "rounds": options.rounds, "steps": options.steps, **found})
     show(f"{title}: {options.rounds} rounds of {options.steps} steps", found)
     print(f"\nsaved to {options.out}")
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
+import numpy as np
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,6 +29,12 @@ def save(path, results):
     except BaseException:
         os.unlink(part)
         raise
+
+
+def add(path, title, found):
+    """Saves figures in a file that keeps those of other titles."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    save(path, results | {title: found})
 
 
 def resume(path, settings):
@@ -52,6 +59,11 @@ def machine():
         "commit": commit(ROOT),
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
+
+
+def random_ids(model, batch, tokens):
+    """Prompts of random tokens, the same in every run."""
+    return np.random.default_rng(0).integers(100, model.config.vocab, (batch, tokens)).astype(np.int32)
 
 
 def spread(values):

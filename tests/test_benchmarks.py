@@ -70,6 +70,20 @@ def test_loss_is_that_of_one_long_prompt(benchmark):
     assert all(each["holds"] is None for each in loss.judge({"H2O": measured["losses"]}))
 
 
+def test_a_mesh_of_one_device_is_measured_side_by_side(benchmark, tmp_path, capsys, as_users_call):
+    cost, model = benchmark("mesh_cost"), tiny.tiny(tiny.MODELS["gqa3"])
+    ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
+    found = cost.measure(model, ids, policies=["SnapKV"], budget=34, rounds=2, steps=3)
+    assert {len(row["seconds"][which]) for row in found["policies"]["SnapKV"].values() for which in row["seconds"]} == {
+        2
+    }
+    for title in ("one", "another"):
+        cost.record.add(tmp_path / "cost.json", title, found)
+    assert set(json.loads((tmp_path / "cost.json").read_text())) == {"one", "another"}
+    cost.show("a table", found)
+    assert capsys.readouterr().out.count("SnapKV") == 2
+
+
 def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call):
     steps, model = benchmark("decode_step"), tiny.tiny(tiny.MODELS["gqa3"])
     found = steps.measure(model, tiny.prompts(0, (60, 60)), budget=40, rounds=2, steps=3)
