@@ -191,7 +191,7 @@ def prefill(flat, policy):
 
     x = jax.ShapeDtypeStruct((1, TOKENS, flat.config.embed), jnp.bfloat16)
     length = jax.ShapeDtypeStruct((1,), jnp.int32)
-    table = jax.eval_shape(lambda: prefilling._table(slots=TOKENS, config=flat.config))
+    table = jax.eval_shape(lambda: prefilling._angles(slots=TOKENS, config=flat.config))
     options = {"needs": policy.parts().needs, "last": False, "implementation": Implementation.PALLAS}
     return prefilling._layer.trace(flat.blocks[0], x, length, table, graphs=flat.graphs, **options), (x,)
 

@@ -40,8 +40,13 @@ def _embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[
 
 
 @partial(jax.jit, static_argnames=("slots", "config"))
-def _table(*, slots: int, config: ModelConfig) -> Angles:
+def _angles(*, slots: int, config: ModelConfig) -> Angles:
     return angles(jnp.arange(slots, dtype=jnp.int32)[None], config.rope, config.head_dim)
+
+
+def _table(flat: Flat, slots: int) -> Angles:
+    """Angles of the first positions, where the model lies."""
+    return settle_down(_angles(slots=slots, config=flat.config), flat.axes)
 
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
@@ -86,7 +91,7 @@ def read_layers(
         A layer's rotated queries and keys, and the queries' positions.
     """
     x = _embed(flat.ends, tokens, graphs=flat.graphs)
-    table = settle_down(_table(slots=tokens.shape[1], config=flat.config), flat.axes)
+    table = _table(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
         out = _run_layer(flat, index, x, length, table, Needs(queries=queries), Implementation.XLA)
         x = out.x
@@ -119,7 +124,7 @@ def compile_ahead(
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
     x = _embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
-    table = settle_down(_table(slots=needed.slots, config=flat.config), flat.axes)
+    table = _table(flat, needed.slots)
     for index in sorted({0, flat.config.layers - 1}):
         out = _run_layer(flat, index, x, length, table, parts.needs, implementation)
         x = out.x
@@ -203,7 +208,7 @@ class _Prompts(Source):
         self.reading = parts.reading(layers, needed.slots)
         self.remembered = _remembering(parts.ongoing, self.reading, layers)
         self.x = _embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
-        self.table = settle_down(_table(slots=needed.slots, config=flat.config), flat.axes)
+        self.table = _table(flat, needed.slots)
         self.kept_rows, self.recents = needed.rows, np.zeros((layers, len(lengths)), np.int64)
         if needed.rows is not None:
             self.recents = parts.recents(needed.rows, lengths, needed.forced)
