@@ -73,6 +73,8 @@ def attend(
         )
     if chunks is None:
         programs = tuning.programs(dim=k.shape[2], itemsize=k.dtype.itemsize, interpret=interpret)
+        # Each tile of many queries has programs of its own.
+        programs = max(1, programs // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
     logits = None if score is None else _logits(start[None], 0, widest, k.shape[1])
     how = How(tiles=tiles, tile=tile, interpret=interpret)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import MASKED, BlockSpec, call, load, pad_dim, program_id, store, when
+from ._compat import MASKED, BlockSpec, call, call_named, load, pad_dim, program_id, store, when
 from .chunks import Chunks
-from .rows import How, Logits
+from .rows import How, Logits, of_chunks, starts, whole
 
 
 def merge(
@@ -133,69 +133,52 @@ def add_mass(
     padded, segments = 1 << (rows - 1).bit_length(), batch * heads
     # Four bytes of 32 logits or so for each thread, whatever R is; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
-    packed = logits.widest is not None
 
-    def kernel(kept_ref, lse_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
-        refs = list(refs)
-        counts_ref = None if counts is None else refs.pop(0)
-        begin_ref = None if begin is None else refs.pop(0)
-        start_ref = refs.pop(0) if packed else None
-        _, old_ref, _, score_ref = refs
-        segment, row, here = segment_ref[...], row_ref[...], rows_ref[...]
-        end = here if begin_ref is None else here + last_ref[...]
+    def kernel(refs):
+        segment, row, here, last = refs.segment[...], refs.row[...], refs.rows[...], refs.last[...]
+        end = here if begin is None else here + last
 
-        @when(end > 0)
+        @when((end > 0) & (segment >= 0) & (row >= 0))
         def _():
             sequence = segment // heads
-            counted = end if counts_ref is None else jnp.where(load(counts_ref.at[sequence]) > 0, end, 0)
+            counted = end if counts is None else jnp.where(load(refs.counts.at[sequence]) > 0, end, 0)
             query = jnp.arange(padded, dtype=jnp.int32)
             real = query < rows
-            total = load(lse_ref.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
+            total = load(refs.lse.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
             cell = row
-            if packed:
-                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[segment])
+            if logits.widest is not None:
+                cell = (segment - sequence * heads) * logits.widest + row - load(refs.start.at[segment])
 
             def step(index, carry):
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = offset < counted
                 wanted = real[:, None] & inside[None, :]
-                at = kept_ref.at[sequence, query[:, None], (cell + offset)[None, :]]
+                at = refs.logits.at[sequence, query[:, None], (cell + offset)[None, :]]
                 weights = jnp.exp2(load(at, mask=wanted, other=MASKED) - total[:, None]).sum(axis=0) / rows
-                old = load(old_ref.at[sequence, row + offset], mask=inside & (offset < here), other=0.0)
-                if begin_ref is not None:
-                    old = jnp.where(offset < here, old, load(begin_ref.at[segment]))
-                store(score_ref.at[sequence, row + offset], old + weights, mask=inside)
+                old = load(refs.old.at[sequence, row + offset], mask=inside & (offset < here), other=0.0)
+                if begin is not None:
+                    old = jnp.where(offset < here, old, load(refs.begin.at[segment]))
+                store(refs.score.at[sequence, row + offset], old + weights, mask=inside)
                 return carry
 
             lax.fori_loop(0, (counted + block - 1) // block, step, jnp.int32(0))
 
-    whole = lambda *shape: BlockSpec(shape, lambda w: (0,) * len(shape))  # noqa: E731
-    of_chunk = BlockSpec((None, None), lambda w: (layer, w))
-    inputs = [kept, lse.reshape(segments, rows), chunks.segment, chunks.row, chunks.rows, chunks.last]
-    specs = [whole(*kept.shape), whole(segments, rows), *[of_chunk] * 4]
+    inputs = {"logits": whole(kept), "lse": whole(lse.reshape(segments, rows)), **of_chunks(chunks, layer)}
     if counts is not None:
-        inputs.append(counts)
-        specs.append(whole(batch))
+        inputs["counts"] = whole(counts)
     if begin is not None:
-        inputs.append(begin.reshape(segments))
-        specs.append(whole(segments))
-    if packed:
-        level = logits.level
-        inputs.append(logits.start.reshape(-1, segments))
-        specs.append(BlockSpec((None, segments), lambda w: (level, 0)))
-    passed = [whole(*out.shape), whole(*score.shape)]
-    out, score = call(
+        inputs["begin"] = whole(begin.reshape(segments))
+    if logits.widest is not None:
+        inputs["start"] = starts(logits)
+    shape = lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype)  # noqa: E731
+    found = call_named(
         kernel,
-        *inputs,
-        out,
-        score,
         name="ragged_mass",
         grid=(chunks.segment.shape[1],),
-        inputs=[*specs, *passed],
-        outputs=passed,
-        shapes=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, score)],
+        inputs=inputs | {"handed": whole(out), "old": whole(score)},
+        outputs={"out": whole(shape(out)), "score": whole(shape(score))},
         launch=how.tiles.merge_launch,
         interpret=how.interpret,
-        aliases={len(inputs): 0, len(inputs) + 1: 1},
+        aliases={"handed": "out", "old": "score"},
     )
-    return out, score
+    return found["out"], found["score"]

@@ -5,7 +5,7 @@ segment, and attends to it from registers. No other program looks there, so noth
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from ._compat import (
     MASKED,
     BlockSpec,
-    call,
+    call_named,
     dot,
     load,
     pad_dim,
@@ -131,155 +131,160 @@ def pass_rows(
     """
     batch, heads, rows, dim = q.shape
     pool_rows, width = k.shape[1], chunks.segment.shape[1]
-    scale = math.log2(math.e) / dim**0.5
-    block, tile = how.tiles.block, how.tile
     packed = logits is not None and logits.widest is not None
+    block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
-    def kernel(q_ref, k_ref, v_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
-        refs = list(refs)
-        of_token = [refs.pop(0) for _ in range(6)] if token is not None else None
-        if token is not None:
-            refs.pop(0)  # Positions as they were, which nobody reads.
-        start_ref = refs.pop(0) if packed else None
-        part_ref, lse_ref = refs.pop(0), refs.pop(0)
-        logits_ref = refs.pop(0) if logits is not None else None
+    def kernel(refs):
         tile_index = program_id(1)
         query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
-        segment, row, here, last = segment_ref[...], row_ref[...], rows_ref[...], last_ref[...] > 0
+        segment, row, here, last = refs.segment[...], refs.row[...], refs.rows[...], refs.last[...] > 0
 
-        @when(last | (here > 0))
+        # Whether there is work depends on all four, so that they are loaded together, not two behind the branch.
+        @when((last | (here > 0)) & (segment >= 0) & (row >= 0))
         def _():
             real = query < rows
             sequence = segment // heads
             cell = row
             if packed:
-                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[segment])
-            keep = lambda cells, s, mask: store(logits_ref.at[sequence, query[:, None], cells[None, :]], s, mask=mask)  # noqa: E731
-            if of_token is None:
-                queries = take_rows(q_ref, segment * rows + query, real, dim)
+                cell = (segment - sequence * heads) * logits.widest + row - load(refs.start.at[segment])
+
+            def keep(cells, s, mask):
+                if logits is not None:
+                    store(refs.logits.at[sequence, query[:, None], cells[None, :]], s, mask=mask & real[:, None])
+
+            if token is None:
+                queries = take_rows(refs.q, segment * rows + query, real, dim)
                 carry = (
                     jnp.full((tile,), MASKED, jnp.float32),
                     jnp.zeros((tile,), jnp.float32),
                     jnp.zeros((tile, pad_dim(dim)), jnp.float32),
                 )
             else:
-                turned = _Turn(*of_token[2:4], sequence, dim)
-                queries = turned.rows(q_ref, segment * rows + query, real).astype(k_ref.dtype)
-                joins = last & (load(of_token[5].at[sequence]) > 0)
-                key, value = _join(of_token, refs, turned, segment, sequence, row + here, joins & (tile_index == 0))
+                row_new = _NewRow(refs, segment, sequence, last, dim)
+                queries = row_new.turned(refs.q, segment * rows + query, real).astype(refs.k.dtype)
+                key, value = row_new.put(refs, row + here, tile_index == 0)
                 own = (queries.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
-                if logits_ref is not None:
-                    store(
-                        logits_ref.at[sequence, query, jnp.broadcast_to(cell + here, (tile,))], own, mask=real & joins
-                    )
+                keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
                 carry = (
-                    jnp.where(joins, own, MASKED),
-                    jnp.where(joins, jnp.ones((tile,), jnp.float32), jnp.zeros((tile,), jnp.float32)),
-                    jnp.broadcast_to(jnp.where(joins, value, 0.0)[None, :], (tile, pad_dim(dim))),
+                    jnp.where(row_new.joins, own, MASKED),
+                    jnp.where(row_new.joins, jnp.ones((tile,), jnp.float32), jnp.zeros((tile,), jnp.float32)),
+                    jnp.broadcast_to(jnp.where(row_new.joins, value, 0.0)[None, :], (tile, pad_dim(dim))),
                 )
 
             def step(index, carry):
                 top, total, acc = carry
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = offset < here
-                keys = take_rows(k_ref, row + offset, inside, dim, sequence)
+                keys = take_rows(refs.k, row + offset, inside, dim, sequence)
                 s = dot(queries, keys, transpose_b=True) * scale
-                if logits_ref is not None:
-                    keep(cell + offset, s, real[:, None] & inside[None, :])
+                keep(cell + offset, s, inside[None, :])
                 s = jnp.where(inside[None, :], s, MASKED)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = jnp.exp2(s - new_top[:, None])
                 shrink = jnp.exp2(top - new_top)
-                values = take_rows(v_ref, row + offset, inside, dim, sequence)
+                values = take_rows(refs.v, row + offset, inside, dim, sequence)
                 acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
                 return new_top, total * shrink + weights.sum(axis=1), acc
 
             top, total, acc = lax.fori_loop(0, (here + block - 1) // block, step, carry)
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
-            put_rows(part_ref, query, real, dim, acc / total[:, None])
-            store(lse_ref.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
+            put_rows(refs.part, query, real, dim, acc / total[:, None])
+            store(refs.lse.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
-    whole = lambda *shape: BlockSpec(shape, lambda w, t: (0,) * len(shape))  # noqa: E731
-    of_chunk = BlockSpec((None, None), lambda w, t: (layer, w))
-    per_chunk = lambda *shape: BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape))  # noqa: E731
-    pool = whole(batch, pool_rows, dim)
-    inputs = [q.reshape(-1, dim), k, v, chunks.segment, chunks.row, chunks.rows, chunks.last]
-    specs = [whole(batch * heads * rows, dim), pool, pool, *[of_chunk] * 4]
-    shapes = [
-        jax.ShapeDtypeStruct((width, rows, dim), jnp.float32),
-        jax.ShapeDtypeStruct((width, rows), jnp.float32),
-    ]
-    outputs, aliases = [per_chunk(rows, dim), per_chunk(rows)], {}
+    per_chunk = lambda *shape: (  # noqa: E731
+        jax.ShapeDtypeStruct((width, *shape), jnp.float32),
+        BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape)),
+    )
+    outputs = {"part": per_chunk(rows, dim), "lse": per_chunk(rows)}
     if logits is not None:
-        shapes.append(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
-        outputs.append(whole(*shapes[-1].shape))
+        outputs["logits"] = whole(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
+    aliases = {}
     if token is not None:
-        given = [token.k.reshape(-1, dim), token.v.reshape(-1, dim), *token[2:]]
-        aliases = {1: len(outputs), 2: len(outputs) + 1, len(inputs) + 6: len(outputs) + 2}
-        inputs += given
-        specs += [whole(*each.shape) for each in given]
-        shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v, token.pos)]
-        outputs += [pool, pool, whole(batch, pool_rows)]
-    if logits is not None and packed:
-        level = logits.level
-        inputs.append(logits.start.reshape(-1, batch * heads))
-        specs.append(BlockSpec((None, batch * heads), lambda w, t: (level, 0)))
-    results = call(
+        aliases = {"k": "pool_k", "v": "pool_v", "pos": "pool_pos"}
+        for name, leaf in zip(aliases.values(), (k, v, token.pos), strict=True):
+            outputs[name] = whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    found = call_named(
         kernel,
-        *inputs,
         name="ragged_decode",
         grid=(width, -(-rows // tile)),
-        inputs=specs,
+        inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None),
         outputs=outputs,
-        shapes=shapes,
         launch=how.tiles.launch,
         interpret=how.interpret,
         aliases=aliases,
     )
-    return Passed(
-        out=results[0],
-        lse=results[1],
-        logits=results[2] if logits is not None else None,
-        pool=tuple(results[-3:]) if token is not None else (),
-    )
+    pool = tuple(found[name] for name in aliases.values())
+    return Passed(out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool)
 
 
-class _Turn:
-    """RoPE inside a kernel: a row meets the angles of its channels and, gathered once more, its partners' values."""
+def whole(of: Any) -> tuple[Any, BlockSpec]:
+    """An array, or its shape, of which every program sees all."""
+    return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
-    def __init__(self, cos_ref, sin_ref, sequence, dim):
-        self.dim, half = dim, dim // 2
+
+def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpec]]:
+    """What a program, one for each chunk of a layer, does: inputs of a kernel, scalars."""
+    spec = BlockSpec((None, None), lambda w, *_: (layer, w))
+    return {name: (getattr(chunks, name), spec) for name in ("segment", "row", "rows", "last")}
+
+
+def starts(logits: Logits) -> tuple[jax.Array, BlockSpec]:
+    """First rows of a layer's segments: an input of a kernel."""
+    segments, level = math.prod(logits.start.shape[1:]), logits.level
+    return logits.start.reshape(-1, segments), BlockSpec((None, segments), lambda *_: (level, 0))
+
+
+def _inputs(q, k, v, chunks, layer, token, packed):
+    dim = k.shape[2]
+    inputs = {"q": whole(q.reshape(-1, dim)), "k": whole(k), "v": whole(v), **of_chunks(chunks, layer)}
+    if token is not None:
+        given = token._replace(k=token.k.reshape(-1, dim), v=token.v.reshape(-1, dim))._asdict()
+        inputs |= {{"k": "k_new", "v": "v_new"}.get(name, name): whole(each) for name, each in given.items()}
+    if packed is not None:
+        inputs["start"] = starts(packed)
+    return inputs
+
+
+class _NewRow:
+    """A token's row inside a kernel, and the rotation that it shares with the queries.
+
+    All that the queries do not need is loaded first: it arrives while they are loaded. Channels meet the angle of their
+    pair and, gathered once more, their partners' values.
+    """
+
+    def __init__(self, refs, segment, sequence, last, dim):
+        half = dim // 2
         self.column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         self.real = self.column < dim
         first = self.column < half
         self.partner = jnp.where(first, self.column + half, self.column - half)
         pair = jnp.where(first, self.column, self.column - half)
-        self.cos = load(cos_ref.at[sequence, pair], mask=self.real, other=0.0)
-        sin = load(sin_ref.at[sequence, pair], mask=self.real, other=0.0)
+        wanted = self.real & last
+        take = lambda ref, column: load(ref.at[segment, column], mask=wanted, other=0.0)  # noqa: E731
+        self.sequence = sequence
+        self.joins = last & (load(refs.counts.at[sequence]) > 0)
+        self.position = load(refs.position.at[sequence])
+        self.value = take(refs.v_new, self.column)
+        own, other = take(refs.k_new, self.column), take(refs.k_new, self.partner)
+        self.cos = load(refs.cos.at[sequence, pair], mask=self.real, other=0.0)
+        sin = load(refs.sin.at[sequence, pair], mask=self.real, other=0.0)
         self.sin = jnp.where(first, -sin, sin)
+        self.key = own.astype(jnp.float32) * self.cos + other.astype(jnp.float32) * self.sin
 
-    def rows(self, ref, rows, inside):
-        """Rows of a `[rows, dim]` ref, turned: `f32[n, pad_dim(dim)]`."""
+    def turned(self, ref, rows, inside):
+        """Rows of a `[rows, dim]` ref, rotated: `f32[n, pad_dim(dim)]`."""
         shape = (rows.shape[0], self.column.shape[0])
         mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
         at = lambda column: load(ref.at[rows[:, None], column[None, :]], mask=mask, other=0.0)  # noqa: E731
         own, other = at(self.column).astype(jnp.float32), at(self.partner).astype(jnp.float32)
         return own * self.cos[None, :] + other * self.sin[None, :]
 
-    def row(self, ref, row, inside):
-        """One row, likewise."""
-        at = lambda column: load(ref.at[row, column], mask=self.real & inside, other=0.0)  # noqa: E731
-        return at(self.column).astype(jnp.float32) * self.cos + at(self.partner).astype(jnp.float32) * self.sin
-
-
-def _join(of_token, pool_refs, turned, segment, sequence, row, joins):
-    """Writes a new row, if it joins; gives its key and value as they are read from the pool, in float32."""
-    k_ref, v_ref, _, _, position_ref, _ = of_token
-    k_pool, v_pool, pos_pool = pool_refs
-    key = turned.row(k_ref, segment, True).astype(k_pool.dtype)
-    value = load(v_ref.at[segment, turned.column], mask=turned.real, other=0.0).astype(v_pool.dtype)
-    store(k_pool.at[sequence, row, turned.column], key, mask=turned.real & joins)
-    store(v_pool.at[sequence, row, turned.column], value, mask=turned.real & joins)
-    store(pos_pool.at[sequence, row], load(position_ref.at[sequence]), mask=joins)
-    return key.astype(jnp.float32), value.astype(jnp.float32)
+    def put(self, refs, row, writes):
+        """Writes the row, if it joins and this program writes; its key and value as the pool has them, in float32."""
+        key, value = self.key.astype(refs.pool_k.dtype), self.value.astype(refs.pool_v.dtype)
+        writes = self.joins & writes
+        store(refs.pool_k.at[self.sequence, row, self.column], key, mask=self.real & writes)
+        store(refs.pool_v.at[self.sequence, row, self.column], value, mask=self.real & writes)
+        store(refs.pool_pos.at[self.sequence, row], self.position, mask=writes)
+        return key.astype(jnp.float32), value.astype(jnp.float32)
