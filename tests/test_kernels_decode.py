@@ -90,6 +90,18 @@ def test_small_caches_have_small_chunks():
     assert dealt(np.full((1, 1, 8), 1024, np.int32), 396, 64)[1]["rows"].max() == 64
 
 
+def test_attention_by_a_shared_table():
+    """Queries of one layer, by chunks that were dealt for two; a head ten times longer, heads without rows."""
+    start, rows = laid_out(LENGTH)
+    q, k, v = draw(7, (3, 2, 4, 64), (3, rows, 64), (3, rows, 64))
+    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=9, block=16)
+    of = (jnp.asarray(start[1]), jnp.asarray(LENGTH[1]))
+    out, lse = pallas_kernels.attend(q, k, v, *of, chunks=chunks, layer=1, tiles=SMALL, interpret=True)
+    want, want_lse, _ = attend_oracle(q, k, v, start[1], LENGTH[1])
+    np.testing.assert_allclose(wide(out), want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(wide(lse), want_lse, rtol=2e-5, atol=2e-5)
+
+
 def turned(x, cos, sin):
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
