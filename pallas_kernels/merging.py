@@ -1,5 +1,6 @@
 """What follows the pass over rows of decode attention: chunks become heads, and logits become rows' scores."""
 
+import dataclasses
 import math
 
 import jax
@@ -41,10 +42,14 @@ def merge(
     segments = batch * heads
     # As many chunks as a segment has where segments are alike.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
+    # Eight chunks of a warp at most: then all are asked for before the first is looked at.
+    launch = dataclasses.replace(how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8))
 
     def kernel(part_ref, lse_ref, first_ref, count_ref, out_ref, total_ref):
         query = program_id(1)
         begin, number = first_ref[...], count_ref[...]
+        # The loop is bounded by both, so that the first is not loaded behind it.
+        number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         real = column < dim
 
@@ -89,7 +94,7 @@ def merge(
             jax.ShapeDtypeStruct((segments, rows, dim), dtype),
             jax.ShapeDtypeStruct((segments, rows), jnp.float32),
         ],
-        launch=how.tiles.merge_launch,
+        launch=launch,
         interpret=how.interpret,
     )
     return out.reshape(batch, heads, rows, dim), lse.reshape(batch, heads, rows)
