@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import MASKED, BlockSpec, call, call_named, load, pad_dim, program_id, store, when
+from ._compat import MASKED, BlockSpec, call_named, load, pad_dim, program_id, store, when
 from .chunks import Chunks
-from .rows import How, Logits, of_chunks, starts, whole
+from .rows import How, Logits, by_segment, chunk_of, layer_of, of_chunks, whole
 
 
 def merge(
@@ -20,11 +20,12 @@ def merge(
     *,
     dtype: jnp.dtype,
     how: How,
+    sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges the chunks of each segment, many at a time.
 
-    Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; first and count of segment s, scalars; out: out
-    [R, D] and lse [R] of segment s, of which it writes query r.
+    Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
+    segments [L, B*K], whole; out: out [R, D] and lse [R] of segment s, of which it writes query r.
 
     Args:
         parts: `f32[W, R, D]` outputs of chunks.
@@ -33,9 +34,10 @@ def merge(
         layer: of the chunks.
         dtype: of the output.
         how: it runs.
+        sequences: M, of the output; by default B. What lies behind B is undefined.
 
     Returns:
-        `[B, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for a segment without rows.
+        `[M, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for a segment without rows.
     """
     width, rows, dim = parts.shape
     batch, heads = chunks.count.shape[1:]
@@ -45,9 +47,10 @@ def merge(
     # Eight chunks of a warp at most: then all are asked for before the first is looked at.
     launch = dataclasses.replace(how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8))
 
-    def kernel(part_ref, lse_ref, first_ref, count_ref, out_ref, total_ref):
+    def kernel(refs):
         query = program_id(1)
-        begin, number = first_ref[...], count_ref[...]
+        mine = (refs.layer[...], program_id(0))
+        begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
         # The loop is bounded by both, so that the first is not loaded behind it.
         number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
@@ -58,11 +61,11 @@ def merge(
             which = index * many + jnp.arange(many, dtype=jnp.int32)
             inside = which < number
             at = (begin + which) * rows + query
-            lse = load(lse_ref.at[at], mask=inside, other=MASKED)
+            lse = load(refs.part_lse.at[at], mask=inside, other=MASKED)
             mask = jnp.broadcast_to(inside[:, None], (many, pad_dim(dim)))
             if pad_dim(dim) != dim:
                 mask = mask & jnp.broadcast_to(real[None, :], mask.shape)
-            part = load(part_ref.at[at[:, None], column[None, :]], mask=mask, other=0.0)
+            part = load(refs.parts.at[at[:, None], column[None, :]], mask=mask, other=0.0)
             new_top = jnp.maximum(top, lse.max())
             shrink = jnp.exp2(top - new_top)
             # A chunk without rows weighs nothing, even where there is no other.
@@ -73,31 +76,33 @@ def merge(
         top, total, acc = lax.fori_loop(0, (number + many - 1) // many, step, carry)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
-        store(out_ref.at[query, column], (acc / total).astype(out_ref.dtype), mask=real)
+        store(refs.out.at[query, column], (acc / total).astype(refs.out.dtype), mask=real)
         lse = (top + jnp.log2(total)) * math.log(2)
-        store(total_ref.at[query], jnp.where(empty, -jnp.inf, lse))
+        store(refs.lse.at[query], jnp.where(empty, -jnp.inf, lse))
 
-    whole = lambda *shape: BlockSpec(shape, lambda s, r: (0,) * len(shape))  # noqa: E731
-    scalar = BlockSpec((None, None), lambda s, r: (layer, s))
-    per_segment = lambda *shape: BlockSpec((None, *shape), lambda s, r: (s,) + (0,) * len(shape))  # noqa: E731
-    out, lse = call(
+    per_segment = lambda sequences, dtype, *shape: (  # noqa: E731
+        jax.ShapeDtypeStruct((sequences * heads, *shape), dtype),
+        BlockSpec((None, *shape), lambda s, r: (s,) + (0,) * len(shape)),
+    )
+    found = call_named(
         kernel,
-        parts.reshape(width * rows, dim),
-        part_lse.reshape(width * rows),
-        chunks.first.reshape(-1, segments),
-        chunks.count.reshape(-1, segments),
         name="ragged_decode_merge",
         grid=(segments, rows),
-        inputs=[whole(width * rows, dim), whole(width * rows), scalar, scalar],
-        outputs=[per_segment(rows, dim), per_segment(rows)],
-        shapes=[
-            jax.ShapeDtypeStruct((segments, rows, dim), dtype),
-            jax.ShapeDtypeStruct((segments, rows), jnp.float32),
-        ],
+        inputs={
+            "parts": whole(parts.reshape(width * rows, dim)),
+            "part_lse": whole(part_lse.reshape(width * rows)),
+            "layer": layer_of(layer),
+            "first": by_segment(chunks.first),
+            "count": by_segment(chunks.count),
+        },
+        outputs={
+            "out": per_segment(sequences or batch, dtype, rows, dim),
+            "lse": per_segment(batch, jnp.float32, rows),
+        },
         launch=launch,
         interpret=how.interpret,
     )
-    return out.reshape(batch, heads, rows, dim), lse.reshape(batch, heads, rows)
+    return found["out"].reshape(-1, heads, rows, dim), found["lse"].reshape(batch, heads, rows)
 
 
 def add_mass(
@@ -134,13 +139,13 @@ def add_mass(
     Returns:
         The output, and the scores.
     """
-    batch, heads, rows, _ = out.shape
+    batch, heads, rows = lse.shape
     padded, segments = 1 << (rows - 1).bit_length(), batch * heads
     # Four bytes of 32 logits or so for each thread, whatever R is; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
 
     def kernel(refs):
-        segment, row, here, last = refs.segment[...], refs.row[...], refs.rows[...], refs.last[...]
+        segment, row, here, last = (load(each) for each in chunk_of(refs))
         end = here if begin is None else here + last
 
         @when((end > 0) & (segment >= 0) & (row >= 0))
@@ -152,7 +157,9 @@ def add_mass(
             total = load(refs.lse.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
             cell = row
             if logits.widest is not None:
-                cell = (segment - sequence * heads) * logits.widest + row - load(refs.start.at[segment])
+                cell = (
+                    (segment - sequence * heads) * logits.widest + row - load(refs.start.at[refs.layer[...], segment])
+                )
 
             def step(index, carry):
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
@@ -174,7 +181,7 @@ def add_mass(
     if begin is not None:
         inputs["begin"] = whole(begin.reshape(segments))
     if logits.widest is not None:
-        inputs["start"] = starts(logits)
+        inputs["start"] = by_segment(logits.start)
     shape = lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype)  # noqa: E731
     found = call_named(
         kernel,

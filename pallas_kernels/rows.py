@@ -32,8 +32,7 @@ class Token(NamedTuple):
     """One new token of each sequence, before rotation, and what its rows join.
 
     Attributes:
-        k: `[B, K, D]` keys.
-        v: `[B, K, D]` values.
+        kv: `[n, M, 2, K, D]` parts of keys and values.
         cos: `f32[B, D/2]` of its place.
         sin: likewise.
         position: `i32[B]` in the text.
@@ -41,8 +40,7 @@ class Token(NamedTuple):
         pos: `i32[B, P]` positions of the pool's rows.
     """
 
-    k: jax.Array
-    v: jax.Array
+    kv: jax.Array
     cos: jax.Array
     sin: jax.Array
     position: jax.Array
@@ -54,18 +52,34 @@ class Logits(NamedTuple):
     """Where logits lie that are kept: as the rows do; or where a segment has `widest` rows, head after head.
 
     Attributes:
-        start: `i32[N, B, K]` first row of each segment.
-        level: which of the N.
+        start: `i32[L, B, K]` first row of each segment.
         widest: rows of a segment, or None.
     """
 
     start: jax.Array
-    level: int
     widest: int | None
 
     def width(self, pool_rows: int) -> int:
         """Logits of a sequence's query."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
+
+
+class Picks(NamedTuple):
+    """Of each segment the rows that are read, if these are not all: some by number, then all from one on.
+
+    Attributes:
+        rows: `i32[B, k, T]` rows that are picked, counted from a segment's first; k is K, or 1 for all heads alike.
+        count: `i32[B]` how many of the T chunks have been dealt for; what follows begins behind them.
+        held: `i32[B, k]` how many of those there are.
+        rest: `i32[L, B, K]` the row from which on all are read, likewise.
+        start: `i32[L, B, K]` first row of each segment.
+    """
+
+    rows: jax.Array
+    count: jax.Array
+    held: jax.Array
+    rest: jax.Array
+    start: jax.Array
 
 
 class How(NamedTuple):
@@ -107,46 +121,54 @@ def pass_rows(
     *,
     token: Token | None,
     logits: Logits | None,
+    picks: Picks | None = None,
     how: How,
 ) -> Passed:
     """Attention of every chunk by itself.
 
-    Blocks of a program (w, t): q [B*K*R, D], k and v [B, P, D] whole; segment, row, rows and last of chunk w, scalars;
-    of a token k and v [B*K, D], cos and sin [B, D/2], position and counts [B], and pos [B, P], whole; start [B*K] where
-    logits lie head after head. Out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width]
-    whole, of which it writes its rows' cells; k, v [B, P, D] and pos [B, P], in place, of which it writes a row.
+    Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
+    scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n, M, 2, K, D], cos and
+    sin [B, D/2], position and counts [B], and pos [B, P], whole; start [L, B*K] where logits lie head after head; of
+    picks rows [B, k, T], count [B], held [B, k], rest and start [L, B*K], whole. Out: part [R, D] and lse [R] of chunk
+    w, of which it writes tile t; logits [B, R, width] whole, of which it writes its rows' cells; k, v [B, P, D] and pos
+    [B, P], in place, of which it writes a row.
 
     Args:
-        q: `[B, K, R, D]`; with a token before rotation, in any float dtype.
+        q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.
         k: `[B, P, D]` pool.
         v: likewise.
         chunks: who reads what.
         layer: of the chunks.
         token: what joins the rows.
         logits: where they are kept, if they are.
+        picks: which rows are read, if not all: chunks are then dealt from these, one after the other from 0 on.
         how: it runs.
 
     Returns:
         What chunks give.
     """
-    batch, heads, rows, dim = q.shape
-    pool_rows, width = k.shape[1], chunks.segment.shape[1]
+    *of_parts, heads, rows, dim = q.shape
+    batch, pool_rows, width = *k.shape[:2], chunks.segment.shape[1]
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
     def kernel(refs):
         tile_index = program_id(1)
         query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
-        segment, row, here, last = refs.segment[...], refs.row[...], refs.rows[...], refs.last[...] > 0
+        segment, row, here, last = (load(each) for each in chunk_of(refs))
+        last = last > 0
 
         # Whether there is work depends on all four, so that they are loaded together, not two behind the branch.
         @when((last | (here > 0)) & (segment >= 0) & (row >= 0))
         def _():
             real = query < rows
             sequence = segment // heads
+            lies, holds = _places(refs, picks, segment, sequence, heads)
             cell = row
             if packed:
-                cell = (segment - sequence * heads) * logits.widest + row - load(refs.start.at[segment])
+                cell = (
+                    (segment - sequence * heads) * logits.widest + row - load(refs.start.at[refs.layer[...], segment])
+                )
 
             def keep(cells, s, mask):
                 if logits is not None:
@@ -160,9 +182,9 @@ def pass_rows(
                     jnp.zeros((tile, pad_dim(dim)), jnp.float32),
                 )
             else:
-                row_new = _NewRow(refs, segment, sequence, last, dim)
-                queries = row_new.turned(refs.q, segment * rows + query, real).astype(refs.k.dtype)
-                key, value = row_new.put(refs, row + here, tile_index == 0)
+                row_new = _NewRow(refs, segment, heads, last, dim, of_parts)
+                queries = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(refs.k.dtype)
+                key, value = row_new.put(refs, lies(row + here), tile_index == 0)
                 own = (queries.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
                 carry = (
@@ -174,15 +196,16 @@ def pass_rows(
             def step(index, carry):
                 top, total, acc = carry
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
-                inside = offset < here
-                keys = take_rows(refs.k, row + offset, inside, dim, sequence)
+                inside = (offset < here) & holds(row + offset)
+                at = lies(row + offset, inside)
+                keys = take_rows(refs.k, at, inside, dim, sequence)
                 s = dot(queries, keys, transpose_b=True) * scale
                 keep(cell + offset, s, inside[None, :])
                 s = jnp.where(inside[None, :], s, MASKED)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = jnp.exp2(s - new_top[:, None])
                 shrink = jnp.exp2(top - new_top)
-                values = take_rows(refs.v, row + offset, inside, dim, sequence)
+                values = take_rows(refs.v, at, inside, dim, sequence)
                 acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
                 return new_top, total * shrink + weights.sum(axis=1), acc
 
@@ -208,7 +231,7 @@ def pass_rows(
         kernel,
         name="ragged_decode",
         grid=(width, -(-rows // tile)),
-        inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None),
+        inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None, picks),
         outputs=outputs,
         launch=how.tiles.launch,
         interpret=how.interpret,
@@ -223,27 +246,60 @@ def whole(of: Any) -> tuple[Any, BlockSpec]:
     return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
 
+_OF_CHUNK = ("segment", "row", "rows", "last")
+
+
 def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpec]]:
-    """What a program, one for each chunk of a layer, does: inputs of a kernel, scalars."""
-    spec = BlockSpec((None, None), lambda w, *_: (layer, w))
-    return {name: (getattr(chunks, name), spec) for name in ("segment", "row", "rows", "last")}
+    """Tables of what each program, one for each chunk of a layer, does, and the layer: inputs of a kernel."""
+    return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
 
 
-def starts(logits: Logits) -> tuple[jax.Array, BlockSpec]:
-    """First rows of a layer's segments: an input of a kernel."""
-    segments, level = math.prod(logits.start.shape[1:]), logits.level
-    return logits.start.reshape(-1, segments), BlockSpec((None, segments), lambda *_: (level, 0))
+def chunk_of(refs: Any) -> tuple[Any, ...]:
+    """Where a program finds its own: the segment, the first row, how many, and whether it is the last chunk."""
+    return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
-def _inputs(q, k, v, chunks, layer, token, packed):
+def layer_of(layer: int) -> tuple[jax.Array, BlockSpec]:
+    """A layer's number, a scalar: an input of a kernel and no constant, so that those of all layers are one program."""
+    return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
+
+
+def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
+    """A table `[L, B, K]` of all layers' segments, as `[L, B*K]`: an input of a kernel."""
+    return whole(table.reshape(table.shape[0], -1))
+
+
+def _inputs(q, k, v, chunks, layer, token, packed, picks):
     dim = k.shape[2]
     inputs = {"q": whole(q.reshape(-1, dim)), "k": whole(k), "v": whole(v), **of_chunks(chunks, layer)}
     if token is not None:
-        given = token._replace(k=token.k.reshape(-1, dim), v=token.v.reshape(-1, dim))._asdict()
-        inputs |= {{"k": "k_new", "v": "v_new"}.get(name, name): whole(each) for name, each in given.items()}
+        inputs |= {name: whole(each) for name, each in token._asdict().items()}
     if packed is not None:
-        inputs["start"] = starts(packed)
+        inputs["start"] = by_segment(packed.start)
+    if picks is not None:
+        inputs |= {"picks": whole(picks.rows), "picked": whole(picks.count), "held": whole(picks.held)}
+        inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
     return inputs
+
+
+def _places(refs, picks, segment, sequence, heads):
+    """Where the rows lie that a segment's chunks count, and which of them there are; all of them, as they are counted.
+
+    With picks: those first, each where it says, and then the rest.
+    """
+    if picks is None:
+        return lambda row, inside=None: row, lambda row: True
+    alike, most = picks.rows.shape[1] == 1, picks.rows.shape[2]
+    head = 0 if alike else segment - sequence * heads
+    count, held = load(refs.picked.at[sequence]), load(refs.held.at[sequence, head])
+    start, rest = (load(ref.at[refs.layer[...], segment]) for ref in (refs.start, refs.rest))
+
+    def lies(row, inside=True):
+        wanted = inside & (row < count)
+        at = load(refs.picks.at[sequence, head, jnp.minimum(row, most - 1)], mask=wanted, other=0)
+        return start + jnp.where(row < count, at, rest + row - count)
+
+    return lies, lambda row: (row < held) | (row >= count)
 
 
 class _NewRow:
@@ -253,32 +309,39 @@ class _NewRow:
     pair and, gathered once more, their partners' values.
     """
 
-    def __init__(self, refs, segment, sequence, last, dim):
-        half = dim // 2
+    def __init__(self, refs, segment, heads, last, dim, of_parts):
+        self.parts, self.sequences = of_parts
+        half, sequence = dim // 2, segment // heads
         self.column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         self.real = self.column < dim
         first = self.column < half
         self.partner = jnp.where(first, self.column + half, self.column - half)
         pair = jnp.where(first, self.column, self.column - half)
         wanted = self.real & last
-        take = lambda ref, column: load(ref.at[segment, column], mask=wanted, other=0.0)  # noqa: E731
+        at = lambda part, which, column: refs.kv.at[part, sequence, which, segment - sequence * heads, column]  # noqa: E731
+        take = lambda *of: self._sum(lambda part: load(at(part, *of), mask=wanted, other=0.0))  # noqa: E731
         self.sequence = sequence
         self.joins = last & (load(refs.counts.at[sequence]) > 0)
         self.position = load(refs.position.at[sequence])
-        self.value = take(refs.v_new, self.column)
-        own, other = take(refs.k_new, self.column), take(refs.k_new, self.partner)
+        self.value = take(1, self.column)
+        own, other = take(0, self.column), take(0, self.partner)
         self.cos = load(refs.cos.at[sequence, pair], mask=self.real, other=0.0)
         sin = load(refs.sin.at[sequence, pair], mask=self.real, other=0.0)
         self.sin = jnp.where(first, -sin, sin)
-        self.key = own.astype(jnp.float32) * self.cos + other.astype(jnp.float32) * self.sin
+        self.key = own * self.cos + other * self.sin
 
-    def turned(self, ref, rows, inside):
-        """Rows of a `[rows, dim]` ref, rotated: `f32[n, pad_dim(dim)]`."""
+    def _sum(self, of):
+        """Parts that add up, in float32."""
+        return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
+
+    def turned(self, ref, rows, inside, of_sequence):
+        """Rows of a `[rows, dim]` ref, so many for each sequence of each part, rotated: `f32[n, pad_dim(dim)]`."""
         shape = (rows.shape[0], self.column.shape[0])
         mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
-        at = lambda column: load(ref.at[rows[:, None], column[None, :]], mask=mask, other=0.0)  # noqa: E731
-        own, other = at(self.column).astype(jnp.float32), at(self.partner).astype(jnp.float32)
-        return own * self.cos[None, :] + other * self.sin[None, :]
+        of_part = self.sequences * of_sequence
+        at = lambda part, column: ref.at[(part * of_part + rows)[:, None], column[None, :]]  # noqa: E731
+        take = lambda column: self._sum(lambda part: load(at(part, column), mask=mask, other=0.0))  # noqa: E731
+        return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
     def put(self, refs, row, writes):
         """Writes the row, if it joins and this program writes; its key and value as the pool has them, in float32."""
