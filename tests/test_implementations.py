@@ -60,6 +60,16 @@ POLICIES = {
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
+    "roco": jaxkv.RoCo(budget=16),
+    "streaming": jaxkv.StreamingLLM(budget=16),
+    "again": jaxkv.SnapKV(budget=16, window=8, every=3),
+    "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
+    "omnikv, windowed": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4),
+    "omnikv, all tokens": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, include_generated=True),
+    "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
+    "omnikv, compressed": jaxkv.OmniKV(
+        budget=12, filter_layers=(0,), adjacent=0, base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8))
+    ),
 }
 
 
