@@ -6,5 +6,6 @@ Nothing here knows of caches, policies or models: functions of arrays, which `ja
 from .decode import attend
 from .gather import compact, gather_rows
 from .prefill import column_sums, flash
+from .window import window_sums
 
-__all__ = ["attend", "column_sums", "compact", "flash", "gather_rows"]
+__all__ = ["attend", "column_sums", "compact", "flash", "gather_rows", "window_sums"]

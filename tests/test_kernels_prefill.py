@@ -6,9 +6,10 @@ import pytest
 from test_kernels import DTYPES, KINDS, draw, wide
 
 from jaxkv import pallas_kernels
-from jaxkv.pallas_kernels.tuning import PrefillTiles
+from jaxkv.pallas_kernels.tuning import PrefillTiles, WindowTiles
 
 TILES = PrefillTiles(queries=16, keys=16)
+WINDOW = WindowTiles(rows=16, keys=16, chunk=32)
 
 
 def causal_oracle(q, k, v, first, length):
@@ -66,3 +67,36 @@ def test_flash_matches_the_other_implementation():
     theirs = xla.causal(q[0], k[0], v[0], jnp.int32(0))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(np.asarray(a[0]), np.asarray(b), atol=2e-5)
+
+
+def check_window(shape, first, length, dim, dtype):
+    """Three query heads of several queries fill no tile of 16 rows exactly; keys lie in several chunks."""
+    batch, heads, group, window, slots = shape
+    kind, tolerance = DTYPES[dtype]
+    q, k = draw(5, (batch, heads, group, window, dim), (batch, heads, slots, dim), dtype=kind)
+    first, length = np.asarray(first, np.int32), np.asarray(length, np.int32)
+    sums = pallas_kernels.window_sums(q, k, jnp.asarray(first), jnp.asarray(length), tiles=WINDOW, interpret=True)
+    expected = causal_oracle(q, k, k, first, length)[2]
+    np.testing.assert_allclose(wide(sums), expected, rtol=tolerance * 4, atol=tolerance * 4)
+    for b, tokens in enumerate(length):
+        assert not np.asarray(sums)[b, :, max(tokens, 0) :].any()
+
+
+@pytest.mark.parametrize(("dim", "dtype"), KINDS)
+def test_window_sums_every_dtype_and_dim(dim, dtype):
+    """The last 8 queries of prompts of unequal lengths, none of them a multiple of a block."""
+    check_window((2, 2, 3, 8, 75), [67, 43], [75, 51], dim, dtype)
+
+
+@pytest.mark.parametrize(
+    ("first", "length"), [([24, 8], [32, 16]), ([-3, 62], [5, 70]), ([-8, 0], [0, 8]), ([40, 60], [46, 68])]
+)
+def test_window_sums_at_the_edges(first, length):
+    """Prompts shorter than the window, of no tokens, ending with the slots or before the window does."""
+    check_window((2, 2, 3, 8, 70), first, length, 64, "float32")
+
+
+def test_window_sums_of_one_query_and_of_whole_tiles():
+    """One row in a tile of 16, and tiles that rows fill exactly."""
+    check_window((2, 1, 1, 1, 40), [39, 20], [40, 21], 64, "float32")
+    check_window((2, 1, 4, 8, 40), [32, 13], [40, 21], 64, "float32")
