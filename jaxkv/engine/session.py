@@ -13,7 +13,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv import arguments, hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.attention import Implementation, Implementations, choose, named
+from jaxkv.attention import Implementation, Implementations, capability_of, choose, named
 from jaxkv.axes import missing, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
@@ -375,15 +375,14 @@ class Session:
 
 
 def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    parts = policy.parts()
-    needs, read = parts.needs, parts.read
+    read, axes = policy.parts().read, params.axes
+    device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
     chosen = choose(
         asked,
-        platform=jax.default_backend() if params.axes is None else params.axes.platform,
+        platform=jax.default_backend() if axes is None else axes.platform,
         dtype=params.dtype,
         head_dim=params.config.head_dim,
-        scores=needs.queries > 0 or needs.sums,
-        sums=needs.sums,
+        capability=capability_of(device),
     )
     if read is None or not read.by_chunks:
         return chosen
