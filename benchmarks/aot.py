@@ -85,7 +85,10 @@ def compile_for(device, function, *shapes, donate=()):
 
     sharding = sharding_for(device)
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    return jax.jit(function, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    # From JAX 0.11 on, kernels are lowered for the device of the mesh at hand; without one they ask for a GPU.
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        traced = jax.jit(function, donate_argnums=donate).trace(*placed)
+        return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def ptxas_report(device, dump):
