@@ -40,7 +40,7 @@ DEVICES = {
     | {"major": 8, "minor": 0, "bandwidth": 2039000000000, "memory": 85899345920, "name": "NVIDIA A100-SXM4-80GB"},
 }
 ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "a100": "sm_80"}
-KERNELS = ("attend", "attend_question", "compact", "gather_rows", "flash", "column_sums")
+KERNELS = ("attend", "attend_question", "compact", "gather_rows", "flash", "column_sums", "window_sums")
 DTYPES = ("bfloat16", "float16", "float32")
 # (kernel, dtype, head dim): why these spills are accepted.
 EXCEPTIONS: dict[tuple[str, str, int], str] = {}
@@ -155,6 +155,8 @@ def arguments(case):
         case "column_sums":
             lse = of((batch, k_heads, group, slots), jnp.float32)
             return pallas_kernels.column_sums, (queries, whole, lse, one, one)
+        case "window_sums":
+            return pallas_kernels.window_sums, (of((batch, k_heads, group, 32, dim), dtype), whole, one, one)
     raise ValueError(case.kernel)
 
 
@@ -166,7 +168,7 @@ def run_case(case):
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)
-        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums")
+        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums", "window")
         rows = [row for row in ptxas_report(case.device, dump) if row["name"].startswith(kernels)]
         return case, rows, None if rows else "no kernel in the program"
     except Exception as error:  # One case's failure is a line of the table.
@@ -181,8 +183,10 @@ def whole_programs(device):
 
     from jaxkv.attention import Implementation
     from jaxkv.engine.decode import step
+    from jaxkv.engine.plan import plan
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
+    from jaxkv.policies import SnapKV
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
@@ -242,6 +246,12 @@ def whole_programs(device):
         f"| prefill layer, 1 x {tokens} | hidden states {hidden / 2**30:.2f} GiB | "
         f"{memory.alias_size_in_bytes / hidden:.1%} | - | {memory.temp_size_in_bytes / 2**20:.0f} MiB |"
     )
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(flat.blocks[0]))
+    taken = memory.argument_size_in_bytes - weights + memory.temp_size_in_bytes
+    taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    planned = plan(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
+    if taken > planned.peak_bytes - planned.cache_bytes:
+        faults.append(f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}")
     return lines, faults
 
 
