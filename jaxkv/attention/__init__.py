@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.attention import columns, cudnn, xla
 from jaxkv.attention.choice import KERNELS, Implementation, Implementations, capability_of, choose, named
 from jaxkv.attention.columns import Received
-from jaxkv.attention.kernels import kernels_of
+from jaxkv.attention.kernels import dealt, kernels_of, token_over_pool
 
 
 def causal(
@@ -348,6 +348,7 @@ __all__ = [
     "causal",
     "choose",
     "column_sums",
+    "dealt",
     "merge",
     "merge_with_lse",
     "named",
@@ -356,6 +357,7 @@ __all__ = [
     "packed",
     "pool_sums",
     "prompts",
+    "token_over_pool",
     "window_mass",
     "window_sums",
 ]
