@@ -1,9 +1,9 @@
 """How the kernels' work is cut: rules of thumb by shape, and measured tables that override them, one per device kind.
 
 A table is a JSON file: ``{"decode": [{"dim": 128, "itemsize": 2, "chunk": 512, ...}], "gather": [...], "prefill":
-[...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with the package lie in
-``tuned/``, named after the device; the file that JAXKV_TUNING names goes before them. `benchmarks/tune.py` searches for
-the fastest and writes one.
+[...], "window": [...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with
+the package lie in ``tuned/``, named after the device; the file that JAXKV_TUNING names goes before them.
+`benchmarks/tune.py` searches for the fastest and writes one.
 """
 
 import dataclasses
@@ -23,8 +23,9 @@ from ._compat import Launch, pad_dim
 _CORES = 132
 # Programs on a device that only checks what they compute, one after the other.
 _INTERPRETED = 4
-# Of an SM that one program may have; other devices have 99 KiB.
-_SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": 232448, "A30|A100|A800": 166912}
+# Shared memory that one program may have, by devices' names; others have 99 KiB.
+_HOPPER = 232448
+_SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": 166912}
 _TUNED = Path(__file__).parent / "tuned"
 
 
@@ -132,10 +133,12 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
             queries=64 if width <= 256 else 32, keys=32 if width <= 256 else 16, launch=launch, scores_launch=launch
         )
         return _tuned("prefill", tiles, dim, itemsize)
-    # The largest tiles that leave a block of keys and one of values on their way while another is worked on.
+    # The largest tiles that leave a block of keys and one of values on their way while another is worked on. From
+    # Hopper on queries lie in shared memory too; before that in registers, which XLA fills by way of a few rows.
     queries, shared = (128 if width <= 256 else 64), shared_memory()
     choices = ((keys, stages) for stages in (3, 2) for keys in (128, 64, 32) if keys <= queries)
-    fitting = (each for each in choices if (queries + 2 * each[0] * each[1]) * width <= shared)
+    resident = queries if shared >= _HOPPER else 8
+    fitting = (each for each in choices if (resident + 2 * each[0] * each[1]) * width <= shared)
     keys, stages = next(fitting, (32, 2))
     launch = Launch(warps=8, stages=stages)
     tiles = PrefillTiles(queries=queries, keys=keys, launch=launch, scores_launch=launch)

@@ -1,11 +1,14 @@
 """The kernels that read whole prompts, interpreted, against plain numpy in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_kernels import DTYPES, KINDS, draw, wide
 
 from jaxkv import pallas_kernels
+from jaxkv.pallas_kernels import tuning
+from jaxkv.pallas_kernels._compat import pad_dim
 from jaxkv.pallas_kernels.tuning import PrefillTiles, WindowTiles
 
 TILES = PrefillTiles(queries=16, keys=16)
@@ -100,3 +103,30 @@ def test_window_sums_of_one_query_and_of_whole_tiles():
     """One row in a tile of 16, and tiles that rows fill exactly."""
     check_window((2, 1, 1, 1, 40), [39, 20], [40, 21], 64, "float32")
     check_window((2, 1, 4, 8, 40), [32, 13], [40, 21], 64, "float32")
+
+
+def test_tiles_fit_the_device(monkeypatch):
+    """Larger ones where programs have more shared memory, which names tell; none asks for more than there is."""
+    devices = {
+        "NVIDIA H200": (232448, (128, 3)),
+        "NVIDIA A100-SXM4-80GB": (166912, (64, 3)),
+        "NVIDIA RTX A3000 Laptop GPU": (101376, (64, 3)),
+        "NVIDIA GB10": (101376, (64, 3)),
+    }
+    for name, (shared, expected) in devices.items():
+        monkeypatch.setattr(tuning, "device_kind", lambda name=name: name)
+        tiles = tuning.prefill_tiles(dim=128, itemsize=2)
+        assert (tiles.keys, tiles.launch.stages) == expected, name
+        for dim in (64, 80, 128, 256):
+            tiles = tuning.prefill_tiles(dim=dim, itemsize=2)
+            rows = 2 * tiles.keys * tiles.launch.stages + (tiles.queries if "H200" in name else 8)
+            assert rows * pad_dim(dim) * 2 <= shared, (name, dim)
+
+
+def test_the_device_that_is_compiled_for(monkeypatch):
+    """A mesh's, or without one the first that is here."""
+    assert tuning.device_kind() == jax.devices()[0].device_kind
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]).abstract_mesh
+    monkeypatch.setattr(jax, "devices", lambda: [])
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert tuning.device_kind() == mesh.abstract_device.device_kind

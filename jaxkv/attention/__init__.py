@@ -13,7 +13,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention import columns, cudnn, xla
-from jaxkv.attention.choice import KERNELS, Implementation, Implementations, capability_of, choose, named
+from jaxkv.attention.choice import (
+    KERNELS,
+    Implementation,
+    Implementations,
+    capability_of,
+    choose,
+    named,
+    over_rows,
+)
 from jaxkv.attention.columns import Received
 from jaxkv.attention.kernels import dealt, kernels_of, token_over_pool
 
@@ -354,6 +362,7 @@ __all__ = [
     "named",
     "over_pool",
     "over_pool_scored",
+    "over_rows",
     "packed",
     "pool_sums",
     "prompts",

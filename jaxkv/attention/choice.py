@@ -32,6 +32,12 @@ class Implementation(enum.Enum):
 KERNELS = (Implementation.PALLAS, Implementation.INTERPRETED)
 
 
+def over_rows(implementation: Implementation) -> Implementation:
+    """What attends to segments where this one prefills: those that know whole prompts alone leave it to the kernels."""
+    knows = implementation is Implementation.XLA or implementation in KERNELS
+    return implementation if knows else Implementation.PALLAS
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementations:
     """What runs.
@@ -98,7 +104,8 @@ def choose(
     if asked is Implementation.AUTO:
         if not gpu:
             return Implementations()
-        return Implementations(prefill=cudnn if by_cudnn else pallas, decode=pallas)
+        prefill = cudnn if by_cudnn else pallas
+        return Implementations(prefill=prefill, decode=over_rows(prefill))
     if asked is pallas and cpu:
         asked = Implementation.INTERPRETED
     require(
@@ -113,8 +120,7 @@ def choose(
             f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {head_dim}: use auto"
         )
         require(by_cudnn, "implementation", "cudnn", remedy)
-        return Implementations(prefill=cudnn, decode=pallas)
-    return Implementations(prefill=asked, decode=asked)
+    return Implementations(prefill=asked, decode=over_rows(asked))
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:

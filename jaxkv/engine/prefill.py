@@ -308,7 +308,7 @@ def prefill(
         key: for policies that draw.
         model: the weights' fingerprint.
         implementation: what computes attention.
-        tick: called after each layer.
+        tick: called after each layer, or where memory lets the host run ahead some layers before the device is done.
 
     Returns:
         The cache, and float32 logits of each prompt's last token.
