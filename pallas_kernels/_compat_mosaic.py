@@ -30,6 +30,7 @@ _SWIZZLE = 128
 def call(
     kernel: Callable[..., None],
     *arrays: jax.Array,
+    name: str,
     grid: dict[str, int],
     shapes: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
@@ -41,6 +42,7 @@ def call(
     Args:
         kernel: takes a ref in global memory per input and output, then a tuple of what `scratch` asks for.
         arrays: the inputs.
+        name: what profiles and compiled programs call it.
         grid: number of programs along each named axis, the one that changes fastest first.
         shapes: of the outputs.
         scratch: shared memory and barriers, which the warpgroups share.
@@ -55,6 +57,7 @@ def call(
     def body(*refs):
         pl.run_scoped(lambda *own: kernel(*refs, own), *scratch, collective_axes=axis)
 
+    body.__name__ = name
     return _mosaic.kernel(
         body,
         out_type=list(shapes),

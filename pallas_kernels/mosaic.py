@@ -92,6 +92,7 @@ def flash(
         v,
         first,
         length,
+        name="flash_prefill",
         # Heads of one group, which read the same keys, run side by side.
         grid={"head": heads * group, "tile": q.shape[2] // rows, "batch": batch},
         shapes=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
