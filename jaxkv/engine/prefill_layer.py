@@ -12,12 +12,10 @@ from jaxkv import attention
 from jaxkv.attention import Implementation
 from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.axes import mean_of_devices
-from jaxkv.engine.plan import QUERY_BLOCK
+from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.protocol import Needs
-
-_GPU_TOKENS = 8192
 
 
 @partial(
@@ -191,7 +189,7 @@ def _at_once(
     """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
     batch, slots, width = x.shape
     # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
-    sizes = (size for size in (4096, 2048, 1024, 512) if size * batch <= _GPU_TOKENS)
+    sizes = (size for size in (2048, 1024, 512) if size * batch <= TOKENS_AT_ONCE)
     size = _block(slots, (*sizes, QUERY_BLOCK))
     config = block.config
 
