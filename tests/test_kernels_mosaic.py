@@ -10,6 +10,8 @@ import oracles as o
 import pytest
 from test_kernels import DTYPES, draw, wide
 
+from jaxkv import attention
+from jaxkv.attention import Implementation
 from jaxkv.pallas_kernels import mosaic
 
 TILES = mosaic.HopperTiles(queries=16, keys=16, stages=2)
@@ -84,3 +86,13 @@ def test_lowers_for_a_gpu(dim, dtype):
     at = of((2,), jnp.int32)
     text = mosaic.flash.trace(q, k, k, at, at).lower(lowering_platforms=("cuda",)).as_text()
     assert "@mosaic_gpu" in text and "wgmma" in text and "tma" in text
+
+
+def test_behind_the_door():
+    """Prompts go to Mosaic, what each key receives to Triton, by Mosaic's log-sum-exp."""
+    of = jax.ShapeDtypeStruct
+    shapes = of((2, 2, 2, 128, 64), jnp.bfloat16), *[of((2, 2, 128, 64), jnp.bfloat16)] * 2, of((2,), jnp.int32)
+    for sums in (False, True):
+        program = jax.jit(functools.partial(attention.prompts, sums=sums, implementation=Implementation.MOSAIC))
+        text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert "@mosaic_gpu" in text and ("column_sums" in text) == sums

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
-from jaxkv.attention import Implementation
+from jaxkv.attention import PREFILL_ONLY, Implementation
 from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.axes import mean_of_devices
 from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
@@ -94,7 +94,7 @@ def layer(
             jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
             jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
             walk=Walk.STRIDES,
-            implementation=Implementation.PALLAS if implementation is Implementation.CUDNN else implementation,
+            implementation=Implementation.PALLAS if implementation in PREFILL_ONLY else implementation,
         )
         x = block.finish(final, out[..., None, :])[:, 0]
     return LayerOut(
