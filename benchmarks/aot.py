@@ -52,6 +52,10 @@ KERNELS = (
     "window_sums",
 )
 DTYPES = ("bfloat16", "float16", "float32")
+# Mosaic GPU's, for Hopper: one model for each head dim that they take, and what their code must have.
+MOSAIC = ("flash_mosaic",)
+MOSAIC_MODELS, MOSAIC_DTYPES = ("Llama-3-8B", "SmolLM2-135M"), ("bfloat16", "float16")
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "TMA": "cp.async.bulk.tensor"}
 # (kernel, dtype, head dim): why these spills are accepted.
 EXCEPTIONS: dict[tuple[str, str, int], str] = {}
 TEMP_SHARE = 0.02
@@ -72,6 +76,8 @@ def _start(folder):
     dump = tempfile.mkdtemp(dir=folder)
     os.environ["JAXKV_DUMP"] = dump
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text=false"
+    # Mosaic GPU has a compiler of its own beside XLA's.
+    os.environ |= {"MOSAIC_GPU_DUMP_TO": dump, "MOSAIC_GPU_DUMP_PTX": "1"}
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     # XLA and JAX say at length that there is no GPU, which is the point here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -102,10 +108,11 @@ def compile_for(device, function, *shapes, donate=()):
 
 
 def ptxas_report(device, dump):
-    """Registers, static shared memory and spills of every kernel in the PTX that was dumped."""
+    """Registers, static shared memory, spills and Hopper's instructions of every kernel in the PTX that was dumped."""
     rows = []
     for path in sorted(glob.glob(f"{dump}/**/*.ptx", recursive=True)):
-        if ".version" not in Path(path).read_text():
+        text = Path(path).read_text()
+        if ".version" not in text:
             continue  # XLA also leaves the empty rests of modules that it split.
         command = [_ptxas(), "-v", f"-arch={ARCHITECTURES[device]}", path, "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -115,6 +122,7 @@ def ptxas_report(device, dump):
         for line in done.stderr.splitlines():
             if found := re.search(r"Compiling entry function '([^']+)'", line):
                 entry = {"name": found[1], "spills": 0, "registers": 0, "shared": 0}
+                entry |= {name: text.count(code) for name, code in INSTRUCTIONS.items()}
                 rows.append(entry)
             if entry and (found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)):
                 entry["spills"] = int(found[1]) + int(found[2])
@@ -164,6 +172,10 @@ def arguments(case):
             return pallas_kernels.gather_rows, (pools, of((4, batch, k_heads), i32), of((batch, 1024), i32))
         case "flash":
             return pallas_kernels.flash, (queries, whole, whole, one, one)
+        case "flash_mosaic":
+            from jaxkv.pallas_kernels import mosaic
+
+            return mosaic.flash, (queries, whole, whole, one, one)
         case "column_sums":
             lse = of((batch, k_heads, group, slots), jnp.float32)
             return pallas_kernels.column_sums, (queries, whole, lse, one, one)
@@ -301,6 +313,28 @@ def cases(quick, dtypes):
     return [Case(*each) for each in ((k, m, t, d) for d in DEVICES for m in models for k in KERNELS for t in dtypes)]
 
 
+def mosaic_cases(quick, dtypes):
+    """What is compiled of Mosaic GPU's kernels."""
+    hopper = [device for device, name in ARCHITECTURES.items() if name == "sm_90a"]
+    kinds = [(m, t) for m in MOSAIC_MODELS for t in MOSAIC_DTYPES if t in dtypes]
+    found = [Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC]
+    return found[:1] if quick else found
+
+
+def executor(folder, **options):
+    """Processes that compile."""
+    context = multiprocessing.get_context("spawn")
+    options |= {"max_workers": os.cpu_count(), "mp_context": context, "initializer": _start, "initargs": (folder,)}
+    return concurrent.futures.ProcessPoolExecutor(**options)
+
+
+def run_all(pool, folder, quick, dtypes):
+    """Runs every case; Mosaic's in a process each, for it compiles what it has compiled before no second time."""
+    yield from pool.map(run_case, cases(quick, dtypes), chunksize=4)
+    with executor(folder, max_tasks_per_child=1) as fresh:
+        yield from fresh.map(run_case, mosaic_cases(quick, dtypes))
+
+
 def dim_of(model):
     """A model's head dim."""
     import shapes
@@ -318,12 +352,9 @@ def main():
     faults, lines = [], []
     with tempfile.TemporaryDirectory() as folder:
         _start(folder)
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(
-            max_workers=os.cpu_count(), mp_context=context, initializer=_start, initargs=(folder,)
-        ) as pool:
+        with executor(folder) as pool:
             table = {}
-            for case, rows, error in pool.map(run_case, cases(args.quick, args.dtypes), chunksize=4):
+            for case, rows, error in run_all(pool, folder, args.quick, args.dtypes):
                 if error:
                     faults.append(f"{case}: {error}")
                 for row in rows:
@@ -332,15 +363,20 @@ def main():
                     excused = (case.kernel, case.dtype, dim_of(case.model)) in EXCEPTIONS
                     if row["spills"] and not excused:
                         faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
+                    if case.kernel in MOSAIC and not all(row[name] for name in INSTRUCTIONS):
+                        faults.append(f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}")
             devices = ("h100",) if args.quick else tuple(DEVICES)
             wholes = (
                 [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
             )
+    hopper = lambda row: [f"{row[name]} {name}" for name in INSTRUCTIONS if row["TMA"]]  # noqa: E731
     lines.append("| kernel | asked for by | dtype | model (head dim) | " + " | ".join(devices) + " |")
     lines.append("|---|---|---|---|" + "---|" * len(devices))
     for (name, kernel, dtype, model), by_device in table.items():
         show = lambda row: (  # noqa: E731
-            f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled" if row else "-"
+            ", ".join([f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled", *hopper(row)])
+            if row
+            else "-"
         )
         values = " | ".join(show(by_device.get(device)) for device in devices)
         lines.append(f"| {name} | {kernel} | {dtype} | {model} ({dim_of(model)}) | {values} |")

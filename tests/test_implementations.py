@@ -13,7 +13,7 @@ from jaxkv.attention import Implementation, Implementations, capability_of, choo
 from jaxkv.policies import GiniLayers
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
-INTERPRETED = Implementation.INTERPRETED
+INTERPRETED, MOSAIC = Implementation.INTERPRETED, Implementation.MOSAIC
 
 
 def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, capability=(8, 0)):
@@ -43,6 +43,9 @@ def test_asked_for():
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
     assert chosen("cudnn") == Implementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
+    for capability in ((9, 0), None):
+        assert chosen("mosaic", capability=capability) == Implementations(prefill=MOSAIC, decode=PALLAS)
+    assert chosen("mosaic", dtype=jnp.float16, head_dim=64, capability=(9, 0)).prefill is MOSAIC
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,11 @@ def test_asked_for():
         ("cudnn", {"platform": "cpu"}, "cuDNN needs a GPU"),
         ("cudnn", {"dtype": jnp.float32}, "16 bits"),
         ("cudnn", {"head_dim": 256}, "head dim"),
+        ("mosaic", {"platform": "cpu", "capability": None}, "needs a GPU, this is cpu"),
+        ("mosaic", {"capability": (8, 0)}, r"9\.0, Hopper's, not 8\.0"),
+        ("mosaic", {"capability": (10, 0)}, r"not 10\.0"),
+        ("mosaic", {"capability": (9, 0), "dtype": jnp.float32}, "bfloat16 and float16, not float32"),
+        ("mosaic", {"capability": (9, 0), "head_dim": 96}, "64 or 128, not 96"),
     ],
 )
 def test_refused(asked, setting, message):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.attention import columns, cudnn, xla
 from jaxkv.attention.choice import (
     KERNELS,
+    PREFILL_ONLY,
     Implementation,
     Implementations,
     capability_of,
@@ -23,7 +24,7 @@ from jaxkv.attention.choice import (
     over_rows,
 )
 from jaxkv.attention.columns import Received
-from jaxkv.attention.kernels import dealt, kernels_of, token_over_pool
+from jaxkv.attention.kernels import dealt, kernels_of, mosaic_kernels, token_over_pool
 
 
 def causal(
@@ -73,6 +74,8 @@ def prompts(
         first = jnp.zeros_like(length)
         if implementation is Implementation.CUDNN:
             out, lse = cudnn.causal(q, k, v, length, lse=sums)
+        elif implementation is Implementation.MOSAIC:
+            out, lse = mosaic_kernels().flash(q, k, v, first, length)
         else:
             out, lse = kernels.flash(q, k, v, first, length, interpret=interpret)
         if not sums:
@@ -348,6 +351,7 @@ def window_mass(
 
 __all__ = [
     "KERNELS",
+    "PREFILL_ONLY",
     "Implementations",
     "Implementation",
     "Received",

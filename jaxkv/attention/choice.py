@@ -20,6 +20,8 @@ class Implementation(enum.Enum):
     INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
     CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; scores of keys, and decoding, are PALLAS: cuDNN
         has neither them nor ragged segments.
+    MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scores of keys, and decoding, are PALLAS. Never
+        chosen by AUTO: nobody has measured it.
     """
 
     AUTO = "auto"
@@ -27,15 +29,18 @@ class Implementation(enum.Enum):
     PALLAS = "pallas"
     INTERPRETED = "pallas (interpreted)"
     CUDNN = "cudnn"
+    MOSAIC = "mosaic"
 
 
 KERNELS = (Implementation.PALLAS, Implementation.INTERPRETED)
+# Of whole prompts alone: everything else about attention is then PALLAS.
+PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
+_HOPPER = (9, 0)
 
 
 def over_rows(implementation: Implementation) -> Implementation:
     """What attends to segments where this one prefills: those that know whole prompts alone leave it to the kernels."""
-    knows = implementation is Implementation.XLA or implementation in KERNELS
-    return implementation if knows else Implementation.PALLAS
+    return Implementation.PALLAS if implementation in PREFILL_ONLY else implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +125,25 @@ def choose(
             f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {head_dim}: use auto"
         )
         require(by_cudnn, "implementation", "cudnn", remedy)
+    if asked is Implementation.MOSAIC:
+        _require_mosaic(gpu, platform, dtype, head_dim, capability)
     return Implementations(prefill=asked, decode=over_rows(asked))
+
+
+def _require_mosaic(
+    gpu: bool, platform: str, dtype: jnp.dtype, head_dim: int, capability: tuple[int, int] | None
+) -> None:
+    def need(condition: bool, remedy: str) -> None:
+        require(condition, "implementation", "mosaic", f"{remedy}: use auto or pallas")
+
+    need(gpu, f"it needs a GPU, this is {platform}")
+    told = ".".join(map(str, capability or ()))
+    need(capability in (None, _HOPPER), f"it is made for compute capability 9.0, Hopper's, not {told}")
+    # A second compiler, imported where it is asked for.
+    from jaxkv.pallas_kernels import mosaic
+
+    need(jnp.dtype(dtype).name in mosaic.DTYPES, f"it takes {' and '.join(mosaic.DTYPES)}, not {dtype}")
+    need(head_dim in mosaic.DIMS, f"it takes a head dim of {' or '.join(map(str, mosaic.DIMS))}, not {head_dim}")
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:

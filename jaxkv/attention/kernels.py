@@ -23,6 +23,13 @@ def kernels_of(implementation: Implementation) -> tuple[ModuleType, bool]:
     return pallas_kernels, implementation is Implementation.INTERPRETED
 
 
+def mosaic_kernels() -> ModuleType:
+    """The kernels in Mosaic GPU, whose compiler takes longer still to import."""
+    import jaxkv.pallas_kernels.mosaic as mosaic
+
+    return mosaic
+
+
 def dealt(
     start: Int[Array, "L B K"],
     length: Int[Array, "L B K"],

@@ -13,7 +13,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv import arguments, hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.attention import Implementation, Implementations, capability_of, choose, named
+from jaxkv.attention import PREFILL_ONLY, Implementation, Implementations, capability_of, choose, named
 from jaxkv.axes import missing, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
@@ -392,6 +392,6 @@ def _implementations(params: LanguageModel, policy: Method, asked: Implementatio
     )
     if read is None or not read.by_chunks:
         return chosen
-    remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
-    require(named(asked) is not Implementation.CUDNN, "implementation", asked, remedy)
+    remedy = "chunks attend to the cache, which this does not: leave it out"
+    require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)
     return dataclasses.replace(chosen, prefill=chosen.decode)
