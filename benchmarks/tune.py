@@ -143,7 +143,7 @@ class Search:
             return {}
         itemsize = gpu_parts.DTYPES[self.dtype]
         left = [{}, *candidates(self.kernel, rule["tiles"], self.bench.where["told"], self.dim, itemsize)]
-        left = left[:3] if self.quick else left
+        left = left[:2] if self.quick else left
         print(f"{self.kernel} {self.dtype} {self.dim}: {len(left)} candidates, {seconds:.0f} s", flush=True)
         for number, (repeats, survivors) in enumerate(ROUNDS[:2] if self.quick else ROUNDS):
             found = []
