@@ -15,7 +15,7 @@ For a machine that is lent for 30 minutes, 10 minutes a command, with Python and
 from a checkout (jax, flax, optax, numpy, jaxtyping, safetensors, ml_dtypes, tqdm are imported, nothing is downloaded),
 these commands in this order; DIR holds what has come back from the ones before (`cp benchmarks/results/*.jsonl DIR`):
 
-    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products checks decode mass prefill scores gather
+    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products checks decode token mass prefill scores gather
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only tune tuned
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only end
     python3 -m benchmarks.gpu --out DIR --minutes 9 --only headline ways torch
@@ -31,10 +31,10 @@ from pathlib import Path
 from benchmarks import gpu_bench, gpu_parts, gpu_rows, tune
 
 # With --only too, in this order: the search for tiles comes before what is measured with them.
-ORDER = ["copy", "products", "checks", "decode", "mass", "prefill", "scores", "gather", "tune", "tuned"]
+ORDER = ["copy", "products", "checks", "decode", "token", "mass", "prefill", "scores", "gather", "tune", "tuned"]
 ORDER += ["end", "headline", "ways", "torch"]
 # Measured once more with a table that the search has written.
-TUNED = ("decode", "prefill")
+TUNED = ("decode", "token", "prefill")
 WHAT = {"tune": "the fastest tiles for head dim 128 in bfloat16", "tuned": "decode and prefill once more with them"}
 WITHOUT_TABLE = ORDER[: ORDER.index("tune")]
 CACHE = gpu_rows.ROOT / ".cache" / "gpu"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
+from benchmarks.gpu_timing import INTERPRET, carried, chained, random, rotation
 from jaxkv import attention, pallas_kernels
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
@@ -32,16 +32,10 @@ def copy(case):
             done.append(first)
         return done
 
-    # One step is a round through all arrays, which are carried and so written in place.
-    both = chained(add, arrays, [()], estimate=2 * size * len(arrays) / _BYTES)
+    both = carried(add, arrays, len(arrays), estimate=2 * size / _BYTES)
     reading = chained(lambda x, array: x + (array * x).sum() * 1e-9, jnp.float32(1), arrays, estimate=size / _BYTES)
-    both["seconds"], both["range"] = both["seconds"] / len(arrays), [each / len(arrays) for each in both["range"]]
-    return {
-        "copy_bytes_per_second": 2 * size / both["seconds"],
-        "read_bytes_per_second": size / reading["seconds"],
-        "copy": both | {"pools": len(arrays)},
-        "read": reading,
-    }
+    found = {"copy_bytes_per_second": 2 * size / both["seconds"]}
+    return found | {"read_bytes_per_second": size / reading["seconds"], "copy": both, "read": reading}
 
 
 def _normed(x):
@@ -79,11 +73,12 @@ def lengths_of(case):
     share, sequence = np.ones((batch, heads)), np.ones(batch)
     if case["lengths"] == "one head 10x":
         share[:, 0] = 10
-    elif case["lengths"] == "ragged":
-        share = np.random.default_rng(0).dirichlet([3.0] * heads, batch)
-        sequence = np.linspace(0.25, 1.75, batch) if batch > 1 else sequence
-    each = share / share.sum(axis=1, keepdims=True) * (sequence * heads * rows)[:, None]
-    length = np.maximum(1, np.floor(each)).astype(np.int32)
+    elif case["lengths"] == "unequal":
+        # Sequences from an eighth to two of the mean, heads from a third to ten times another's.
+        sequence = 1 + 2 * (np.arange(batch) % 8)
+        share = 1 + (3 * np.arange(heads)[None, :] + np.arange(batch)[:, None]) % 10
+    weight = share * sequence[:, None]
+    length = np.maximum(1, np.floor(weight / weight.sum() * batch * heads * rows)).astype(np.int32)
     length[-1, -1] += batch * heads * rows - int(length.sum())
     return length
 
@@ -93,7 +88,7 @@ def pools_of(case, dtype):
     length, dim = lengths_of(case), case["dim"]
     batch, heads = length.shape
     # Room for 256 new rows a head, as a cache has it.
-    rows = int(length.sum(axis=1).max()) + heads * (256 if case["rows"] >= 256 else 0)
+    rows = int(length.sum(axis=1).max()) + heads * min(256, case["rows"])
     nbytes = 2 * int(length.sum()) * dim * dtype.itemsize
     count = min(rotation(nbytes), 48)
     pools = [tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)]
@@ -103,11 +98,42 @@ def pools_of(case, dtype):
     return q, pools, start, length, nbytes
 
 
+def _dealt(start, length, case, dtype):
+    """Who reads what, as a step finds it out once for all its layers."""
+    programs = pallas_kernels.programs(dim=case["dim"], itemsize=dtype.itemsize, interpret=INTERPRET)
+    return pallas_kernels.deal(start[None], length[None], programs=programs)
+
+
 def decode(case):
     """Attention of one new token's queries over segments of a pool."""
-    q, pools, start, length, nbytes = pools_of(case, jnp.dtype(case["dtype"]))
-    attend = lambda q, pool: pallas_kernels.attend(q, *pool, start, length, interpret=INTERPRET)[0]  # noqa: E731
+    dtype = jnp.dtype(case["dtype"])
+    q, pools, start, length, nbytes = pools_of(case, dtype)
+    options = {"chunks": _dealt(start, length, case, dtype), "interpret": INTERPRET}
+    attend = lambda q, pool: pallas_kernels.attend(q, *pool, start, length, **options)[0]  # noqa: E731
     found = chained(attend, q, pools, estimate=nbytes / _BYTES + 1e-5)
+    return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
+
+
+def token(case):
+    """What a layer's step does between its products: the new token is rotated, joins the pool, and attends to it."""
+    dtype, dim = jnp.dtype(case["dtype"]), case["dim"]
+    q, pools, start, length, nbytes = pools_of(case, dtype)
+    batch, heads = length.shape
+    chunks, ones = _dealt(start, length, case, dtype), jnp.ones((batch,), jnp.int32)
+    k_new, v_new = (random(20_000 + i, (batch, heads, dim), dtype) for i in (0, 1))
+    angle = random(20_002, (batch, dim // 2), jnp.float32)
+    new = (k_new, v_new, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones)
+    pools = [(*pool, jnp.zeros(pool[0].shape[:2], jnp.int32)) for pool in pools]
+
+    def every(carry, _):
+        q, written = carry[0], []
+        for pool in carry[1]:
+            options = {"layer": 0, "interpret": INTERPRET}
+            q, *pool = pallas_kernels.decode_token(q, *new, *pool, start[None], chunks, **options)
+            written.append(tuple(pool))
+        return q, written
+
+    found = carried(every, (q, pools), len(pools), estimate=nbytes / _BYTES + 1e-5)
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
 
 

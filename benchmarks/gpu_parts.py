@@ -67,11 +67,11 @@ DECODE = (
     segments("8B", 1, 1024, "one head 10x"),
     segments("8B", 1, 131072, "one head 10x"),
     segments("70B/8", 4, 8192),
-    segments("8B", 8, 8192, "ragged"),
-    segments("8B", 64, 1024, "ragged"),
+    segments("8B", 8, 8192, "unequal"),
+    segments("8B", 64, 1024, "unequal"),
     segments("8B", 1, 32768, "one head 10x"),
 )
-TINY = segments("tiny", 2, 48, "ragged")
+TINY = segments("tiny", 2, 48, "unequal")
 
 
 def _prompt(model, tokens, **more):
@@ -156,6 +156,15 @@ PARTS = (
         name="decode",
         what="decode attention over equal and ragged segments",
         function="gpu_kernels:decode",
+        cases=DECODE,
+        quick=(TINY,),
+        limit=60,
+        sources=_KERNELS,
+    ),
+    Part(
+        name="token",
+        what="a layer's new token: rotated, appended, attended to what is there, in one",
+        function="gpu_kernels:token",
         cases=DECODE,
         quick=(TINY,),
         limit=60,

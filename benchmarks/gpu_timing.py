@@ -95,6 +95,13 @@ def chained(step, carry, pools, *, estimate):
     return Chain(step, carry, pools, estimate=estimate).measure()
 
 
+def carried(step, carry, count, *, estimate):
+    """The same where each call writes what it is given: a step is a round of so many calls, on all that is carried."""
+    found = Chain(step, carry, [()], estimate=estimate * count).measure()
+    found |= {name: found[name] / count for name in ("seconds", "loop_seconds")}
+    return found | {"range": [each / count for each in found["range"]], "pools": count, "calls": found["calls"] * count}
+
+
 def rotation(nbytes):
     """How many arrays of a size calls must rotate through."""
     return max(1, -(-ROTATED // nbytes)) if GPU else 2

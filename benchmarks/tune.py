@@ -38,20 +38,12 @@ LIMIT = 40.0
 REGISTERS = 200
 
 
-def options(kernel, rule, programs):
-    """Fields to try, as a table has them: all pairs of sizes and launches.
-
-    Args:
-        kernel: its name.
-        rule: the fields of the rule of thumb.
-        programs: multiprocessors of the device.
-    """
+def options(kernel):
+    """Fields to try, as a table has them: sizes, launches, for decoding also how many programs share a multiprocessor."""
     launches = lambda warps, stages: [{"warps": w, "stages": s} for w, s in itertools.product(warps, stages)]  # noqa: E731
     if kernel == "decode":
         found = [{"block": b, "launch": each} for b in (16, 32, 64, 128) for each in launches((2, 4, 8), (2, 3, 4, 5))]
-        if "programs" in rule:
-            found = [{**each, "programs": n * programs} for n in (3, 4, 2, 6, 8) for each in found]
-        return found
+        return [{**each, "resident": n, "chunk": c} for n in (2, 3, 4, 5) for c in (64, 128) for each in found]
     if kernel == "flash":
         sizes = itertools.product((64, 128, 256), (32, 64, 128))
         return [{"queries": q, "keys": k, "launch": each} for q, k in sizes for each in launches((4, 8), (2, 3, 4))]
@@ -91,8 +83,10 @@ def candidates(kernel, rule, told, dim, itemsize):
     """What is worth compiling, the likeliest first."""
     most = told.get("shared_memory_per_block_optin", 232448)
     fit = []
-    for fields in options(kernel, rule, told.get("core_count", 132)):
+    for fields in options(kernel):
         shared, registers = needs(kernel, rule | fields, dim, itemsize)
+        # Programs that are to share a multiprocessor share its memory.
+        shared *= fields.get("resident", 1)
         same = all(rule[name] == value for name, value in fields.items())
         if shared <= most and registers <= REGISTERS and not same:
             fit.append(fields)
@@ -159,6 +153,9 @@ class Search:
             # The rule of thumb stays: it is what the fastest is held against.
             left = [{}, *(fields for _, fields in found[:survivors] if fields)]
         rule = next((each for each, fields in found if not fields), None)
+        if self.quick:
+            # Which is faster says nothing at such shapes: what happens to a winner is to be seen.
+            found, rule = [each for each in found if each[1]], None
         for each, fields in found:
             if not fields or (rule is not None and each > GAIN * rule):
                 return {}

@@ -52,10 +52,7 @@ def _rule(kernel, dim, dtype):
         return tuning.gather_tiles(dim=dim, itemsize=itemsize)
     if kernel in ("flash", "sums"):
         return tuning.prefill_tiles(dim=dim, itemsize=itemsize)
-    q, pools, *_ = _segments(dim, dtype)[0]
-    heads, rows, pool_rows = q.shape[1], q.shape[2], pools[0][0].shape[1]
-    of = {"batch": q.shape[0], "heads": heads, "rows": rows, "pool_rows": pool_rows}
-    return tuning.decode_tiles(**of, dim=dim, itemsize=itemsize)
+    return tuning.decode_tiles(dim=dim, itemsize=itemsize)
 
 
 def _tiles(kernel, case):
@@ -64,10 +61,17 @@ def _tiles(kernel, case):
 
 def _decode(case):
     tiles, chains = _tiles("decode", case), []
+    # As `tuning.programs` has it, for these tiles.
+    cores = tuning.programs(dim=case["dim"], itemsize=jnp.dtype(case["dtype"]).itemsize, interpret=INTERPRET)
+    programs = (
+        cores // _rule("decode", case["dim"], case["dtype"]).resident * tiles.resident if not INTERPRET else cores
+    )
     for q, pools, start, length, size in _segments(case["dim"], case["dtype"]):
+        chunks = pallas_kernels.deal(start[None], length[None], programs=programs, block=tiles.chunk)
+        options = {"chunks": chunks, "tiles": tiles, "interpret": INTERPRET}
 
-        def attend(q, pool, start=start, length=length):
-            return pallas_kernels.attend(q, *pool, start, length, tiles=tiles, interpret=INTERPRET)[0]
+        def attend(q, pool, start=start, length=length, options=options):
+            return pallas_kernels.attend(q, *pool, start, length, **options)[0]
 
         chains.append(Chain(attend, q, pools, estimate=size / _BYTES))
     return chains

@@ -42,7 +42,7 @@ def test_a_gpu_is_measured_in_parts_that_go_on(benchmark, tmp_path):
     (table,) = (tmp_path / "tuned").iterdir()
     before = table.read_text()
     assert "written to" in run("tune") and table.read_text() == before and benchmark("gpu_rows").load(path) == rows
-    text = benchmark("gpu_report").report(rows, {"2 x 48, ragged": {"us": "7"}})
+    text = benchmark("gpu_report").report(rows, {"2 x 48, unequal": {"us": "7"}})
     assert "## Decode attention\n" in text and "SnapKV 2 x 64" in text and "Failed" not in text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RULES = {
-    "decode": {"block": 64, "queries": 64, "launch": {"warps": 4, "stages": 3}},
+    "decode": {"chunk": 64, "block": 64, "queries": 64, "resident": 3, "launch": {"warps": 4, "stages": 3}},
     "flash": {"queries": 128, "keys": 64, "launch": {"warps": 8, "stages": 2}},
     "gather": {"block": 64, "launch": {"warps": 4, "stages": 1}},
     "sums": {"queries": 128, "keys": 64, "scores_launch": {"warps": 8, "stages": 2}},
@@ -92,12 +92,12 @@ def test_candidates_fit_the_device(tune):
     told = {"shared_memory_per_block_optin": 101376, "core_count": 108}
     small = tune.candidates("flash", RULES["flash"], told, 128, 2)
     large = tune.candidates("flash", RULES["flash"], {}, 128, 2)
-    assert 0 < len(small) < len(large) < len(tune.options("flash", RULES["flash"], 132))
+    assert 0 < len(small) < len(large) < len(tune.options("flash"))
     for fields in large:
         shared, registers = tune.needs("flash", RULES["flash"] | fields, 128, 2)
         assert shared <= 232448 and registers <= tune.REGISTERS
     # Twice the bytes an element, fewer that fit; the rule of thumb itself is not among them.
-    assert len(tune.candidates("decode", RULES["decode"], told, 256, 4)) < len(tune.options("decode", {}, 132)) - 1
+    assert len(tune.candidates("decode", RULES["decode"], told, 256, 4)) < len(tune.options("decode")) - 1
     for kernel, rule in RULES.items():
         assert all(any(rule[n] != v for n, v in f.items()) for f in tune.candidates(kernel, rule, told, 64, 2))
 
