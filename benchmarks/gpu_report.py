@@ -39,25 +39,30 @@ def micro(figures):
 
 
 def plain(name):
-    """A case's name without what tables write differently."""
-    return re.sub(r"[^a-z0-9,/ ]", "", name.lower()).removeprefix("8b ").strip()
+    """A decode case's name as the performance model has it."""
+    return re.sub(r"^70B/8 (.*)$", r"\1 of 70B on 8", name).removeprefix("8B ")
 
 
 def estimates(path):
-    """Of the performance model, by case: what the columns of its tables say that name an estimate of time or share.
+    """What the performance model says, read from its tables.
 
     Returns:
-        By a case's plain name a dictionary of columns.
+        By case: `us` and `share` of copy of decode attention, `ms` of a whole step.
     """
     found, head = {}, []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        if not cells:
-            head = []
-        elif not head:
+        if not cells or not head:
             head = cells
-        elif not set(line) <= set("|-: "):
-            found.setdefault(plain(cells[0]), {}).update(zip(head[1:], cells[1:], strict=False))
+            continue
+        row = dict(zip(head, cells, strict=False))
+        if set(line) <= set("|- "):
+            continue
+        if {"case", "rows, us", "merge, us", "share of copy"} <= row.keys():
+            found[row["case"]] = {"us": f"{float(row['rows, us']) + float(row['merge, us']):.1f}"}
+            found[row["case"]]["share"] = row["share of copy"]
+        elif {"sequences x tokens", "policy", "estimate, ms"} <= row.keys():
+            found[f"{row['policy']} {row['sequences x tokens']}"] = {"ms": row["estimate, ms"]}
     return found
 
 
@@ -66,90 +71,109 @@ def _share(value, whole):
 
 
 def kernels(rows, copy, guessed):
-    """Attention over segments: microseconds, share of what a copy gives, and the model's columns."""
+    """Attention over segments: microseconds and share of what a copy gives, beside the model's."""
     lines = []
-    columns = sorted({name for each in guessed.values() for name in each if re.search(r"\bus\b|of copy", name)})
-    shown = [name for name in columns if any(name in guessed.get(plain(row["case"]["name"]), {}) for row in rows)]
     for row in rows:
         figures, name = row["figures"], row["case"]["name"]
-        tuned = "table" if row["tuned"] else "rule"
-        line = [name, tuned, micro(figures), _share(figures["bytes_per_second"], copy)]
-        fused = figures.get("token")
-        line += [micro(fused) if fused else ""]
-        lines.append(line + [guessed.get(plain(name), {}).get(column, "") for column in shown])
-    return table(["case", "tiles", "us", "of copy", "us, a whole token's", *(f"estimate: {c}" for c in shown)], lines)
+        guess = guessed.get(plain(name), {})
+        line = [name, _tiles(row), micro(figures), guess.get("us", "")]
+        lines.append([*line, _share(figures["bytes_per_second"], copy), guess.get("share", "")])
+    return table(["case", "tiles", "us", "us, estimate", "of copy", "of copy, estimate"], lines)
 
 
-def models(rows):
+def models(rows, guessed):
     """End to end: step, prefill, bytes."""
     lines = []
     for row in rows:
-        f, low = row["figures"], row["figures"]["step"]["range"]
-        step = f"{f['step_seconds'] * 1e3:.2f} ({low[0] * 1e3:.2f} to {low[1] * 1e3:.2f})"
-        peak = f["prefill_holds"]["peak_bytes"]
-        line = [row["case"]["name"], f["runs"], step, f"{f['tokens_per_second']:,.1f}", f"{f['prefill_seconds']:.2f}"]
-        lines.append([*line, f"{f['cache_bytes'] / 1e9:.2f}", "" if peak is None else f"{peak / 1e9:.1f}"])
-    head = ["case", "ran", "ms a step", "tokens/s", "prefill s", "cache GB", "peak GB of prefill"]
+        figures, (low, high) = row["figures"], row["figures"]["step"]["range"]
+        name, peak = row["case"]["name"], figures["prefill_holds"]["peak_bytes"]
+        step = f"{figures['step_seconds'] * 1e3:.2f} ({low * 1e3:.2f} to {high * 1e3:.2f})"
+        line = [
+            name,
+            figures["runs"],
+            step,
+            guessed.get(name, {}).get("ms", ""),
+            f"{figures['tokens_per_second']:,.1f}",
+        ]
+        line += [f"{figures['prefill_seconds']:.2f}", f"{figures['cache_bytes'] / 1e9:.2f}"]
+        lines.append([*line, "" if peak is None else f"{peak / 1e9:.1f}"])
+    head = ["case", "ran", "ms a step", "ms, estimate", "tokens/s", "prefill s", "cache GB", "peak GB of prefill"]
     return table(head, lines)
 
 
+def _tera(value):
+    return f"{value / 1e12:.2f}"
+
+
+def _tiles(row):
+    return "table" if row["tuned"] else "rule"
+
+
+def _copies(figures):
+    return [_tera(figures[f"{kind}_bytes_per_second"]) for kind in ("copy", "read")]
+
+
+# Titles, parts, columns behind the case's name, and what a row has in them.
+PLAIN = (
+    ("Copies", "copy", ("copy, TB/s", "read, TB/s"), lambda row, f: _copies(f)),
+    ("Matrix products", "products", ("us", "TFLOP/s"), lambda row, f: [micro(f), _tera(f["flops_per_second"])]),
+    ("Kernels against numpy", "checks", ("largest error",), lambda row, f: [f"{f['largest']:.1e}"]),
+    (
+        "Prefill attention",
+        "prefill",
+        ("tiles", "us", "TFLOP/s"),
+        lambda row, f: [_tiles(row), micro(f), _tera(f["flops_per_second"])],
+    ),
+    ("Scores", "scores", ("window, us", "all queries, us"), lambda row, f: [micro(f["window"]), micro(f["columns"])]),
+    ("Rows gathered", "gather", ("us", "TB/s"), lambda row, f: [micro(f), _tera(f["bytes_per_second"])]),
+    (
+        "torch's scaled_dot_product_attention",
+        "torch",
+        ("us",),
+        lambda row, f: [micro(f) if "seconds" in f else "absent"],
+    ),
+)
+DECODE = (
+    ("Decode attention", "decode"),
+    ("Decode attention, with the new token's rotation and append", "token"),
+    ("Decode attention that adds to scores", "mass"),
+)
+
+
 def report(rows, guessed):
-    """The whole report."""
+    """The whole report.
+
+    Args:
+        rows: as a file has them.
+        guessed: what the performance model says, by case.
+    """
     rows = latest(rows)
-    good = [row for row in rows if "figures" in row]
-    of = lambda *parts: [row for row in good if row["part"] in parts]  # noqa: E731
-    copies = of("copy")
-    copy = max((row["figures"]["copy_bytes_per_second"] for row in copies), default=None)
-    parts = [f"# {rows[0]['device']}\n" if rows else "# no rows\n"]
+    of = lambda *parts: [row for row in rows if row["part"] in parts and "figures" in row]  # noqa: E731
+    copy = max((row["figures"]["copy_bytes_per_second"] for row in of("copy")), default=None)
+    sections = []
+    for title, part, columns, cells in PLAIN:
+        lines = [[row["case"]["name"], *cells(row, row["figures"])] for row in of(part)]
+        sections.append((title, table(["case", *columns], lines)))
+    # Below copies, products and checks.
+    sections[3:3] = [(title, kernels(of(part), copy, guessed)) for title, part in DECODE]
+    sections.append(("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline"), guessed)))
+    failed = [row for row in rows if "failed" in row and not row["part"].startswith("tune_")]
+    why = lambda row: row["failed"].replace("|", "/")[:160]  # noqa: E731
+    lines = [[row["part"], row["case"].get("name", ""), why(row)] for row in failed]
+    sections.append(("Failed", table(["part", "case", "why"], lines)))
+    return "\n".join([*heading(rows), *(f"## {title}\n\n{text}" for title, text in sections if text)])
+
+
+def heading(rows):
+    """Where and when."""
+    if not rows:
+        return ["# No rows\n"]
+    parts = [f"# {rows[0]['device']}\n"]
     for versions in {str(row["versions"]): row["versions"] for row in rows}.values():
         said = ", ".join(f"{name} {version}" for name, version in versions.items())
         dates = [row["date"] for row in rows if row["versions"] == versions]
-        parts.append(f"Measured {min(dates)} to {max(dates)} with {said}.\n")
-
-    def add(title, text):
-        if text:
-            parts.append(f"## {title}\n\n{text}")
-
-    terabytes = lambda value: f"{value / 1e12:.2f}"  # noqa: E731
-    lines = [
-        [r["case"]["name"], *(terabytes(r["figures"][f"{k}_bytes_per_second"]) for k in ("copy", "read"))]
-        for r in copies
-    ]
-    add("Copies", table(["arrays of", "copy, TB/s", "read, TB/s"], lines))
-    lines = [
-        [r["case"]["name"], micro(r["figures"]), terabytes(r["figures"]["flops_per_second"])] for r in of("products")
-    ]
-    add("Matrix products", table(["case", "us", "TFLOP/s"], lines))
-    lines = [[r["case"]["name"], f"{r['figures']['largest']:.1e}"] for r in of("checks")]
-    add("Kernels against numpy", table(["dtype, head dim", "largest error"], lines))
-    add("Decode attention", kernels(of("decode"), copy, guessed))
-    add("Decode attention with scores", kernels(of("mass"), copy, {}))
-    lines = [
-        [
-            r["case"]["name"],
-            "table" if r["tuned"] else "rule",
-            micro(r["figures"]),
-            terabytes(r["figures"]["flops_per_second"]),
-        ]
-        for r in of("prefill")
-    ]
-    add("Prefill attention", table(["case", "tiles", "us", "TFLOP/s"], lines))
-    lines = [[r["case"]["name"], micro(r["figures"]["window"]), micro(r["figures"]["columns"])] for r in of("scores")]
-    add("Scores", table(["case", "window, us", "all queries, us"], lines))
-    lines = [
-        [r["case"]["name"], micro(r["figures"]), _share(r["figures"]["bytes_per_second"], copy)] for r in of("gather")
-    ]
-    add("Rows gathered", table(["case", "us", "of copy"], lines))
-    add("Llama 3 8B's shape, random weights", models(of("end", "ways", "headline")))
-    lines = [[r["case"]["name"], micro(r["figures"])] for r in of("torch") if "seconds" in r["figures"]]
-    add("torch's scaled_dot_product_attention", table(["case", "us"], lines))
-    lines = [
-        [r["part"], r["case"].get("name", ""), r["failed"].replace("|", "/")[:160]]
-        for r in rows
-        if "failed" in r and not r["part"].startswith("tune_")
-    ]
-    add("Failed", table(["part", "case", "why"], lines))
-    return "\n".join(parts)
+        parts.append(f"Measured {min(dates)} to {max(dates)} with {said}. Estimates are the performance model's.\n")
+    return parts
 
 
 def main():

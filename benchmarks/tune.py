@@ -39,7 +39,7 @@ REGISTERS = 200
 
 
 def options(kernel):
-    """Fields to try, as a table has them: sizes, launches, for decoding also how many programs share a multiprocessor."""
+    """Fields to try, as a table has them: sizes, launches, and how many programs share a multiprocessor."""
     launches = lambda warps, stages: [{"warps": w, "stages": s} for w, s in itertools.product(warps, stages)]  # noqa: E731
     if kernel == "decode":
         found = [{"block": b, "launch": each} for b in (16, 32, 64, 128) for each in launches((2, 4, 8), (2, 3, 4, 5))]

@@ -61,11 +61,10 @@ def _tiles(kernel, case):
 
 def _decode(case):
     tiles, chains = _tiles("decode", case), []
-    # As `tuning.programs` has it, for these tiles.
-    cores = tuning.programs(dim=case["dim"], itemsize=jnp.dtype(case["dtype"]).itemsize, interpret=INTERPRET)
-    programs = (
-        cores // _rule("decode", case["dim"], case["dtype"]).resident * tiles.resident if not INTERPRET else cores
-    )
+    of = {"dim": case["dim"], "itemsize": jnp.dtype(case["dtype"]).itemsize}
+    rule = _rule("decode", case["dim"], case["dtype"])
+    # As many as `attend` would have with these tiles in force.
+    programs = tuning.programs(**of, interpret=INTERPRET) // rule.resident * tiles.resident
     for q, pools, start, length, size in _segments(case["dim"], case["dtype"]):
         chunks = pallas_kernels.deal(start[None], length[None], programs=programs, block=tiles.chunk)
         options = {"chunks": chunks, "tiles": tiles, "interpret": INTERPRET}

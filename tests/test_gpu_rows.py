@@ -64,9 +64,9 @@ def asked(tmp_path):
     return (tmp_path / "asked").read_text().split("\n")[:-1]
 
 
-def row_of(name, device="Fake 1", **more):
-    of = {"part": "fake", "case": {"name": name}, "device": device, "versions": {}, "sources": "s", "tuned": None}
-    return of | {"date": "today", "took": 1, "figures": {}} | more
+def row_of(name, *, part="fake", device="Fake 1", **said):
+    of = {"part": part, "case": {"name": name}, "device": device, "versions": {}, "sources": "s", "tuned": None}
+    return of | {"date": "today", "took": 1} | (said or {"figures": {}})
 
 
 def test_a_killed_run_loses_the_row_in_hand_at_most(bench, tmp_path):
@@ -250,3 +250,28 @@ def test_a_lock_is_not_left_behind(bench, tmp_path):
         one.measure("fake", {"name": "a"}, limit=10, sources="s")
     with open(tmp_path / "out" / "fake-1.jsonl") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_report_puts_estimates_beside_measurements(benchmark, tmp_path):
+    report, path = benchmark("gpu_report"), tmp_path / "gpu_model.md"
+    path.write_text(
+        "| case | programs | rows, us | merge, us | share of copy |\n|---|---|---|---|---|\n"
+        "| 4 x 8192 of 70B on 8 | 396 | 6.2 | 4.0 | 94% |\n\n"
+        "| sequences x tokens | policy | estimate, ms |\n|---|---|---|\n| 1 x 32768 | SnapKV | 4.60 |\n"
+    )
+    seconds = lambda each: {"seconds": each, "range": [each / 2, 2 * each]}  # noqa: E731
+    step = {"step_seconds": 0.005, "step": seconds(0.005), "tokens_per_second": 200.0, "prefill_seconds": 1.5}
+    step |= {"runs": "pallas", "cache_bytes": 2e9, "prefill_holds": {"peak_bytes": None}}
+    decode = seconds(2e-5) | {"bytes_per_second": 2e12}
+    rows = [
+        row_of("2048 MiB", part="copy", figures={"copy_bytes_per_second": 4e12, "read_bytes_per_second": 4.4e12}),
+        row_of("70B/8 4 x 8192", part="decode", failed="first it failed"),
+        row_of("70B/8 4 x 8192", part="decode", figures=decode),
+        row_of("SnapKV 1 x 32768", part="end", figures=step),
+        row_of("H2O 1 x 32768", part="end", failed="out of memory | no more"),
+    ]
+    text = report.report(rows, report.estimates(path))
+    assert "| 70B/8 4 x 8192 | rule | 20.0 (10.0 to 40.0) | 10.2 | 50% | 94% |" in text
+    assert "| SnapKV 1 x 32768 | pallas | 5.00 (2.50 to 10.00) | 4.60 | 200.0 | 1.50 | 2.00 |  |" in text
+    assert "| end | H2O 1 x 32768 | out of memory / no more |" in text and "first it failed" not in text
+    assert report.estimates(tmp_path / "none.md") == {} and report.report([], {}) == "# No rows\n"
