@@ -74,7 +74,7 @@ def attend(
     if chunks is None:
         programs = tuning.programs(dim=k.shape[2], itemsize=k.dtype.itemsize, interpret=interpret)
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
-    logits = None if score is None else _logits(start[None], 0, widest, k.shape[1])
+    logits = None if score is None else _logits(start[None], widest, k.shape[1])
     how = How(tiles=tiles, tile=tile, interpret=interpret)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
     out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=q.dtype, how=how)
@@ -88,8 +88,7 @@ def attend(
 @partial(jax.jit, static_argnames=("layer", "widest", "tiles", "interpret"))
 def decode_token(
     q: jax.Array,
-    k_new: jax.Array,
-    v_new: jax.Array,
+    kv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     positions: jax.Array,
@@ -112,9 +111,9 @@ def decode_token(
     Rows join in place where the caller gives the pool up. A sequence that has ended attends to the rows that it has.
 
     Args:
-        q: `[B, K, G, D]` queries before rotation, float32 or the pool's dtype.
-        k_new: `[B, K, D]` keys before rotation, likewise.
-        v_new: `[B, K, D]` values, likewise.
+        q: `[n, M, K, G, D]` queries before rotation, of any float dtype: n parts that add up to them, of M sequences at
+            least, of which the first B are looked at.
+        kv: `[n, M, 2, K, D]` keys before rotation, and values, likewise.
         cos: `f32[B, D/2]` of the token's place, times the attention factor.
         sin: likewise.
         positions: `i32[B]` of the token in the text.
@@ -132,7 +131,8 @@ def decode_token(
         interpret: run on any device, to check it.
 
     Returns:
-        The output `[B, K, G, D]` in the pool's dtype, then k, v and pos with the token's rows, and with a score that.
+        The output `[M, K, G, D]` in the pool's dtype, undefined behind B sequences; k, v and pos with the token's rows;
+        and the scores, if there are any.
 
     Raises:
         ValueError: if there is a score without `begin` or the other way, or the group does not fit one tile.
@@ -140,13 +140,13 @@ def decode_token(
     tiles, tile = _tiles(q, k, tiles)
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")
-    if score is not None and q.shape[2] > tile:
-        raise ValueError(f"score: a group of {q.shape[2]} queries does not fit one tile of {tile}: set tiles.queries")
-    logits = None if score is None else _logits(start, layer, widest, k.shape[1])
+    if score is not None and q.shape[3] > tile:
+        raise ValueError(f"score: a group of {q.shape[3]} queries does not fit one tile of {tile}: set tiles.queries")
+    logits = None if score is None else _logits(start, widest, k.shape[1])
     how = How(tiles=tiles, tile=tile, interpret=interpret)
-    token = Token(k=k_new, v=v_new, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
+    token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
     passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, how=how)
-    out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=k.dtype, how=how)
+    out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=k.dtype, how=how, sequences=q.shape[1])
     if score is None or logits is None or passed.logits is None:
         return out, *passed.pool
     out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, counts, begin, how=how)
@@ -156,10 +156,10 @@ def decode_token(
 def _tiles(q, k, tiles):
     """The tiles, and how many queries one program takes."""
     tiles = tiles or tuning.decode_tiles(dim=k.shape[2], itemsize=k.dtype.itemsize)
-    return tiles, min(tiles.queries, max(16, 1 << (q.shape[2] - 1).bit_length()))
+    return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 
-def _logits(start, level, widest, pool_rows):
+def _logits(start, widest, pool_rows):
     """Logits lie as the rows do, or head after head where that takes less."""
     packed = widest is not None and widest * start.shape[2] < pool_rows
-    return Logits(start=start, level=level, widest=widest if packed else None)
+    return Logits(start=start, widest=widest if packed else None)

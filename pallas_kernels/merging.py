@@ -8,7 +8,7 @@ from jax import lax
 
 from ._compat import MASKED, BlockSpec, call, load, pad_dim, program_id, store, when
 from .chunks import Chunks
-from .rows import How, Logits
+from .rows import ONE, How, Logits, layer_of
 
 
 def merge(
@@ -19,11 +19,12 @@ def merge(
     *,
     dtype: jnp.dtype,
     how: How,
+    sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges the chunks of each segment, many at a time.
 
-    Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; first and count of segment s, scalars; out: out
-    [R, D] and lse [R] of segment s, of which it writes query r.
+    Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
+    segments [L, B*K], whole; out: out [R, D] and lse [R] of segment s, of which it writes query r.
 
     Args:
         parts: `f32[W, R, D]` outputs of chunks.
@@ -32,9 +33,10 @@ def merge(
         layer: of the chunks.
         dtype: of the output.
         how: it runs.
+        sequences: M, of the output; by default B. What lies behind B is undefined.
 
     Returns:
-        `[B, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for a segment without rows.
+        `[M, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for a segment without rows.
     """
     width, rows, dim = parts.shape
     batch, heads = chunks.count.shape[1:]
@@ -42,9 +44,10 @@ def merge(
     # As many chunks as a segment has where segments are alike.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
 
-    def kernel(part_ref, lse_ref, first_ref, count_ref, out_ref, total_ref):
+    def kernel(part_ref, lse_ref, layer_ref, first_ref, count_ref, out_ref, total_ref):
         query = program_id(1)
-        begin, number = first_ref[...], count_ref[...]
+        mine = (layer_ref[...], program_id(0))
+        begin, number = load(first_ref.at[mine]), load(count_ref.at[mine])
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         real = column < dim
 
@@ -73,26 +76,27 @@ def merge(
         store(total_ref.at[query], jnp.where(empty, -jnp.inf, lse))
 
     whole = lambda *shape: BlockSpec(shape, lambda s, r: (0,) * len(shape))  # noqa: E731
-    scalar = BlockSpec((None, None), lambda s, r: (layer, s))
+    table = whole(chunks.first.shape[0], segments)
     per_segment = lambda *shape: BlockSpec((None, *shape), lambda s, r: (s,) + (0,) * len(shape))  # noqa: E731
     out, lse = call(
         kernel,
         parts.reshape(width * rows, dim),
         part_lse.reshape(width * rows),
+        layer_of(layer),
         chunks.first.reshape(-1, segments),
         chunks.count.reshape(-1, segments),
         name="ragged_decode_merge",
         grid=(segments, rows),
-        inputs=[whole(width * rows, dim), whole(width * rows), scalar, scalar],
+        inputs=[whole(width * rows, dim), whole(width * rows), ONE, table, table],
         outputs=[per_segment(rows, dim), per_segment(rows)],
         shapes=[
-            jax.ShapeDtypeStruct((segments, rows, dim), dtype),
+            jax.ShapeDtypeStruct(((sequences or batch) * heads, rows, dim), dtype),
             jax.ShapeDtypeStruct((segments, rows), jnp.float32),
         ],
         launch=how.tiles.merge_launch,
         interpret=how.interpret,
     )
-    return out.reshape(batch, heads, rows, dim), lse.reshape(batch, heads, rows)
+    return out.reshape(-1, heads, rows, dim), lse.reshape(batch, heads, rows)
 
 
 def add_mass(
@@ -110,9 +114,9 @@ def add_mass(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the softmax weights of rows to their scores, mean over queries; the output is handed on as it is.
 
-    Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
-    whole; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not looked at; out again, and score, of
-    which it writes the chunk's rows.
+    Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start
+    [L, B*K], whole; the layer, a scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; out
+    [M, K, R, D], not looked at; out again, and score, of which it writes the chunk's rows.
 
     Args:
         kept: `f32[B, R, width]` logits, to base 2.
@@ -120,7 +124,7 @@ def add_mass(
         lse: `f32[B, K, R]` natural log-sum-exp.
         chunks: who looks at which rows.
         layer: of the chunks.
-        out: what comes next reads this, and so leaves no logits of other layers waiting.
+        out: `[M, K, R, D]`; what comes next reads this, and so leaves no logits of other layers waiting.
         score: `f32[B, P]`.
         counts: `i32[B]` 0 for sequences whose attention is not added; by default all are.
         begin: `f32[B, K]` what the row behind each segment starts with, if one has just joined it.
@@ -129,20 +133,22 @@ def add_mass(
     Returns:
         The output, and the scores.
     """
-    batch, heads, rows, _ = out.shape
+    batch, heads, rows = lse.shape
     padded, segments = 1 << (rows - 1).bit_length(), batch * heads
     # Four bytes of 32 logits or so for each thread, whatever R is; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
     packed = logits.widest is not None
 
-    def kernel(kept_ref, lse_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
+    def kernel(kept_ref, lse_ref, layer_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
         refs = list(refs)
+        at_layer = layer_ref[...]
+        mine = lambda ref: load(ref.at[at_layer, program_id(0)])  # noqa: E731
         counts_ref = None if counts is None else refs.pop(0)
         begin_ref = None if begin is None else refs.pop(0)
         start_ref = refs.pop(0) if packed else None
         _, old_ref, _, score_ref = refs
-        segment, row, here = segment_ref[...], row_ref[...], rows_ref[...]
-        end = here if begin_ref is None else here + last_ref[...]
+        segment, row, here = mine(segment_ref), mine(row_ref), mine(rows_ref)
+        end = here if begin_ref is None else here + mine(last_ref)
 
         @when(end > 0)
         def _():
@@ -153,7 +159,7 @@ def add_mass(
             total = load(lse_ref.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
             cell = row
             if packed:
-                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[segment])
+                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[at_layer, segment])
 
             def step(index, carry):
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
@@ -170,9 +176,8 @@ def add_mass(
             lax.fori_loop(0, (counted + block - 1) // block, step, jnp.int32(0))
 
     whole = lambda *shape: BlockSpec(shape, lambda w: (0,) * len(shape))  # noqa: E731
-    of_chunk = BlockSpec((None, None), lambda w: (layer, w))
-    inputs = [kept, lse.reshape(segments, rows), chunks.segment, chunks.row, chunks.rows, chunks.last]
-    specs = [whole(*kept.shape), whole(segments, rows), *[of_chunk] * 4]
+    inputs = [kept, lse.reshape(segments, rows), layer_of(layer), chunks.segment, chunks.row, chunks.rows, chunks.last]
+    specs = [whole(*kept.shape), whole(segments, rows), ONE, *[whole(*chunks.segment.shape)] * 4]
     if counts is not None:
         inputs.append(counts)
         specs.append(whole(batch))
@@ -180,9 +185,8 @@ def add_mass(
         inputs.append(begin.reshape(segments))
         specs.append(whole(segments))
     if packed:
-        level = logits.level
         inputs.append(logits.start.reshape(-1, segments))
-        specs.append(BlockSpec((None, segments), lambda w: (level, 0)))
+        specs.append(whole(*inputs[-1].shape))
     passed = [whole(*out.shape), whole(*score.shape)]
     out, score = call(
         kernel,

@@ -27,13 +27,15 @@ from ._compat import (
 from .chunks import Chunks
 from .tuning import DecodeTiles
 
+# One number of an array of one.
+ONE = BlockSpec((None,), lambda *_: (0,))
+
 
 class Token(NamedTuple):
     """One new token of each sequence, before rotation, and what its rows join.
 
     Attributes:
-        k: `[B, K, D]` keys.
-        v: `[B, K, D]` values.
+        kv: `[n, M, 2, K, D]` parts of keys and values.
         cos: `f32[B, D/2]` of its place.
         sin: likewise.
         position: `i32[B]` in the text.
@@ -41,8 +43,7 @@ class Token(NamedTuple):
         pos: `i32[B, P]` positions of the pool's rows.
     """
 
-    k: jax.Array
-    v: jax.Array
+    kv: jax.Array
     cos: jax.Array
     sin: jax.Array
     position: jax.Array
@@ -50,17 +51,20 @@ class Token(NamedTuple):
     pos: jax.Array
 
 
+def layer_of(layer: int) -> jax.Array:
+    """A layer's number as kernels take it, which is seen by them as a scalar through `ONE`."""
+    return jnp.full((1,), layer, jnp.int32)
+
+
 class Logits(NamedTuple):
     """Where logits lie that are kept: as the rows do; or where a segment has `widest` rows, head after head.
 
     Attributes:
-        start: `i32[N, B, K]` first row of each segment.
-        level: which of the N.
+        start: `i32[L, B, K]` first row of each segment.
         widest: rows of a segment, or None.
     """
 
     start: jax.Array
-    level: int
     widest: int | None
 
     def width(self, pool_rows: int) -> int:
@@ -111,13 +115,14 @@ def pass_rows(
 ) -> Passed:
     """Attention of every chunk by itself.
 
-    Blocks of a program (w, t): q [B*K*R, D], k and v [B, P, D] whole; segment, row, rows and last of chunk w, scalars;
-    of a token k and v [B*K, D], cos and sin [B, D/2], position and counts [B], and pos [B, P], whole; start [B*K] where
-    logits lie head after head. Out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width]
-    whole, of which it writes its rows' cells; k, v [B, P, D] and pos [B, P], in place, of which it writes a row.
+    Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
+    scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n*M*2*K, D], cos and sin
+    [B, D/2], position and counts [B], and pos [B, P], whole; start [L, B*K] where logits lie head after head. Out: part
+    [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width] whole, of which it writes its rows'
+    cells; k, v [B, P, D] and pos [B, P], in place, of which it writes a row.
 
     Args:
-        q: `[B, K, R, D]`; with a token before rotation, in any float dtype.
+        q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.
         k: `[B, P, D]` pool.
         v: likewise.
         chunks: who reads what.
@@ -129,15 +134,17 @@ def pass_rows(
     Returns:
         What chunks give.
     """
-    batch, heads, rows, dim = q.shape
-    pool_rows, width = k.shape[1], chunks.segment.shape[1]
+    *parts, padded_batch, heads, rows, dim = q.shape
+    batch, pool_rows, _ = k.shape
+    width = chunks.segment.shape[1]
     scale = math.log2(math.e) / dim**0.5
     block, tile = how.tiles.block, how.tile
     packed = logits is not None and logits.widest is not None
 
-    def kernel(q_ref, k_ref, v_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
+    def kernel(q_ref, k_ref, v_ref, layer_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
         refs = list(refs)
-        of_token = [refs.pop(0) for _ in range(6)] if token is not None else None
+        at_layer = layer_ref[...]
+        of_token = [refs.pop(0) for _ in range(5)] if token is not None else None
         if token is not None:
             refs.pop(0)  # Positions as they were, which nobody reads.
         start_ref = refs.pop(0) if packed else None
@@ -145,7 +152,8 @@ def pass_rows(
         logits_ref = refs.pop(0) if logits is not None else None
         tile_index = program_id(1)
         query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
-        segment, row, here, last = segment_ref[...], row_ref[...], rows_ref[...], last_ref[...] > 0
+        mine = lambda ref: load(ref.at[at_layer, program_id(0)])  # noqa: E731
+        segment, row, here, last = mine(segment_ref), mine(row_ref), mine(rows_ref), mine(last_ref) > 0
 
         @when(last | (here > 0))
         def _():
@@ -153,7 +161,7 @@ def pass_rows(
             sequence = segment // heads
             cell = row
             if packed:
-                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[segment])
+                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[at_layer, segment])
             keep = lambda cells, s, mask: store(logits_ref.at[sequence, query[:, None], cells[None, :]], s, mask=mask)  # noqa: E731
             if of_token is None:
                 queries = take_rows(q_ref, segment * rows + query, real, dim)
@@ -163,10 +171,12 @@ def pass_rows(
                     jnp.zeros((tile, pad_dim(dim)), jnp.float32),
                 )
             else:
-                turned = _Turn(*of_token[2:4], sequence, dim)
-                queries = turned.rows(q_ref, segment * rows + query, real).astype(k_ref.dtype)
-                joins = last & (load(of_token[5].at[sequence]) > 0)
-                key, value = _join(of_token, refs, turned, segment, sequence, row + here, joins & (tile_index == 0))
+                turned = _Turn(*of_token[1:3], sequence, dim)
+                of_part = padded_batch * heads * rows
+                queries = turned.rows(q_ref, segment * rows + query, real, parts[0], of_part).astype(k_ref.dtype)
+                joins = last & (load(of_token[4].at[sequence]) > 0)
+                kv = _NewRow(of_token[0], parts[0], padded_batch, heads, segment)
+                key, value = _join(of_token, refs, turned, kv, sequence, row + here, joins & (tile_index == 0))
                 own = (queries.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
                 if logits_ref is not None:
                     store(
@@ -201,11 +211,11 @@ def pass_rows(
             store(lse_ref.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
     whole = lambda *shape: BlockSpec(shape, lambda w, t: (0,) * len(shape))  # noqa: E731
-    of_chunk = BlockSpec((None, None), lambda w, t: (layer, w))
     per_chunk = lambda *shape: BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape))  # noqa: E731
     pool = whole(batch, pool_rows, dim)
-    inputs = [q.reshape(-1, dim), k, v, chunks.segment, chunks.row, chunks.rows, chunks.last]
-    specs = [whole(batch * heads * rows, dim), pool, pool, *[of_chunk] * 4]
+    # The layer is an argument, so that the kernels of all layers are one program.
+    inputs = [q.reshape(-1, dim), k, v, layer_of(layer), chunks.segment, chunks.row, chunks.rows, chunks.last]
+    specs = [whole(q.size // dim, dim), pool, pool, ONE, *[whole(*chunks.segment.shape)] * 4]
     shapes = [
         jax.ShapeDtypeStruct((width, rows, dim), jnp.float32),
         jax.ShapeDtypeStruct((width, rows), jnp.float32),
@@ -215,16 +225,15 @@ def pass_rows(
         shapes.append(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
         outputs.append(whole(*shapes[-1].shape))
     if token is not None:
-        given = [token.k.reshape(-1, dim), token.v.reshape(-1, dim), *token[2:]]
-        aliases = {1: len(outputs), 2: len(outputs) + 1, len(inputs) + 6: len(outputs) + 2}
+        given = [token.kv.reshape(-1, dim), *token[1:]]
+        aliases = {1: len(outputs), 2: len(outputs) + 1, len(inputs) + 5: len(outputs) + 2}
         inputs += given
         specs += [whole(*each.shape) for each in given]
         shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v, token.pos)]
         outputs += [pool, pool, whole(batch, pool_rows)]
     if logits is not None and packed:
-        level = logits.level
         inputs.append(logits.start.reshape(-1, batch * heads))
-        specs.append(BlockSpec((None, batch * heads), lambda w, t: (level, 0)))
+        specs.append(whole(*inputs[-1].shape))
     results = call(
         kernel,
         *inputs,
@@ -259,26 +268,51 @@ class _Turn:
         sin = load(sin_ref.at[sequence, pair], mask=self.real, other=0.0)
         self.sin = jnp.where(first, -sin, sin)
 
-    def rows(self, ref, rows, inside):
-        """Rows of a `[rows, dim]` ref, turned: `f32[n, pad_dim(dim)]`."""
+    def rows(self, ref, rows, inside, parts, of_part):
+        """Rows of a `[parts * of_part, dim]` ref, parts added up, turned: `f32[n, pad_dim(dim)]`."""
         shape = (rows.shape[0], self.column.shape[0])
         mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
-        at = lambda column: load(ref.at[rows[:, None], column[None, :]], mask=mask, other=0.0)  # noqa: E731
-        own, other = at(self.column).astype(jnp.float32), at(self.partner).astype(jnp.float32)
-        return own * self.cos[None, :] + other * self.sin[None, :]
 
-    def row(self, ref, row, inside):
-        """One row, likewise."""
-        at = lambda column: load(ref.at[row, column], mask=self.real & inside, other=0.0)  # noqa: E731
-        return at(self.column).astype(jnp.float32) * self.cos + at(self.partner).astype(jnp.float32) * self.sin
+        def at(column):
+            of = lambda part: load(  # noqa: E731
+                ref.at[(part * of_part + rows)[:, None], column[None, :]], mask=mask, other=0.0
+            ).astype(jnp.float32)
+            return sum((of(part) for part in range(1, parts)), start=of(0))
+
+        return at(self.column) * self.cos[None, :] + at(self.partner) * self.sin[None, :]
+
+    def row(self, at):
+        """One row, of which `at` gives columns."""
+        return at(self.column, self.real) * self.cos + at(self.partner, self.real) * self.sin
 
 
-def _join(of_token, pool_refs, turned, segment, sequence, row, joins):
+class _NewRow:
+    """One head's new key or value, its parts added up: float32 columns."""
+
+    def __init__(self, ref, parts, padded_batch, heads, segment):
+        sequence = segment // heads
+        self.ref, self.heads = ref, heads
+        self.at = [((part * padded_batch + sequence) * 2) * heads + segment - sequence * heads for part in range(parts)]
+
+    def key(self, column, real):
+        """Of the key."""
+        return self._of(0, column, real)
+
+    def value(self, column, real):
+        """Of the value."""
+        return self._of(self.heads, column, real)
+
+    def _of(self, behind, column, real):
+        each = [load(self.ref.at[at + behind, column], mask=real, other=0.0).astype(jnp.float32) for at in self.at]
+        return sum(each[1:], start=each[0])
+
+
+def _join(of_token, pool_refs, turned, kv, sequence, row, joins):
     """Writes a new row, if it joins; gives its key and value as they are read from the pool, in float32."""
-    k_ref, v_ref, _, _, position_ref, _ = of_token
+    position_ref = of_token[3]
     k_pool, v_pool, pos_pool = pool_refs
-    key = turned.row(k_ref, segment, True).astype(k_pool.dtype)
-    value = load(v_ref.at[segment, turned.column], mask=turned.real, other=0.0).astype(v_pool.dtype)
+    key = turned.row(kv.key).astype(k_pool.dtype)
+    value = kv.value(turned.column, turned.real).astype(v_pool.dtype)
     store(k_pool.at[sequence, row, turned.column], key, mask=turned.real & joins)
     store(v_pool.at[sequence, row, turned.column], value, mask=turned.real & joins)
     store(pos_pool.at[sequence, row], load(position_ref.at[sequence]), mask=joins)

@@ -100,7 +100,9 @@ def token_of(seed, dim, dtype, group, layer):
     batch, heads = LENGTH.shape[1:]
     kind, _ = DTYPES[dtype]
     start, rows = laid_out(LENGTH)
-    q, k_new, v_new = draw(seed, (batch, heads, group, dim), (batch, heads, dim), (batch, heads, dim))
+    # Two parts that add up, of two sequences more than there are: what a split product of padded rows leaves.
+    q, kv = draw(seed, (2, batch + 2, heads, group, dim), (2, batch + 2, 2, heads, dim))
+    q, kv = (leaf.at[:, batch:].set(jnp.nan) for leaf in (q, kv))
     k, v = draw(seed + 1, (batch, rows, dim), (batch, rows, dim), dtype=kind)
     outside = ~inside_any(start[layer], LENGTH[layer], rows)[..., None]
     k, v = (jnp.where(jnp.asarray(outside), jnp.asarray(jnp.nan, kind), leaf) for leaf in (k, v))
@@ -110,18 +112,20 @@ def token_of(seed, dim, dtype, group, layer):
     pos = jnp.asarray(np.random.default_rng(seed).integers(0, 16, (batch, rows)), jnp.int32)
     chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=5, block=16)
     counts = jnp.asarray([1, 1, 0], jnp.int32)
-    return q, k_new, v_new, cos, sin, jnp.asarray(positions), counts, k, v, pos, jnp.asarray(start), chunks
+    return q, kv, cos, sin, jnp.asarray(positions), counts, k, v, pos, jnp.asarray(start), chunks
 
 
 def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None):
     kind, tolerance = DTYPES[dtype]
     given = token_of(seed, dim, dtype, group, layer)
-    q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, _ = given
+    q, kv, cos, sin, positions, counts, k, v, pos, start, _ = given
     batch, rows = pos.shape
+    q, kv = (leaf.sum(axis=0)[:batch] for leaf in (q, kv))
+    k_new, v_new = kv[:, 0], kv[:, 1]
     score, begin = draw(seed + 2, (batch, rows), start.shape[1:])
     options = {"score": score, "begin": begin, "widest": widest} if scored else {}
     results = pallas_kernels.decode_token(*given, layer=layer, **options, tiles=SMALL, interpret=True)
-    out, new_k, new_v, new_pos = results[:4]
+    out, new_k, new_v, new_pos = results[0][:batch], *results[1:4]
     assert (out.dtype, new_k.dtype, new_v.dtype) == (kind, kind, kind)
 
     cos, sin = np.asarray(cos, np.float64), np.asarray(sin, np.float64)
@@ -170,10 +174,10 @@ def test_a_group_of_more_than_a_tile():
 
 def test_scores_of_a_token_need_their_begin():
     given = token_of(0, 64, "float32", 2, 0)
-    score = jnp.zeros(given[9].shape)
+    score = jnp.zeros(given[8].shape)
     with pytest.raises(ValueError, match="begin"):
         pallas_kernels.decode_token(*given, layer=0, score=score, tiles=SMALL, interpret=True)
-    wide_group = (jnp.zeros((3, 2, 17, 64)), *given[1:])
+    wide_group = (jnp.zeros((1, 3, 2, 17, 64)), *given[1:])
     begin = jnp.zeros((3, 2))
     with pytest.raises(ValueError, match="17 queries"):
         pallas_kernels.decode_token(*wide_group, layer=0, score=score, begin=begin, tiles=SMALL, interpret=True)
