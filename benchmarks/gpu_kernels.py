@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.gpu_timing import INTERPRET, carried, chained, random, rotation
+from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
 from jaxkv import attention, pallas_kernels
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
@@ -32,7 +32,7 @@ def copy(case):
             done.append(first)
         return done
 
-    both = carried(add, arrays, len(arrays), estimate=2 * size / _BYTES)
+    both = chained(add, arrays, [()], estimate=2 * size / _BYTES, each=len(arrays))
     reading = chained(lambda x, array: x + (array * x).sum() * 1e-9, jnp.float32(1), arrays, estimate=size / _BYTES)
     found = {"copy_bytes_per_second": 2 * size / both["seconds"]}
     return found | {"read_bytes_per_second": size / reading["seconds"], "copy": both, "read": reading}
@@ -114,26 +114,31 @@ def decode(case):
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
 
 
-def token(case):
-    """What a layer's step does between its products: the new token is rotated, joins the pool, and attends to it."""
-    dtype, dim = jnp.dtype(case["dtype"]), case["dim"]
-    q, pools, start, length, nbytes = pools_of(case, dtype)
-    batch, heads = length.shape
-    chunks, ones = _dealt(start, length, case, dtype), jnp.ones((batch,), jnp.int32)
-    k_new, v_new = (random(20_000 + i, (batch, heads, dim), dtype) for i in (0, 1))
-    angle = random(20_002, (batch, dim // 2), jnp.float32)
-    new = (k_new, v_new, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones)
+def tokens(q, pools, start, chunks, **options):
+    """A step of a chain: the new token of a layer, in one pool after the other, and what it begins with."""
+    batch, heads = start.shape
+    dim, dtype = q.shape[-1], q.dtype
+    ones, angle = jnp.ones((batch,), jnp.int32), random(20_001, (batch, dim // 2), jnp.float32)
+    kv = random(20_000, (1, batch, 2, heads, dim), dtype)
+    new = (kv, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones)
     pools = [(*pool, jnp.zeros(pool[0].shape[:2], jnp.int32)) for pool in pools]
 
-    def every(carry, _):
+    def step(carry, _):
         q, written = carry[0], []
         for pool in carry[1]:
-            options = {"layer": 0, "interpret": INTERPRET}
-            q, *pool = pallas_kernels.decode_token(q, *new, *pool, start[None], chunks, **options)
+            q, *pool = pallas_kernels.decode_token(q[None], *new, *pool, start[None], chunks, layer=0, **options)
             written.append(tuple(pool))
         return q, written
 
-    found = carried(every, (q, pools), len(pools), estimate=nbytes / _BYTES + 1e-5)
+    return step, (q, pools)
+
+
+def token(case):
+    """What a layer's step does between its products: the new token is rotated, joins the pool, and attends to it."""
+    dtype = jnp.dtype(case["dtype"])
+    q, pools, start, length, nbytes = pools_of(case, dtype)
+    step, carry = tokens(q, pools, start, _dealt(start, length, case, dtype), interpret=INTERPRET)
+    found = chained(step, carry, [()], estimate=nbytes / _BYTES + 1e-5, each=len(pools))
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
 
 

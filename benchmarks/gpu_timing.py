@@ -51,7 +51,7 @@ class Chain:
         calls: how many of them.
     """
 
-    def __init__(self, step, carry, pools, *, estimate):
+    def __init__(self, step, carry, pools, *, estimate, each=1):
         """Makes it ready; nothing is compiled yet.
 
         Args:
@@ -59,9 +59,11 @@ class Chain:
             carry: what the first call takes.
             pools: what calls rotate through, each a tree of arrays.
             estimate: seconds of a call, roughly, by which the number of calls goes.
+            each: calls that a step makes, where it goes through all that it writes and nothing is rotated.
         """
-        rounds = max(2, min(2000, round(SECONDS / (estimate * len(pools))))) if GPU else 1
-        self._rounds, self._carry, self._pools, self.calls = rounds, carry, pools, rounds * len(pools)
+        calls = each * len(pools)
+        rounds = max(2, min(2000, round(SECONDS / (estimate * calls)))) if GPU else 1
+        self._rounds, self._carry, self._pools, self.calls = rounds, carry, pools, rounds * calls
 
         def run(carry, pools):
             def body(_, carry):
@@ -88,19 +90,13 @@ class Chain:
         nothing = statistics.median(timed(lambda: _empty(self._carry, self._rounds), repeats)) if GPU else 0.0
         seconds = timed(lambda: program(self._carry, self._pools), repeats)
         figures = median([(each - nothing) / self.calls for each in seconds])
-        return figures | {"calls": self.calls, "pools": len(self._pools), "loop_seconds": nothing / self.calls}
+        pools = self.calls // self._rounds
+        return figures | {"calls": self.calls, "pools": pools, "loop_seconds": nothing / self.calls}
 
 
-def chained(step, carry, pools, *, estimate):
+def chained(step, carry, pools, *, estimate, each=1):
     """Seconds of a call in a chain of them; see `Chain`."""
-    return Chain(step, carry, pools, estimate=estimate).measure()
-
-
-def carried(step, carry, count, *, estimate):
-    """The same where each call writes what it is given: a step is a round of so many calls, on all that is carried."""
-    found = Chain(step, carry, [()], estimate=estimate * count).measure()
-    found |= {name: found[name] / count for name in ("seconds", "loop_seconds")}
-    return found | {"range": [each / count for each in found["range"]], "pools": count, "calls": found["calls"] * count}
+    return Chain(step, carry, pools, estimate=estimate, each=each).measure()
 
 
 def rotation(nbytes):

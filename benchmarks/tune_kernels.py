@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import gpu_checks, shapes
+from benchmarks.gpu_kernels import tokens
 from benchmarks.gpu_timing import INTERPRET, MIB, Chain, random
 from jaxkv import pallas_kernels
 from jaxkv.cache.layout import Layout
@@ -30,16 +31,15 @@ def _ragged(batch, heads, rows):
 
 @functools.cache
 def _segments(dim, dtype):
-    """Two loads: many ragged rows (256 MiB), and few (32 MiB, in turns with others of the same size)."""
+    """Two loads: many ragged rows (256 MiB), and few (32 MiB, in turns with others of the same size); room for one."""
     heads, itemsize, loads = _MODELS[dim], jnp.dtype(dtype).itemsize, []
     for size, batch, count in ((MIB // 4, 2, 1),) if INTERPRET else ((256 * MIB, 8, 1), (32 * MIB, 1, 5)):
         rows = size // (2 * itemsize * heads.dim * heads.kv_heads * batch)
         length = _ragged(batch, heads.kv_heads, rows)
-        pools = [
-            tuple(random(2 * i + j, (batch, heads.kv_heads * rows, dim), dtype) for j in (0, 1)) for i in range(count)
-        ]
+        shape = (batch, heads.kv_heads * (rows + 1), dim)
+        pools = [tuple(random(2 * i + j, shape, dtype) for j in (0, 1)) for i in range(count)]
         q = random(9, (batch, heads.kv_heads, heads.group, dim), dtype)
-        start = Layout.RAGGED.place(jnp.asarray(length)[None], heads.kv_heads * rows)[0]
+        start = Layout.RAGGED.place(jnp.asarray(length)[None], shape[1])[0]
         loads.append((q, pools, start, jnp.asarray(length), size))
     return loads
 
@@ -67,12 +67,9 @@ def _decode(case):
     programs = tuning.programs(**of, interpret=INTERPRET) // rule.resident * tiles.resident
     for q, pools, start, length, size in _segments(case["dim"], case["dtype"]):
         chunks = pallas_kernels.deal(start[None], length[None], programs=programs, block=tiles.chunk)
-        options = {"chunks": chunks, "tiles": tiles, "interpret": INTERPRET}
-
-        def attend(q, pool, start=start, length=length, options=options):
-            return pallas_kernels.attend(q, *pool, start, length, **options)[0]
-
-        chains.append(Chain(attend, q, pools, estimate=size / _BYTES))
+        # The kernel of a step; the one for questions walks rows alike.
+        step, carry = tokens(q, pools, start, chunks, tiles=tiles, interpret=INTERPRET)
+        chains.append(Chain(step, carry, [()], estimate=size / _BYTES, each=len(pools)))
     return chains
 
 
@@ -161,10 +158,12 @@ def check(case):
     Raises:
         ValueError: naming what is wrong.
     """
-    kernel = {"decode": "attend", "flash": "flash", "sums": "flash", "gather": "compact"}[case["kernel"]]
+    kernels = {"decode": ("attend", "token"), "gather": ("compact",)}.get(case["kernel"], ("flash",))
     rows, slots = (40, 48) if INTERPRET else (700, 384)
     shape = {"kv_heads": 3, "group": 2, "dim": case["dim"], "rows": rows, "slots": slots}
-    errors = gpu_checks.KERNELS[kernel](shape, jnp.dtype(case["dtype"]), _tiles(case["kernel"], case))
+    dtype, tiles, errors = jnp.dtype(case["dtype"]), _tiles(case["kernel"], case), {}
+    for kernel in kernels:
+        errors |= gpu_checks.KERNELS[kernel](shape, dtype, tiles)
     wrong = {name: size for name, size in errors.items() if not size <= gpu_checks.TOLERANCE[case["dtype"]]}
     if wrong:
         raise ValueError(f"WRONG: {wrong}")
