@@ -43,8 +43,10 @@ def options(kernel):
     """Fields to try, as a table has them: sizes, launches, and how many programs share a multiprocessor."""
     launches = lambda warps, stages: [{"warps": w, "stages": s} for w, s in itertools.product(warps, stages)]  # noqa: E731
     if kernel == "decode":
-        found = [{"block": b, "launch": each} for b in (16, 32, 64, 128) for each in launches((2, 4, 8), (2, 3, 4, 5))]
-        return [{**each, "resident": n, "chunk": c} for n in (2, 3, 4, 5) for c in (64, 128) for each in found]
+        # Chunks are of whole blocks.
+        sizes = [{"block": block, "chunk": max(64, block)} for block in (16, 32, 64, 128)]
+        walks = [{**size, "launch": each} for size in sizes for each in launches((2, 4, 8), (2, 3, 4, 5))]
+        return [{**walk, "resident": resident} for walk in walks for resident in (2, 3, 4, 5)]
     if kernel == "flash":
         sizes = itertools.product((64, 128, 256), (32, 64, 128))
         return [{"queries": q, "keys": k, "launch": each} for q, k in sizes for each in launches((4, 8), (2, 3, 4))]
