@@ -92,7 +92,7 @@ def main():
     args = parsed()
     options = {"minutes": args.minutes, "quick": args.quick, "retry": args.retry}
     # Compiled for a GPU they are worth keeping; a CPU's tiny ones are not.
-    environment = {} if args.quick else {"JAXKV_BENCH_CACHE": str(CACHE)}
+    environment = {} if args.quick else {"JAXKV_BENCH_CACHE": str(CACHE), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
     late = None
     try:
         command = gpu_bench.worker_command()
