@@ -49,6 +49,7 @@ KERNELS = (
     "gather_rows",
     "flash",
     "column_sums",
+    "window_sums",
 )
 DTYPES = ("bfloat16", "float16", "float32")
 # (kernel, dtype, head dim): why these spills are accepted.
@@ -94,7 +95,10 @@ def compile_for(device, function, *shapes, donate=()):
 
     sharding = sharding_for(device)
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    return jax.jit(function, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    # From JAX 0.11 on, kernels are lowered for the device of the mesh at hand; without one they ask for a GPU.
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        traced = jax.jit(function, donate_argnums=donate).trace(*placed)
+        return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def ptxas_report(device, dump):
@@ -163,6 +167,8 @@ def arguments(case):
         case "column_sums":
             lse = of((batch, k_heads, group, slots), jnp.float32)
             return pallas_kernels.column_sums, (queries, whole, lse, one, one)
+        case "window_sums":
+            return pallas_kernels.window_sums, (of((batch, k_heads, group, 32, dim), dtype), whole, one, one)
     raise ValueError(case.kernel)
 
 
@@ -198,7 +204,7 @@ def run_case(case):
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)
-        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums")
+        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums", "window")
         rows = [row for row in ptxas_report(case.device, dump) if row["name"].startswith(kernels)]
         return case, rows, None if rows else "no kernel in the program"
     except Exception as error:  # One case's failure is a line of the table.
@@ -213,8 +219,10 @@ def whole_programs(device):
 
     from jaxkv.attention import Implementation
     from jaxkv.engine.decode import step
+    from jaxkv.engine.plan import plan
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
+    from jaxkv.policies import SnapKV
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
@@ -274,6 +282,12 @@ def whole_programs(device):
         f"| prefill layer, 1 x {tokens} | hidden states {hidden / 2**30:.2f} GiB | "
         f"{memory.alias_size_in_bytes / hidden:.1%} | - | {memory.temp_size_in_bytes / 2**20:.0f} MiB |"
     )
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(flat.blocks[0]))
+    taken = memory.argument_size_in_bytes - weights + memory.temp_size_in_bytes
+    taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    planned = plan(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
+    if taken > planned.peak_bytes - planned.cache_bytes:
+        faults.append(f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}")
     return lines, faults
 
 

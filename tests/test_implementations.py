@@ -1,5 +1,7 @@
 """Which implementation runs where, and that the kernels give what XLA gives through the whole of prefill and decode."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,24 +9,31 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.attention import Implementation, Implementations, choose
+from jaxkv.attention import Implementation, Implementations, capability_of, choose
 from jaxkv.policies import GiniLayers
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
 INTERPRETED = Implementation.INTERPRETED
 
 
-def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, scores=False, sums=False):
-    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, scores=scores, sums=sums)
+def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, capability=(8, 0)):
+    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, capability=capability)
 
 
 def test_auto():
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
-    assert chosen(platform="tpu", scores=True) == Implementations(prefill=XLA, decode=XLA)
-    assert chosen() == Implementations(prefill=CUDNN, decode=PALLAS)
-    assert chosen(scores=True) == Implementations(prefill=PALLAS, decode=PALLAS)
-    assert chosen(dtype=jnp.float32) == Implementations(prefill=PALLAS, decode=PALLAS)
-    assert chosen(head_dim=256) == Implementations(prefill=PALLAS, decode=PALLAS)
+    assert chosen(platform="tpu") == Implementations(prefill=XLA, decode=XLA)
+    by_cudnn, by_pallas = Implementations(prefill=CUDNN, decode=PALLAS), Implementations(prefill=PALLAS, decode=PALLAS)
+    for dim, capability, expected in (
+        (128, None, by_cudnn),
+        (80, (8, 0), by_cudnn),
+        (84, (9, 0), by_pallas),
+        (256, (8, 9), by_pallas),
+        (256, (9, 0), by_cudnn),
+        (264, (10, 0), by_pallas),
+    ):
+        assert chosen(head_dim=dim, capability=capability) == expected, (dim, capability)
+    assert chosen(dtype=jnp.float32) == by_pallas
 
 
 def test_asked_for():
@@ -32,7 +41,7 @@ def test_asked_for():
     assert chosen(PALLAS) == Implementations(prefill=PALLAS, decode=PALLAS)
     assert chosen("pallas", platform="cpu") == Implementations(prefill=INTERPRETED, decode=INTERPRETED)
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
-    assert chosen("cudnn", scores=True) == Implementations(prefill=CUDNN, decode=PALLAS)
+    assert chosen("cudnn") == Implementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
 
 
@@ -44,12 +53,18 @@ def test_asked_for():
         ("cudnn", {"platform": "cpu"}, "cuDNN needs a GPU"),
         ("cudnn", {"dtype": jnp.float32}, "16 bits"),
         ("cudnn", {"head_dim": 256}, "head dim"),
-        ("cudnn", {"scores": True, "sums": True}, "what each key receives"),
     ],
 )
 def test_refused(asked, setting, message):
     with pytest.raises(ValueError, match=message):
         chosen(asked, **setting)
+
+
+def test_capability():
+    """Devices say it as text, a CPU not at all."""
+    for told, expected in (("9.0", (9, 0)), ("12.1", (12, 1)), (None, None), ("gfx942", None)):
+        assert capability_of(mock.Mock(spec=jax.Device, compute_capability=told)) == expected
+    assert capability_of(jax.devices()[0]) is None
 
 
 POLICIES = {
