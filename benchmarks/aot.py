@@ -26,7 +26,7 @@ SPEC = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
   l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {shared}
   cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 }}
+  registers_per_block_limit: 65536 driver_version: "13.0.0" runtime_version: "13.0.0" }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{name}"
@@ -85,7 +85,10 @@ def compile_for(device, function, *shapes, donate=()):
 
     sharding = sharding_for(device)
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    return jax.jit(function, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    # From JAX 0.11 on, kernels are lowered for the device of the mesh at hand; without one they ask for a GPU.
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        traced = jax.jit(function, donate_argnums=donate).trace(*placed)
+        return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def ptxas_report(device, dump):
