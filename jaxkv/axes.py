@@ -241,14 +241,22 @@ class Door:
     gives; what is annotated "..." stays where it is, parameters say.
     """
 
-    def __init__(self, fn: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...], on: str):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        static: tuple[str, ...],
+        donate: tuple[str, ...],
+        on: str,
+        compiler: dict[str, str],
+    ):
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
-        self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate)
+        self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler)
         run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
         # Profiles call it as they do without a mesh.
         run.__name__ = fn.__name__
-        self._split: Any = jax.jit(run, static_argnames=("axes", "ins", "statics"), donate_argnames=("given",))
+        statics = ("axes", "ins", "statics")
+        self._split: Any = jax.jit(run, static_argnames=statics, donate_argnames=("given",), compiler_options=compiler)
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -323,7 +331,11 @@ def _out_spec(letters: str, axes: Axes) -> P:
 
 
 def program(
-    *, static: tuple[str, ...] = (), donate: tuple[str, ...] = (), on: str = "axes"
+    *,
+    static: tuple[str, ...] = (),
+    donate: tuple[str, ...] = (),
+    on: str = "axes",
+    compiler: dict[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Door]:
     """The one door to compiled programs.
 
@@ -332,11 +344,12 @@ def program(
         donate: arguments whose buffers are given up.
         on: the static argument, always given by name, that says where it runs: `Axes`, what has them as its `axes`, or
             None.
+        compiler: options for the compiler of whichever device it is.
 
     Returns:
         A decorator.
     """
-    return lambda fn: Door(fn, static, donate, on)
+    return lambda fn: Door(fn, static, donate, on, compiler or {})
 
 
 # Inside a program: what one device's part is to the whole.

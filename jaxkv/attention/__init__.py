@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.attention import columns, xla
 from jaxkv.attention.choice import KERNELS, Implementation, Implementations, choose, named
 from jaxkv.attention.columns import Received
+from jaxkv.attention.kernels import kernels_of
 
 
 def causal(
@@ -60,7 +61,7 @@ def prompts(
         The output in q's dtype, and the sums over queries, float32, or None.
     """
     if implementation in KERNELS:
-        kernels, interpret = _kernels(implementation)
+        kernels, interpret = kernels_of(implementation)
         first = jnp.zeros_like(length)
         out, lse = kernels.flash(q, k, v, first, length, interpret=interpret)
         if not sums:
@@ -137,7 +138,7 @@ def over_pool(
         The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
     """
     if implementation in KERNELS:
-        kernels, interpret = _kernels(implementation)
+        kernels, interpret = kernels_of(implementation)
         return kernels.attend(q, k, v, start, length, interpret=interpret)
     return xla.over_pool(q, k, v, start, length, walk=walk)
 
@@ -176,7 +177,7 @@ def over_pool_scored(
         The output, and the scores; where keys are read once, what `add_received` makes them of.
     """
     if implementation in KERNELS:
-        kernels, interpret = _kernels(implementation)
+        kernels, interpret = kernels_of(implementation)
         widest = k.shape[1] // q.shape[1] if walk is xla.Walk.STRIDES else widest
         options = {"score": score, "counts": counts, "widest": widest, "interpret": interpret}
         out, _, score = kernels.attend(q, k, v, start, length, **options)
@@ -254,7 +255,7 @@ def window_sums(
     Returns:
         The sums, float32.
     """
-    kernels, interpret = _kernels(implementation)
+    kernels, interpret = kernels_of(implementation)
     # Keys stand in for values, which nobody looks at: the log-sum-exp of a few queries is cheap to have once more.
     _, lse = kernels.flash(q, k, k, first, length, interpret=interpret)
     return kernels.column_sums(q, k, lse, first, length, interpret=interpret)
@@ -275,7 +276,7 @@ def packed(
         Keys, values and positions of the pool; rows without a source are 0, 0 and -1.
     """
     if implementation is not Implementation.XLA:
-        kernels, interpret = _kernels(implementation)
+        kernels, interpret = kernels_of(implementation)
         return kernels.compact(k, v, source, interpret=interpret)
     batch, heads, slots, dim = k.shape
     real = source >= 0
@@ -284,13 +285,6 @@ def packed(
         real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1), 0
     )
     return take(k), take(v), jnp.where(real, source % slots, -1)
-
-
-def _kernels(implementation: Implementation):
-    # Pallas takes half a second and tens of megabytes to import, which nobody pays who does not use it.
-    import jaxkv.pallas_kernels as pallas_kernels
-
-    return pallas_kernels, implementation is Implementation.INTERPRETED
 
 
 def merge(

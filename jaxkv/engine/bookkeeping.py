@@ -63,6 +63,7 @@ def within_limits(cache: KVCache, outs: list[Array], products: list[Array], prog
             widest=program.widest,
             axes=program.axes,
             products=by_sequence(jnp.stack(products[part])) if products else None,
+            implementation=program.implementation,
         )
         pools.append(left.pool)
         lengths.append(by_layer(left.length, heads))

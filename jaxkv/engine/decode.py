@@ -13,6 +13,8 @@ from jaxkv.engine.layer_step import LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
 from jaxkv.engine.sparse import candidates_of
+from jaxkv.engine.stream import Stream, begin
+from jaxkv.engine.stream import logits as logits_of
 from jaxkv.engine.tokens import NewTokens, step_angles
 from jaxkv.models.decoder import Flat, Leaves
 
@@ -57,7 +59,7 @@ def step(
     others = likely_keys(cache)
     if others is not None:
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
-    chosen, written = None, []
+    chosen, written, stream = None, [], begin(x, program)
     turned = step_angles(cache, new.positions, program)
     for layer, leaves in enumerate(blocks):
         at = program.layout.pool_of(layer)
@@ -72,7 +74,7 @@ def step(
             chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
         )
         block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
-        x, rows, out, product, choice = layer_step(block, program, x, rows, new, chooses=chooses)
+        stream, rows, out, product, choice = layer_step(block, program, stream, rows, new, chooses=chooses)
         chosen = choice if chooses else chosen
         pools[at] = rows.pool
         outs.append(out)
@@ -80,8 +82,9 @@ def step(
         written += [] if rows.tail is None else [rows.tail]
         products += [] if product is None else [product]
     if tokens.shape[1] > 1:
-        x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    logits = outer.logits(x[:, 0])
+        x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        stream = Stream(x=x)
+    logits = logits_of(outer, stream, tokens.shape[0], program)
     state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))
     cache = dataclasses.replace(cache, pools=tuple(of_whole_groups(pools, program)), state=state)
     if tails:

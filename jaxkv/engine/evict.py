@@ -4,12 +4,16 @@ Everything is a reduction over the rows of segments, written once and run over t
 pool is a layer's own, in windows where layers share it. Those of all layers are then looked at together.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
+from jaxkv.attention import KERNELS, Implementation
+from jaxkv.attention.kernels import kernels_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.axes import Axes, mean_of_devices
 from jaxkv.cache.pools import Pool, put_cells, put_rows, row_norms, take_rows
@@ -47,6 +51,7 @@ def weakest(
     walk: Walk,
     widest: int | None,
     axes: Axes | None = None,
+    implementation: Implementation = Implementation.XLA,
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
     """The row of each segment that has to go, if one has to; and the one that may have to at the next step.
 
@@ -58,6 +63,7 @@ def weakest(
         walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
         axes: of the mesh whose devices have so many heads each, if it runs on one.
+        implementation: where kernels are launched, one reduction does for three.
 
     Returns:
         The lowest score among rows that may go, the latest position among equals; whether there is any; and, where
@@ -65,6 +71,7 @@ def weakest(
     """
     rank = ongoing.rank
     assert rank is not None
+    lowest_of = _lowest_at_once if implementation in KERNELS else _lowest
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
@@ -77,10 +84,7 @@ def weakest(
             layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
             every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", axes)
             every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
-        ranks = jnp.where(free, every, jnp.inf)
-        mine = ranks.min(axis=-1)
-        position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
-        place = jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
+        mine, position, place = lowest_of(free, every, pos, row)
         # By the next step one more row will have left the most recent ones.
         others = jnp.where(may & (pos <= last) & (row != place[..., None]), every, jnp.inf)
         least = others.min(axis=-1, keepdims=True)
@@ -94,6 +98,26 @@ def weakest(
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
     _, _, at, second = fold(body, none, leaves, segments.start, segments.length, walk=walk, block=widest or WALK_BLOCK)
     return at, at >= 0, second
+
+
+def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
+    """The lowest rank among free rows, the latest position of those that have it, and its row; -1 for none."""
+    ranks = jnp.where(free, every, jnp.inf)
+    mine = ranks.min(axis=-1)
+    position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
+    return mine, position, jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
+
+
+def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
+    """`_lowest` as one reduction: of one kernel instead of three, but scalar code on a CPU."""
+
+    def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+        lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
+        return tuple(jnp.where(lower, mine, its) for mine, its in zip(one, other, strict=True))
+
+    of = (jnp.where(free, every, jnp.inf), jnp.where(free, pos, -1), jnp.where(free, row, -1))
+    none = (jnp.float32(jnp.inf), jnp.int32(-1), jnp.int32(-1))
+    return lax.reduce(of, none, better, (free.ndim - 1,))
 
 
 def _as_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None) -> Joined:
@@ -141,6 +165,7 @@ def evict(
     widest: int | None = None,
     products: Float[Array, "B K n"] | None = None,
     axes: Axes | None = None,
+    implementation: Implementation = Implementation.XLA,
 ) -> Evicted:
     """Brings segments that hold one row too many back to their limit.
 
@@ -154,14 +179,20 @@ def evict(
         widest: the most rows a segment of a shared pool can have, if that is known.
         products: those of the likely rows' keys with all keys; the result is the same without.
         axes: of the mesh whose devices have so many heads each, if it runs on one.
+        implementation: what moves rows.
 
     Returns:
         What is left.
     """
-    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, walk=walk, widest=widest, axes=axes)
+    options: Any = {"walk": walk, "widest": widest, "axes": axes, "implementation": implementation}
+    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, **options)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
+    if ongoing.merge is None and implementation in KERNELS:
+        length = segments.length - over.astype(jnp.int32)
+        moved = _moved(pool, victim, last, over, implementation)
+        return Evicted(moved, length, segments.tau, jnp.where(over, second, victim))
     writes = _Writes(over, segments.tau, {"k": take_rows(pool.k, last), "v": take_rows(pool.v, last)}, {})
     if ongoing.merge is not None:
         of = (victim, last, writes, products)
@@ -217,6 +248,20 @@ def _merging_dropped(
             merged = merged | {name: (jnp.where(joins & (target != last), target, jnp.int32(pool.rows)), joined)}
     tau = None if tau is None else tau.reshape(*over.shape, -1)
     return _Writes(over, tau, newest, merged)
+
+
+def _moved(
+    pool: Pool,
+    victim: Int[Array, "B K"],
+    last: Int[Array, "B K"],
+    over: Bool[Array, "B K"],
+    implementation: Implementation,
+) -> Pool:
+    """The pool with the newest rows in the places of those that go, by a kernel."""
+    kernels, interpret = kernels_of(implementation)
+    of = (pool.k, pool.v, pool.pos, pool.score, victim, last, over)
+    k, v, pos, score = kernels.replace_rows(*of, interpret=interpret)
+    return dataclasses.replace(pool, k=k, v=v, pos=pos, score=score)
 
 
 def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes) -> Pool:

@@ -22,6 +22,7 @@ from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest
+from jaxkv.engine.stream import Stream, entered, left
 from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import angles, rotate
@@ -80,14 +81,14 @@ class Stepped(NamedTuple):
     """What a layer's step gives.
 
     Attributes:
-        x: hidden states for the next layer.
+        stream: hidden states for the next layer.
         rows: the layer's, the new ones among them.
         out: one number of each head's attention output, for what must come after it.
         products: of the keys with those of the rows likely to go, see `Received`, if the program looks ahead.
         chosen: what the layers above read, if this one is a filter.
     """
 
-    x: Float[Array, "B N E"]
+    stream: Stream
     rows: LayerRows
     out: Float[Array, "B K"]
     products: Float[Array, "B K n"] | None
@@ -95,14 +96,14 @@ class Stepped(NamedTuple):
 
 
 def layer_step(
-    block: Block, program: Program, x: Float[Array, "B N E"], rows: LayerRows, new: NewTokens, *, chooses: bool = False
+    block: Block, program: Program, stream: Stream, rows: LayerRows, new: NewTokens, *, chooses: bool = False
 ) -> Stepped:
     """Runs one block over N new tokens, on top of the rows it has had.
 
     Args:
         block: the layer's parameters.
         program: what is static.
-        x: hidden states.
+        stream: hidden states.
         rows: what the layer has had before.
         new: what is known of the tokens.
         chooses: this is a filter: choose what the layers above it read.
@@ -110,7 +111,8 @@ def layer_step(
     Returns:
         Hidden states and rows after the step, and what is known from now on.
     """
-    token = project(block, program, x, rows.by.new)
+    x, normed = entered(block, stream, program)
+    token = project(block, program, normed[: new.count.shape[0]], rows.by.new)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new.positions, new.count))
     out, rows, received = attend(program, token, rows, new)
@@ -118,14 +120,14 @@ def layer_step(
     if chooses:
         # From the pool as it is now: a reader of what it was before would cost a copy.
         chosen = chosen_at(program, rows.pool, rows.segments, token.q, rows.ring, new)
-    x, products = block.finish(x, out), None
+    stream, products = left(block, x, out, program), None
     if received is not None:
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
-        counts = behind(new.count > 0, x[:, 0, 0])
+        counts = behind(new.count > 0, stream.x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
         rows = dataclasses.replace(rows, pool=pool)
         products = received.products
-    return Stepped(x, rows, out[:, :, 0, 0, 0], products, chosen)
+    return Stepped(stream, rows, out[:, :, 0, 0, 0], products, chosen)
 
 
 def attend(

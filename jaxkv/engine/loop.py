@@ -1,6 +1,7 @@
 """Token after token, drawn in a jitted loop."""
 
 import dataclasses
+import os
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,15 @@ from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.sampling import Sampling, argument
+
+
+def _one_command_buffer() -> dict[str, str]:
+    """Options by which a GPU runs the loop over tokens as one command buffer: no wait on the host for each token."""
+    name = "xla_gpu_enable_command_buffer"
+    if name in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    usual = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+    return {name: f"{usual},CONDITIONAL,WHILE"}
 
 
 @jax.tree_util.register_dataclass
@@ -206,7 +216,7 @@ def loop_arguments(
     return flat.ends, flat.blocks, written, read, rest, moving, eos, jnp.int32(steps), argument(sampling)
 
 
-@compiled(static=("program", "size"), donate=("written",), on="program")
+@compiled(static=("program", "size"), donate=("written",), on="program", compiler=_one_command_buffer())
 def _loop(
     ends: Leaves,
     blocks: tuple[Leaves, ...],

@@ -88,6 +88,10 @@ class Program:
         """Whether a row goes for each that comes."""
         return self.ongoing is not None and self.ongoing.evicts
 
+    def streams(self, tokens: int) -> bool:
+        """Whether kernels add and norm hidden states between products, when so many tokens come at once."""
+        return self.implementation in KERNELS and tokens == 1 and not (self.reading and self.reading.offloaded)
+
     def chooses(self, layer: int, tokens: int) -> bool:
         """Whether a layer chooses what those above it read when so many tokens come at once."""
         return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.reading.several)

@@ -26,6 +26,7 @@ from jaxkv.engine.layer_step import LayerRows, layer_step, remembered
 from jaxkv.engine.loop import Draw, Running, drawn
 from jaxkv.engine.program import Program
 from jaxkv.engine.sparse import candidates_of, chosen_at
+from jaxkv.engine.stream import Stream
 from jaxkv.engine.tokens import NewTokens, StepAngles
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import angles
@@ -174,7 +175,8 @@ def run_stretch(
             chosen=None if loaded is None else chosen,
             loaded=None if loaded is None else loaded[:, index],
         )
-        x, rows, *_ = layer_step(program.graphs.block(leaves), program, x, rows, new)
+        stream, rows, *_ = layer_step(program.graphs.block(leaves), program, Stream(x=x), rows, new)
+        x = stream.x
         after.append(rows.pool)
         remembering.append(rows.ring)
     choice = None

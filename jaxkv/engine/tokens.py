@@ -46,12 +46,11 @@ class Token:
     stored: Float[Array, "B K N D"]
 
 
-def project(block: Block, program: Program, x: Float[Array, "B N E"], by: Angles) -> Token:
-    """Queries, keys and values of new tokens, rotated by the angles of their places."""
-    normed = block.normed(x)
+def project(block: Block, program: Program, normed: Float[Array, "B N E"], by: Angles) -> Token:
+    """Queries, keys and values of new tokens, made of normed hidden states, rotated by the angles of their places."""
     raw, v = block.keys_values(normed)
-    k = rotate(raw, by, x.dtype)
-    return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(x.dtype) if program.rolling else k)
+    k = rotate(raw, by, normed.dtype)
+    return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if program.rolling else k)
 
 
 def in_blocks(

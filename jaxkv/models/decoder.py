@@ -116,8 +116,12 @@ class Ends(nnx.Module):
 
     def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """Float32 logits of one position per sequence; on a mesh those of the device's part of the vocabulary."""
+        return self.logits_of(self.norm(x))
+
+    def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
+        """`logits` of hidden states that are normed already."""
         head = self.embedding if self.head is None else self.head
-        return project(self.norm(x), head[...]).astype(jnp.float32)
+        return project(normed, head[...]).astype(jnp.float32)
 
 
 def parameters(module: Any) -> Iterator[Array]:

@@ -10,6 +10,9 @@ from jaxkv.axes import Axes, total
 
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
 _MIN_ROWS_16BIT = 8
+# Products in parts, for a GPU of a hundred multiprocessors or so: of at most so many rows, which one tile holds; until
+# there are so many outputs in all parts; at most so many parts, and of each at least so many elements to sum over.
+_FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
 
 
 def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
@@ -50,6 +53,32 @@ def project(
     return out if wide else out.astype(x.dtype)
 
 
+def products(x: Float[Array, "*rows E"], weight: Float[Array, "*out E"]) -> Float[Array, "n ..."]:
+    """`project` in n parts that are still to be added up, by a kernel that reads them anyway: for a GPU.
+
+    A product of few rows with few outputs leaves most of a GPU idle unless what it sums over is split; XLA does so too,
+    and then needs a kernel to add.
+
+    Args:
+        x: input rows, any float dtype.
+        weight: one row per output channel, in x's dtype; may have several output axes.
+
+    Returns:
+        The parts, float32 `[n, *rows, *out]`.
+    """
+    rows, outputs, width = x.shape[:-1], weight.shape[:-1], x.shape[-1]
+    flat, matrix = x.reshape(-1, width), weight.reshape(-1, width)
+    parts = 1
+    if flat.shape[0] <= _FEW_ROWS:
+        while (
+            parts < _MOST_PARTS and 2 * parts * matrix.shape[0] <= _OUTPUTS and width % (2 * parts * _LEAST_PART) == 0
+        ):
+            parts *= 2
+    of = lambda a: a.reshape(-1, parts, width // parts)  # noqa: E731
+    out = lax.dot_general(of(flat), of(matrix), (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
+    return out.reshape(parts, *rows, *outputs)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467)."""
 
@@ -76,11 +105,14 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
         """Applies the MLP row by row; the result is float32, for the residual stream to be added to."""
+        return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
+
+    def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
+        """What is projected down, in x's dtype."""
         # Converting to 16 bits is slow on a CPU: once, after the gate, not three times around it.
         both = project(x, self.gate_up[...], _value(self.gate_up_bias), wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
-        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return project(hidden, self.down[...], _value(self.down_bias), wide=True, over=over)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:

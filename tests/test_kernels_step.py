@@ -1,0 +1,93 @@
+"""The kernels of a decode step beside attention: residual and norm, products in parts, a row in another's place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import pallas_kernels
+from jaxkv.engine.evict import _lowest, _lowest_at_once
+from jaxkv.models.layers import products, project
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("parts", "width"), [(1, 64), (4, 96), (8, 200)])
+def test_add_norm(dtype, parts, width):
+    """The sum and its norm, of widths that are no power of two, in parts."""
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(size=(3, 1, width)), rng.normal(size=width)
+    added = rng.normal(size=(parts, 3, 1, width)).astype(np.float32)
+    of = (jnp.asarray(x, dtype), jnp.asarray(added), jnp.asarray(scale, dtype))
+    total, normed = pallas_kernels.add_norm(*of, eps=1e-5, interpret=True)
+    wide = np.asarray(of[0], np.float64) + added.sum(axis=0, dtype=np.float64)
+    np.testing.assert_allclose(np.asarray(total, np.float64), wide, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    # The norm is that of the sum as it has been rounded.
+    wide = np.asarray(total, np.float64)
+    expected = wide / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-5) * np.asarray(of[2], np.float64)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert (total.dtype, normed.dtype, total.shape, normed.shape) == (x_dtype := of[0].dtype, x_dtype, x.shape, x.shape)
+
+
+def test_add_norm_in_another_dtype():
+    """A sum kept in float32 is not rounded before it is normed."""
+    x, added = jnp.full((2, 64), 1.0, jnp.bfloat16), jnp.full((1, 2, 64), 1 / 1024, jnp.float32)
+    total, normed = pallas_kernels.add_norm(x, added, x[0], eps=0.0, dtype=jnp.dtype("float32"), interpret=True)
+    assert (total.dtype, normed.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(total), 1 + 1 / 1024)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_replace_rows(scored):
+    """The newest row in the place of another, segment by segment; what is not over stays, bit for bit."""
+    rng = np.random.default_rng(1)
+    k, v = (rng.normal(size=(2, 40, 80)).astype(np.float32) for _ in range(2))
+    pos, score = rng.permutation(80).reshape(2, 40).astype(np.int32), rng.normal(size=(2, 40)).astype(np.float32)
+    place, last = np.asarray([[3, 12, 39], [0, 19, 30]], np.int32), np.asarray([[9, 19, 39], [8, 19, 35]], np.int32)
+    over = np.asarray([[True, False, True], [True, True, False]])
+    given = [jnp.asarray(each) for each in (k, v, pos, score)]
+    rest = [jnp.asarray(each) for each in (place, last, over)]
+    given = given if scored else [*given[:3], None]
+    found = pallas_kernels.replace_rows(*given, *rest, interpret=True)
+    for b in range(2):
+        for h in range(3):
+            if over[b, h]:
+                to, at = place[b, h], last[b, h]
+                k[b, to], v[b, to] = k[b, at], v[b, at]
+                pos[b, to], score[b, to] = pos[b, at], score[b, at]
+                # A row that takes its own place goes.
+                pos[b, at], score[b, at] = -1, 0
+    for ours, theirs in zip(found[:3], (k, v, pos), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)
+    assert (found[3] is None) is not scored
+    if scored:
+        np.testing.assert_array_equal(np.asarray(found[3]), score)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "parts"), [(2, (3, 5), 96, 1), (2, (96,), 1024, 8), (80, (96,), 1024, 1)]
+)
+def test_products_add_up(rows, outputs, width, parts):
+    """Parts of a product, as many as fill a GPU, add up to it."""
+    rng = np.random.default_rng(2)
+    x, weight = (
+        jnp.asarray(rng.normal(size=(rows, 1, width)), "float32"),
+        jnp.asarray(rng.normal(size=(*outputs, width)), "float32"),
+    )
+    found = products(x, weight)
+    assert found.shape == (parts, rows, 1, *outputs)
+    np.testing.assert_allclose(np.asarray(found.sum(axis=0)), np.asarray(project(x, weight)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_lowest_in_one_reduction():
+    """The same rows as with three reductions, among ties, infinite ranks and segments without a free row."""
+    rng = np.random.default_rng(3)
+    rank = jnp.asarray(rng.choice([-np.inf, 0.0, 0.5, np.inf], size=(50, 3, 9)), jnp.float32)
+    free = jnp.asarray(rng.random((50, 3, 9)) < 0.4)
+    pos = jnp.asarray(np.argsort(rng.random((50, 3, 9)), axis=-1), jnp.int32)
+    row = jnp.asarray(rng.permutation(9), jnp.int32)[None, None]
+    row = jnp.broadcast_to(row, pos.shape)
+    assert bool((~free.any(axis=-1)).any())
+    for ours, theirs in zip(*(jax.jit(each)(free, rank, pos, row) for each in (_lowest_at_once, _lowest)), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
