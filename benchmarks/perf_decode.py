@@ -111,8 +111,8 @@ def begin(folder):
 def emptied():
     """The folder that XLA writes to, emptied."""
     dump = Path(os.environ["JAXKV_DUMP"])
-    for leftover in dump.iterdir():
-        leftover.unlink()
+    shutil.rmtree(dump)
+    dump.mkdir()
     return dump
 
 
@@ -197,24 +197,18 @@ def merge_of(found, device, *, segments, group, dim):
 
 def chunks_of(kernels, lengths, *, group, dim, pool_rows):
     """How a checkout cuts segments: rows of each program, and chunks of each segment."""
-    tiles = kernels.tuning.decode_tiles(
-        batch=len(lengths), heads=len(lengths[0]), rows=group, pool_rows=pool_rows, dim=dim, itemsize=2
-    )
     if not hasattr(kernels, "chunks"):
-        counts = [math.ceil(rows / tiles.chunk) for each in lengths for rows in each]
-        work = [
-            min(tiles.chunk, rows - at)
-            # The grid goes through a sequence's chunks, then to the next sequence.
-            for each in lengths
-            for rows in each
-            for at in range(0, rows, tiles.chunk)
-        ]
-        return work, counts
+        batch, heads = len(lengths), len(lengths[0])
+        shape = {"batch": batch, "heads": heads, "rows": group, "pool_rows": pool_rows}
+        size = kernels.tuning.decode_tiles(**shape, dim=dim, itemsize=2).chunk
+        segments = [rows for each in lengths for rows in each]
+        work = [min(size, rows - at) for rows in segments for at in range(0, rows, size)]
+        return work, [math.ceil(rows / size) for rows in segments]
     import numpy as np
 
+    tiles, programs = (ask(dim=dim, itemsize=2) for ask in (kernels.tuning.decode_tiles, kernels.tuning.programs))
     length = np.asarray(lengths, np.int32)[None]
-    start = np.zeros_like(length)
-    dealt = kernels.chunks.deal(start, length, programs=tiles.programs, block=tiles.block)
+    dealt = kernels.chunks.deal(np.zeros_like(length), length, programs=programs, block=tiles.chunk)
     return np.asarray(dealt.rows)[0].tolist(), np.asarray(dealt.count)[0].ravel().tolist()
 
 

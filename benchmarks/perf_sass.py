@@ -93,6 +93,7 @@ class Thunk:
 
     Attributes:
         kind: as XLA names it, such as `kCustomKernel`.
+        line: where it stands in the dump.
         name: of the kernel; empty for what has none.
         ctas: in the grid.
         threads: of a CTA.
@@ -101,6 +102,7 @@ class Thunk:
     """
 
     kind: str
+    line: int = 0
     name: str = ""
     ctas: int = 0
     threads: int = 0
@@ -113,9 +115,14 @@ class Thunk:
         return self.kind not in ("kCommandBuffer", "kWhile", "kSequential", "kConditional")
 
     @property
+    def loops(self) -> tuple[tuple[int, str], ...]:
+        """The loops that hold it, outermost first: their lines, and whether it is in the body or the condition."""
+        return tuple((line, branch) for line, kind, branch in self.within if kind == "kWhile")
+
+    @property
     def in_loop(self) -> bool:
-        """Whether it runs once for every token."""
-        return any(branch == "body" for _, _, branch in self.within)
+        """Whether it runs for every token."""
+        return any(branch == "body" for _, branch in self.loops)
 
     @property
     def in_command_buffer(self) -> bool:
@@ -158,7 +165,7 @@ def thunks(text: str) -> list[Thunk]:
                 ctas *= int(size)
             sizes = {"name": launch["name"], "ctas": ctas}
             sizes |= {"threads": int(launch["threads"]), "shared": int(launch["shared"])}
-        each = Thunk(kind=kind, within=above, **sizes)
+        each = Thunk(kind=kind, line=line, within=above, **sizes)
         found.append(each)
         if not each.launches:
             within.append((line, kind, indent))
@@ -166,8 +173,25 @@ def thunks(text: str) -> list[Thunk]:
 
 
 def loop_launches(sequence: list[Thunk]) -> list[Thunk]:
-    """What the device is given once for every token."""
+    """What the device is given for every token."""
     return [each for each in sequence if each.launches and each.in_loop]
+
+
+def inner_loops(sequence: list[Thunk]) -> list[Thunk]:
+    """Loops within the one over tokens."""
+    return [each for each in sequence if each.kind == "kWhile" and each.in_loop]
+
+
+def times(each: Thunk, trips: dict[int, int]) -> int:
+    """How often a token launches it, where `trips` says how often the inner loop at a line of the dump is gone through.
+
+    A loop whose trips are not known there goes through once, and asks its condition before.
+    """
+    often = 1
+    for line, branch in each.loops[1:]:
+        if line in trips:
+            often *= trips[line] if branch == "body" else 0
+    return often
 
 
 def command_buffers(sequence: list[Thunk]) -> tuple[int, int]:
