@@ -53,10 +53,8 @@ def decode(heads, dtype, quick):
     q = random(jax.random.key(2), (4, heads.kv_heads, heads.group, heads.dim), dtype)
     length = ragged(np.random.default_rng(0), 4, heads.kv_heads, rows, spread=1.0)
     start = Layout.RAGGED.place(length[None], heads.kv_heads * rows)[0]
-    given = tuning.decode_tiles(
-        batch=4, heads=heads.kv_heads, rows=heads.group, pool_rows=k.shape[1], dim=heads.dim, itemsize=dtype.itemsize
-    )
-    # The chunk follows from the amount of work; what is searched for is how a program walks it.
+    given = tuning.decode_tiles(dim=heads.dim, itemsize=dtype.itemsize)
+    # Chunks are dealt after the lengths; what is searched for is how a program walks it.
     options = itertools.product(
         (32,) if quick else (16, 32, 64, 128), launches((4,) if quick else (2, 4, 8), (2, 3, 4))
     )

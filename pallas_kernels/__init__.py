@@ -3,10 +3,24 @@
 Nothing here knows of caches, policies or models: functions of arrays, which `jaxkv.attention` calls.
 """
 
-from .decode import attend
+from .chunks import Chunks, deal
+from .decode import attend, decode_token
 from .gather import compact, gather_rows
 from .norm import add_norm
 from .prefill import column_sums, flash
 from .replace import replace_rows
+from .tuning import programs
 
-__all__ = ["add_norm", "attend", "column_sums", "compact", "flash", "gather_rows", "replace_rows"]
+__all__ = [
+    "Chunks",
+    "add_norm",
+    "attend",
+    "column_sums",
+    "compact",
+    "deal",
+    "decode_token",
+    "flash",
+    "gather_rows",
+    "programs",
+    "replace_rows",
+]

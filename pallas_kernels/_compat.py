@@ -91,7 +91,7 @@ def pad_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int) -> jax.Array:
+def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any) -> jax.Array:
     """Loads rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; rows outside, and padded columns, are 0.
 
     Args:
@@ -99,10 +99,11 @@ def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int) -> 
         rows: `i32[n]`.
         inside: `bool[n]`, or None where all rows are real.
         dim: columns of the ref.
+        lead: scalars, for a ref with more axes before these two.
     """
     padded = pad_dim(dim)
     columns = jnp.arange(padded, dtype=jnp.int32)
-    at = ref.at[rows[:, None], columns[None, :]]
+    at = ref.at[(*lead, rows[:, None], columns[None, :])]
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], (rows.shape[0], padded))
     if padded != dim:
         real = jnp.broadcast_to((columns < dim)[None, :], (rows.shape[0], padded))

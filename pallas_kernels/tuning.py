@@ -18,8 +18,10 @@ import jax
 
 from ._compat import Launch, pad_dim
 
-# Programs wanted at once: 8 for each of an H100's 132 multiprocessors. More than it can hold, so that they even out.
-_PROGRAMS = 8 * 132
+# Multiprocessors of an H100 and an H200: for devices that do not say.
+_CORES = 132
+# Programs on a device that only checks what they compute, one after the other.
+_INTERPRETED = 4
 _TUNED = Path(__file__).parent / "tuned"
 
 
@@ -28,18 +30,20 @@ class DecodeTiles:
     """Attention over segments.
 
     Attributes:
-        chunk: rows that one program reads.
-        block: of those, rows at a time; a power of two, at least 16.
+        chunk: rows; every chunk but a segment's last is a multiple of it.
+        block: rows that a program reads at a time; a power of two, at least 16.
         queries: most queries of one program; a power of two, at least 16.
+        resident: programs that a multiprocessor holds at once, by their registers and shared memory.
         launch: of the pass over rows.
         merge_launch: of the pass that merges chunks.
     """
 
-    chunk: int
+    chunk: int = 64
     block: int
     queries: int = 64
+    resident: int = 3
     launch: Launch = Launch(warps=4, stages=3)
-    merge_launch: Launch = Launch(warps=4, stages=2)
+    merge_launch: Launch = Launch(warps=4, stages=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,20 +76,25 @@ class PrefillTiles:
     scores_launch: Launch = Launch(warps=8, stages=3)
 
 
-def decode_tiles(*, batch: int, heads: int, rows: int, pool_rows: int, dim: int, itemsize: int) -> DecodeTiles:
-    """The tiles for attention of `rows` queries per head over pools of `batch` x `pool_rows` rows."""
+def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
+    """The tiles for attention of a few queries per head over segments."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
-    even = max(1, batch * pool_rows // _PROGRAMS)
-    chunk = min(2048, max(128, 1 << (even - 1).bit_length()))
     tiles = DecodeTiles(
-        chunk=chunk,
         block=block,
         queries=16 if wide else 64,
         launch=Launch(warps=4, stages=3 if width <= 512 else 2),
     )
     return _tuned("decode", tiles, dim, itemsize)
+
+
+def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
+    """How many programs of decode attention this process's device runs at once: what chunks are dealt for."""
+    if interpret:
+        return _INTERPRETED
+    cores = getattr(jax.devices()[0], "core_count", None) or _CORES
+    return cores * decode_tiles(dim=dim, itemsize=itemsize).resident
 
 
 def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:

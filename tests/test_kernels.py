@@ -17,7 +17,7 @@ DTYPES = {"float32": (jnp.float32, 2e-5), "bfloat16": (jnp.bfloat16, 2e-2), "flo
 DIMS = [64, 80, 96, 128, 256]
 # Every head dim in two dtypes; float16, which takes bfloat16's path, at one padded and one whole dim.
 KINDS = [(dim, dtype) for dim in DIMS for dtype in ("float32", "bfloat16")] + [(64, "float16"), (80, "float16")]
-SMALL = DecodeTiles(chunk=32, block=16, queries=16)
+SMALL = DecodeTiles(chunk=16, block=16, queries=16)
 TILES = PrefillTiles(queries=16, keys=16)
 
 
@@ -93,7 +93,7 @@ def test_attend_any_lengths(seed, data):
     heads = data.draw(st.sampled_from([1, 3, 8]))
     lengths = [data.draw(st.lists(st.integers(0, 90), min_size=heads, max_size=heads)) for _ in range(2)]
     lengths[0][0] = max(1, lengths[0][0])
-    chunk = data.draw(st.sampled_from([16, 32, 64]))
+    chunk = data.draw(st.sampled_from([16, 32]))
     check_attend(
         seed, lengths, 4, 64, "float32", dataclasses.replace(SMALL, chunk=chunk), gap=data.draw(st.integers(0, 9))
     )
@@ -227,16 +227,15 @@ def test_tables_override(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     path.write_text('{"decode": [{"dim": 64, "itemsize": 2, "chunk": 768, "launch": {"warps": 2, "stages": 4}}]}')
     monkeypatch.setenv("JAXKV_TUNING", str(path))
-    shape = {"batch": 1, "heads": 8, "rows": 4, "pool_rows": 1 << 20, "itemsize": 2}
-    tuned = tuning.decode_tiles(dim=64, **shape)
+    tuned = tuning.decode_tiles(dim=64, itemsize=2)
     assert (tuned.chunk, tuned.launch) == (768, Launch(warps=2, stages=4))
-    assert tuning.decode_tiles(dim=128, **shape).chunk != 768
+    assert tuning.decode_tiles(dim=128, itemsize=2).chunk != 768
     path = tmp_path / "bad.json"
     monkeypatch.setenv("JAXKV_TUNING", str(path))
     with pytest.raises(ValueError, match="bad.json"):
-        tuning.decode_tiles(dim=64, **shape)
+        tuning.decode_tiles(dim=64, itemsize=2)
     path.write_text('{"decode": [{"dim": 64, "itemsize": 2, "wraps": 3}]}')
     monkeypatch.setenv("JAXKV_TUNING", str(tmp_path / "bad2.json"))
     path.rename(tmp_path / "bad2.json")
     with pytest.raises(ValueError, match="wraps"):
-        tuning.decode_tiles(dim=64, **shape)
+        tuning.decode_tiles(dim=64, itemsize=2)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.attention import columns, xla
 from jaxkv.attention.choice import KERNELS, Implementation, Implementations, choose, named
 from jaxkv.attention.columns import Received
-from jaxkv.attention.kernels import kernels_of
+from jaxkv.attention.kernels import dealt, kernels_of, token_over_pool
 
 
 def causal(
@@ -361,6 +361,7 @@ __all__ = [
     "causal",
     "choose",
     "column_sums",
+    "dealt",
     "merge",
     "merge_with_lse",
     "named",
@@ -369,6 +370,7 @@ __all__ = [
     "packed",
     "pool_sums",
     "prompts",
+    "token_over_pool",
     "window_mass",
     "window_sums",
 ]

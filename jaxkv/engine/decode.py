@@ -1,15 +1,18 @@
 """A step of the whole model: a few new tokens at once on top of a cache, a question or the one token of a drawing."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv import attention
 from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
+from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, likely_keys, of_whole_groups, segments_of, within_limits
-from jaxkv.engine.layer_step import LayerRows, Tail, layer_step
+from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
 from jaxkv.engine.sparse import candidates_of
@@ -61,8 +64,10 @@ def step(
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
     chosen, written, stream = None, [], begin(x, program)
     turned = step_angles(cache, new.positions, program)
+    chunks = dealt_of(cache, program, tokens.shape[1])
     for layer, leaves in enumerate(blocks):
         at = program.layout.pool_of(layer)
+        sparse = program.sparse(layer, tokens.shape[1])
         ring = None if cache.state is None else program.ring_of(layer)
         rows = LayerRows(
             pool=pools[at],
@@ -71,7 +76,8 @@ def step(
             tail=tails[layer] if tails else None,
             ring=None if ring is None or cache.state is None else cache.state.rings[ring],
             likely=None if others is None else others[layer],
-            chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
+            chosen=chosen if sparse else None,
+            dealt=None if sparse else dealt_to(layer, chunks, cache.start, pools[at], program),
         )
         block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
         stream, rows, out, product, choice = layer_step(block, program, stream, rows, new, chooses=chooses)
@@ -93,6 +99,21 @@ def step(
     if program.evicts and tokens.shape[1] == 1:
         cache = within_limits(cache, outs, products, program)
     return logits, cache, ()
+
+
+def dealt_of(cache: KVCache, program: Program, tokens: int) -> Any:
+    """Who reads what in a step, where one kernel rotates, appends and attends."""
+    if program.rolling or not program.streams(tokens):
+        return None
+    k = cache.pools[0].k
+    of = (cache.start, cache.length)
+    return attention.dealt(*of, dim=k.shape[2], itemsize=k.dtype.itemsize, implementation=program.implementation)
+
+
+def dealt_to(layer: int, chunks: Any, start: Int[Array, "L B K"], pool: Pool, program: Program) -> Dealt | None:
+    """A layer's share of that."""
+    widest = pool.rows // start.shape[2] if program.layout is Layout.EQUAL else program.widest
+    return None if chunks is None else Dealt(chunks=chunks, start=start, layer=layer, widest=widest)
 
 
 @compiled(static=("program",), donate=("pools",), on="program")

@@ -5,7 +5,7 @@ program says so, several tokens at once (`decode`), and stretches of layers arou
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, append
+from jaxkv.cache.pools import Pool, append, put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.filters import Chosen
 from jaxkv.engine.ordering import behind
@@ -23,7 +23,7 @@ from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest
 from jaxkv.engine.stream import Stream, entered, left
-from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled
+from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled, whole_token
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import angles, rotate
 
@@ -43,6 +43,23 @@ class Tail:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Dealt:
+    """One layer's share of a decode step's table of chunks.
+
+    Attributes:
+        chunks: of all layers.
+        start: first rows of all layers' segments.
+        layer: which of them.
+        widest: the most rows that a segment has with the token, if that is known.
+    """
+
+    chunks: Any
+    start: Int[Array, "L B K"]
+    layer: int
+    widest: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRows:
     """What one layer reads in a step, and writes.
 
@@ -55,6 +72,7 @@ class LayerRows:
         likely: keys of the rows likely to go, if the program looks ahead.
         chosen: the tokens of before that are read, beside those that need not be chosen; None for all.
         loaded: the chosen rows, if they do not lie in the pool.
+        dealt: who reads what, where a kernel rotates, appends and attends.
     """
 
     pool: Pool
@@ -65,6 +83,7 @@ class LayerRows:
     likely: Float[Array, "B K D"] | None = None
     chosen: Chosen | None = None
     loaded: Loaded | None = None
+    dealt: Dealt | None = None
 
     @property
     def keys(self) -> Float[Array, "B P D"]:
@@ -112,10 +131,14 @@ def layer_step(
         Hidden states and rows after the step, and what is known from now on.
     """
     x, normed = entered(block, stream, program)
-    token = project(block, program, normed[: new.count.shape[0]], rows.by.new)
+    parts = None if rows.dealt is None else block.parts(normed)
+    if parts is None:
+        token = project(block, program, normed[: new.count.shape[0]], rows.by.new)
+    else:
+        token = whole_token(*parts, rows.by.new, normed.dtype)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new.positions, new.count))
-    out, rows, received = attend(program, token, rows, new)
+    out, rows, received = attend(program, token, rows, new) if parts is None else join(program, token, rows, new, parts)
     chosen = None
     if chooses:
         # From the pool as it is now: a reader of what it was before would cost a copy.
@@ -127,7 +150,7 @@ def layer_step(
         pool = with_received(rows.pool, received, rows.segments.start, counts)
         rows = dataclasses.replace(rows, pool=pool)
         products = received.products
-    return Stepped(stream, rows, out[:, :, 0, 0, 0], products, chosen)
+    return Stepped(stream, rows, out[: new.count.shape[0], :, 0, 0, 0], products, chosen)
 
 
 def attend(
@@ -176,6 +199,48 @@ def attend(
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
     pool = dataclasses.replace(pool, score=scores)
+    return out[..., None, :], dataclasses.replace(rows, pool=pool), None
+
+
+def join(
+    program: Program, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array]
+) -> tuple[Float[Array, "M K G 1 D"], LayerRows, None]:
+    """`attend` for one token, by a kernel that rotates it, writes its row and attends.
+
+    Args:
+        program: what is static.
+        token: the token; of it only what the policy asks for is made.
+        rows: what the layer has had before.
+        new: what is known of the token.
+        parts: of its queries, and of its keys and values.
+
+    Returns:
+        The output, undefined behind B sequences; the layer's rows, the new ones among them; and no scores to be added.
+    """
+    pool, dealt = rows.pool, rows.dealt
+    assert dealt is not None
+    begun = scores_of(token.stored, token.v, program)
+    scored = program.scored and pool.score is not None
+    out, k, v, pos, *score = attention.token_over_pool(
+        *parts,
+        (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),
+        new.positions[:, 0],
+        new.count,
+        (pool.k, pool.v, pool.pos),
+        dealt.start,
+        dealt.chunks,
+        layer=dealt.layer,
+        score=pool.score if scored else None,
+        begin=begun[..., 0] if scored and begun is not None else None,
+        widest=dealt.widest,
+        implementation=program.implementation,
+    )
+    scores = score[0] if scored else pool.score
+    if scores is not None and not scored:
+        assert begun is not None
+        end = jnp.where(new.count[:, None] > 0, rows.end, pool.rows)
+        scores = put_cells(scores, end, begun[..., 0])
+    pool = dataclasses.replace(pool, k=k, v=v, pos=pos, score=scores)
     return out[..., None, :], dataclasses.replace(rows, pool=pool), None
 
 

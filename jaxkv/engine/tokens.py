@@ -53,6 +53,16 @@ def project(block: Block, program: Program, normed: Float[Array, "B N E"], by: A
     return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if program.rolling else k)
 
 
+def whole_token(q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype) -> Token:
+    """`project` from the parts of one token's products, as far as anybody looks at it."""
+    batch = by.cos.shape[0]
+    whole = lambda parts: parts.sum(axis=0)[:batch]  # noqa: E731
+    rotated = lambda a: rotate(a[..., None, :], by, dtype)  # noqa: E731
+    both = whole(kv)
+    k = rotated(both[:, 0])
+    return Token(q=rotated(whole(q)), k=k, v=both[:, 1, :, None].astype(dtype), stored=k)
+
+
 def in_blocks(
     attend: Callable[[Array], tuple[Array, Array]], q: Float[Array, "B K G N D"]
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:

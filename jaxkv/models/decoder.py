@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.axes import Axes, first, total
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, project
+from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, products, project
 from jaxkv.models.rope import Angles, rotate
 
 # One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
@@ -65,12 +65,35 @@ class Block(nnx.Module):
         k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
+    def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
+        """Queries, and keys and values of one token each, none of them rotated, in parts that a kernel adds up."""
+        attention = self.attention
+        # Apart: of products of the same rows XLA makes one, and then copies of its halves.
+        q, kv = (
+            _parts(of, weight, bias)
+            for of, weight, bias in (
+                (normed, attention.q, attention.q_bias),
+                (lax.optimization_barrier(normed), attention.kv, attention.kv_bias),
+            )
+        )
+        if attention.q_norm is None or attention.k_norm is None:
+            return q, kv
+        narrow = kv.sum(axis=0).astype(normed.dtype)
+        kv = jnp.stack([attention.k_norm(narrow[:, 0]), narrow[:, 1]], axis=1)
+        return attention.q_norm(q.sum(axis=0).astype(normed.dtype))[None], kv[None]
+
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
         """Adds the attention's output and the MLP to the residual stream."""
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
         added = project(merged, self.attention.out[...], _value(self.attention.out_bias), wide=True, over=self.axes)
         wide = x.astype(jnp.float32) + added
         return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
+
+
+def _parts(x: Float[Array, "M 1 E"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "n M ..."]:
+    if bias is None:
+        return products(x[:, 0], weight[...])
+    return project(x[:, 0], weight[...], bias[...], wide=True)[None]
 
 
 class Decoder(nnx.Module):

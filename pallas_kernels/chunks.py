@@ -1,0 +1,111 @@
+"""Which rows each program of decode attention reads: one table for all layers, made from lengths while the step runs.
+
+Segments are cut into chunks, and program w takes the w-th, whichever segment it belongs to: one long head fills the
+device as well as many equal ones do. How long chunks are is a number of each layer, chosen from its actual lengths, so
+that the device's programs come out even.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+# Chunk sizes that are compared, as shares of the rows that each of the device's programs would have: 1/4 to 2.
+_SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["segment", "row", "rows", "last", "first", "count"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """What W programs do in each of L layers. A segment has one chunk at least, and its chunks are neighbours.
+
+    Attributes:
+        segment: `i32[L, W]` sequence * K + head that the chunk is of.
+        row: `i32[L, W]` its first row in the sequence's pool.
+        rows: `i32[L, W]` how many; 0 for a program without work, and for a segment that has none yet.
+        last: `i32[L, W]` 1 where its segment ends with it, so that a new row goes to row + rows; else 0.
+        first: `i32[L, B, K]` each segment's first chunk.
+        count: `i32[L, B, K]` how many it has.
+    """
+
+    segment: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    last: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+
+def most(programs: int, segments: int) -> int:
+    """The number of chunks that always suffices, W.
+
+    A wave of the device's programs, and four for each segment: its last chunk is not full, and where there are many
+    segments, smaller chunks even out what one wave leaves uneven.
+    """
+    return programs + 4 * segments
+
+
+def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
+    """Cuts the segments of all layers into chunks.
+
+    Args:
+        start: `i32[L, B, K]` first row of each segment in its sequence's pool.
+        length: `i32[L, B, K]` rows of each segment.
+        programs: how many the device runs at once.
+        block: rows; every chunk but a segment's last is a multiple of it.
+
+    Returns:
+        The table.
+    """
+    layers, batch, heads = length.shape
+    segments = batch * heads
+    width = most(programs, segments)
+    flat = length.reshape(layers, segments)
+    size = _size(flat, programs=programs, block=block)
+    # Within a segment chunks are as even as blocks allow.
+    count = jnp.maximum(_up(flat, size[:, None]), 1)
+    size = jnp.maximum(_up(flat, count * block), 1) * block
+    count = jnp.maximum(_up(flat, size), 1)
+    end = jnp.cumsum(count, axis=1, dtype=jnp.int32)
+    first = end - count
+    chunk = jnp.arange(width, dtype=jnp.int32)
+    segment = (end[:, None, :] <= chunk[:, None]).astype(jnp.int32).sum(axis=-1, dtype=jnp.int32)
+    works = segment < segments
+    segment = jnp.minimum(segment, segments - 1)
+    of = lambda table: jnp.take_along_axis(table, segment, axis=1, mode="promise_in_bounds")  # noqa: E731
+    offset = (chunk - of(first)) * of(size)
+    return Chunks(
+        segment=segment,
+        row=jnp.where(works, of(start.reshape(layers, segments)) + offset, 0),
+        rows=jnp.where(works, jnp.clip(of(flat) - offset, 0, of(size)), 0),
+        last=(works & (chunk == of(end) - 1)).astype(jnp.int32),
+        first=first.reshape(length.shape),
+        count=count.reshape(length.shape),
+    )
+
+
+def _size(length, *, programs, block):
+    """Rows of a chunk, `i32[L]`: of some sizes the one with which the last program would be done first."""
+    segments = length.shape[1]
+    total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    # With smaller ones the table might not hold the chunks: a segment adds less than one to its full ones.
+    least = jnp.maximum(_up(total, (programs + 3 * segments) * block), 1)
+    even = total.astype(jnp.float32) / programs
+    sizes = jnp.maximum(jnp.ceil(even * (jnp.asarray(_SHARES, jnp.float32) / block)).astype(jnp.int32), least) * block
+    chunks = jnp.maximum(_up(length[:, None, :], sizes[..., None]), 1).sum(axis=-1, dtype=jnp.int32)
+    waves, rows = _up(chunks, programs).astype(jnp.float32), sizes.astype(jnp.float32)
+    # In equal waves, or handed out as programs become free; and what beginning and ending takes, in rows.
+    cost = jnp.minimum(waves * rows, even + rows) + waves * (block / 2)
+    fits = chunks <= most(programs, segments)
+    best = jnp.argmin(jnp.where(fits, cost, jnp.inf), axis=1, keepdims=True)
+    return jnp.take_along_axis(sizes, best, axis=1, mode="promise_in_bounds")[:, 0]
+
+
+def _up(a, b):
+    """The quotient, rounded up."""
+    return (a + b - 1) // b

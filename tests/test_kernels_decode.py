@@ -1,0 +1,183 @@
+"""Chunks, and the kernels that take a new token, interpreted, against plain numpy in float64."""
+
+import heapq
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import DTYPES, KINDS, SMALL, attend_oracle, draw, inside_any, wide
+
+from jaxkv import pallas_kernels
+
+# Two layers in one pool, three sequences: ragged, a head ten times longer, heads without rows; the last has ended.
+LENGTH = np.asarray([[[9, 20], [3, 0], [4, 5]], [[7, 70], [0, 33], [0, 17]]], np.int32)
+ROOM = 3
+
+
+def laid_out(length, room=ROOM):
+    """First rows, layer after layer and head after head, with room behind each; and the pool's rows."""
+    sizes = np.moveaxis(length, 0, 1).reshape(length.shape[1], -1) + room
+    start = (np.cumsum(sizes, axis=1) - sizes).reshape(length.shape[1], length.shape[0], -1)
+    return np.moveaxis(start, 1, 0).astype(np.int32), int(sizes.sum(axis=1).max())
+
+
+def dealt(length, programs, block):
+    start, _ = laid_out(length)
+    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(length), programs=programs, block=block)
+    return start, {name: np.asarray(getattr(chunks, name)) for name in chunks.__dataclass_fields__}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 1, 3), (2, 2, 4)]),
+    programs=st.sampled_from([1, 7, 40]),
+    data=st.data(),
+)
+def test_chunks_cover_every_row_once(shape, programs, data):
+    """Neighbours in order, one at least per segment, whole blocks but for the last, and nothing beside them."""
+    rows = st.one_of(st.just(0), st.integers(0, 90), st.integers(0, 20_000))
+    length = np.asarray(data.draw(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))), np.int32)
+    length = length.reshape(shape)
+    start, table = dealt(length, programs, 16)
+    for layer in range(shape[0]):
+        at = 0
+        for segment, (begin, n) in enumerate(zip(start[layer].ravel(), length[layer].ravel(), strict=True)):
+            assert table["first"][layer].ravel()[segment] == at
+            count, row = table["count"][layer].ravel()[segment], begin
+            assert count >= 1
+            for w in range(at, at + count):
+                assert (table["segment"][layer, w], table["row"][layer, w]) == (segment, row)
+                assert table["last"][layer, w] == (w == at + count - 1)
+                assert table["last"][layer, w] or (table["rows"][layer, w] > 0 and table["rows"][layer, w] % 16 == 0)
+                row += table["rows"][layer, w]
+            assert row == begin + n
+            at += count
+        assert not table["rows"][layer, at:].any() and not table["last"][layer, at:].any()
+
+
+def busy(length, programs=396):
+    """How long chunks take, handed out in order, as a share of an even division.
+
+    Programs at work share the device's bandwidth, and each takes at most three times its share.
+    """
+    _, table = dealt(np.asarray(length, np.int32)[None], programs, 64)
+    waiting, ends, done, seconds = [int(rows) for rows in table["rows"][0] if rows], [], 0, 0.0
+    waiting.reverse()
+    while waiting or ends:
+        while waiting and len(ends) < programs:
+            heapq.heappush(ends, done + waiting.pop())
+        rate, end = min(programs / len(ends), 3), heapq.heappop(ends)
+        seconds, done = seconds + (end - done) / rate, end
+    return seconds / (np.sum(length) / programs)
+
+
+@pytest.mark.parametrize(("batch", "heads", "rows"), [(1, 8, 131072), (1, 8, 32768), (8, 8, 8192), (64, 8, 1024)])
+def test_chunks_fill_the_device(batch, heads, rows):
+    """A head ten times longer than the others changes nothing; neither do sequences of unequal lengths."""
+    uniform = busy(np.full((batch, heads), rows))
+    assert uniform < 1.1
+    long = np.full((batch, heads), rows * heads // (heads + 9))
+    long[:, 0] += rows * heads - long.sum(axis=1)
+    assert busy(long) < 1.05 * uniform
+    spread = np.random.default_rng(0).dirichlet(np.ones(batch * heads)) * batch * heads * rows
+    assert busy(spread.reshape(batch, heads).astype(int)) < 1.05 * uniform
+
+
+def test_small_caches_have_small_chunks():
+    """One sequence of 1024 rows a head keeps 128 programs busy."""
+    assert dealt(np.full((1, 1, 8), 1024, np.int32), 396, 64)[1]["rows"].max() == 64
+
+
+def turned(x, cos, sin):
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def token_of(seed, dim, dtype, group, layer):
+    """Arguments of `decode_token`: rows that no segment of the layer has are NaN."""
+    batch, heads = LENGTH.shape[1:]
+    kind, _ = DTYPES[dtype]
+    start, rows = laid_out(LENGTH)
+    # Two parts that add up, of two sequences more than there are: what a split product of padded rows leaves.
+    q, kv = draw(seed, (2, batch + 2, heads, group, dim), (2, batch + 2, 2, heads, dim))
+    q, kv = (leaf.at[:, batch:].set(jnp.nan) for leaf in (q, kv))
+    k, v = draw(seed + 1, (batch, rows, dim), (batch, rows, dim), dtype=kind)
+    outside = ~inside_any(start[layer], LENGTH[layer], rows)[..., None]
+    k, v = (jnp.where(jnp.asarray(outside), jnp.asarray(jnp.nan, kind), leaf) for leaf in (k, v))
+    positions = np.asarray([80, 35, 17], np.int32)
+    angle = positions[:, None] * 100.0 ** (-np.arange(dim // 2) / dim)
+    cos, sin = (jnp.asarray(part, jnp.float32) for part in (np.cos(angle), np.sin(angle)))
+    pos = jnp.asarray(np.random.default_rng(seed).integers(0, 16, (batch, rows)), jnp.int32)
+    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=5, block=16)
+    counts = jnp.asarray([1, 1, 0], jnp.int32)
+    return q, kv, cos, sin, jnp.asarray(positions), counts, k, v, pos, jnp.asarray(start), chunks
+
+
+def check_token(seed, dim, dtype, group, *, layer, scored=False, widest=None):
+    kind, tolerance = DTYPES[dtype]
+    given = token_of(seed, dim, dtype, group, layer)
+    q, kv, cos, sin, positions, counts, k, v, pos, start, _ = given
+    batch, rows = pos.shape
+    q, kv = (leaf.sum(axis=0)[:batch] for leaf in (q, kv))
+    k_new, v_new = kv[:, 0], kv[:, 1]
+    score, begin = draw(seed + 2, (batch, rows), start.shape[1:])
+    options = {"score": score, "begin": begin, "widest": widest} if scored else {}
+    results = pallas_kernels.decode_token(*given, layer=layer, **options, tiles=SMALL, interpret=True)
+    out, new_k, new_v, new_pos = results[0][:batch], *results[1:4]
+    assert (out.dtype, new_k.dtype, new_v.dtype) == (kind, kind, kind)
+
+    cos, sin = np.asarray(cos, np.float64), np.asarray(sin, np.float64)
+    rounded = lambda x: wide(jnp.asarray(x, jnp.float32).astype(kind))  # noqa: E731
+    queries = rounded(turned(wide(q), cos[:, None, None], sin[:, None, None]))
+    key, value = rounded(turned(wide(k_new), cos[:, None], sin[:, None])), rounded(wide(v_new))
+    start, length = np.asarray(start)[layer], LENGTH[layer].copy()
+    wanted = [wide(k), wide(v), np.asarray(pos).copy(), np.asarray(score, np.float64)]
+    for b, h in np.ndindex(*length.shape):
+        if counts[b]:
+            row = start[b, h] + length[b, h]
+            for leaf, put in zip(wanted, (key[b, h], value[b, h], positions[b], begin[b, h]), strict=True):
+                leaf[b, row] = put
+            length[b, h] += 1
+    want, _, mass = attend_oracle(jnp.asarray(queries), jnp.asarray(wanted[0]), jnp.asarray(wanted[1]), start, length)
+    np.testing.assert_allclose(wide(out), want, rtol=tolerance, atol=tolerance)
+    # A rotated key may be rounded the other way; the rest is what it was, bit for bit.
+    np.testing.assert_allclose(wide(new_k), wanted[0], rtol=tolerance / 2, atol=1e-6)
+    np.testing.assert_array_equal(wide(new_v), wanted[1])
+    np.testing.assert_array_equal(np.asarray(new_pos), wanted[2])
+    if scored:
+        mass *= np.asarray(counts)[:, None]
+        np.testing.assert_allclose(wide(results[4]), wanted[3] + mass, rtol=tolerance, atol=tolerance)
+        untouched = mass == 0
+        np.testing.assert_array_equal(np.asarray(results[4])[untouched], np.asarray(score)[untouched])
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "group"), [(*kind, group) for kind, group in zip(KINDS, [1, 3, 4, 7, 8] * 3, strict=False)]
+)
+def test_a_token_joins_and_attends(dim, dtype, group):
+    """RoPE, append and attention at once; a sequence that has ended keeps its rows, and NaN elsewhere stays there."""
+    check_token(0, dim, dtype, group, layer=1)
+
+
+@pytest.mark.parametrize(("dtype", "widest"), [("float32", None), ("bfloat16", 71), ("float32", 71)])
+def test_a_tokens_attention_is_added_to_scores(dtype, widest):
+    """The new row's score begins and grows too; logits lie as the rows do, or head after head."""
+    check_token(3, 80, dtype, 3, layer=1, scored=True, widest=widest)
+
+
+def test_a_group_of_more_than_a_tile():
+    """One kv head for twenty query heads: the row is written once."""
+    check_token(5, 64, "float32", 20, layer=0)
+
+
+def test_scores_of_a_token_need_their_begin():
+    given = token_of(0, 64, "float32", 2, 0)
+    score = jnp.zeros(given[8].shape)
+    with pytest.raises(ValueError, match="begin"):
+        pallas_kernels.decode_token(*given, layer=0, score=score, tiles=SMALL, interpret=True)
+    wide_group = (jnp.zeros((1, 3, 2, 17, 64)), *given[1:])
+    begin = jnp.zeros((3, 2))
+    with pytest.raises(ValueError, match="17 queries"):
+        pallas_kernels.decode_token(*wide_group, layer=0, score=score, begin=begin, tiles=SMALL, interpret=True)
