@@ -57,11 +57,12 @@ class Case:
     device: str
 
 
-def _start(folder):
-    """Prepares a worker process: its own dump folder, named before JAX starts."""
+def _start(folder, text="false"):
+    """Prepares a worker process: its own dump folder, named before JAX starts; with HLO and thunks as text if asked."""
     dump = tempfile.mkdtemp(dir=folder)
     os.environ["JAXKV_DUMP"] = dump
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text=false"
+    # From JAX 0.11 on PTX is left only on demand.
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text={text} --xla_dump_emitter_re=ptx"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     # XLA and JAX say at length that there is no GPU, which is the point here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -161,8 +162,8 @@ def arguments(case):
 def run_case(case):
     """Compiles one case; returns its rows of ptxas' report, or an error."""
     dump = os.environ["JAXKV_DUMP"]
-    for leftover in Path(dump).iterdir():
-        leftover.unlink()
+    shutil.rmtree(dump)
+    Path(dump).mkdir()
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)

@@ -103,9 +103,7 @@ class Found:
 
 def begin(folder):
     """Prepares this process: where XLA leaves what it compiled. Call it before JAX is imported."""
-    aot._start(folder)
-    # Text is what the sequence of thunks is written as.
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={os.environ['JAXKV_DUMP']} --xla_dump_hlo_as_text=true"
+    aot._start(folder, text="true")
 
 
 def emptied():
