@@ -40,7 +40,16 @@ DEVICES = {
     | {"major": 8, "minor": 0, "bandwidth": 2039000000000, "memory": 85899345920, "name": "NVIDIA A100-SXM4-80GB"},
 }
 ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "a100": "sm_80"}
-KERNELS = ("attend", "attend_question", "compact", "gather_rows", "flash", "column_sums")
+KERNELS = (
+    "decode_token",
+    "decode_token_scored",
+    "attend",
+    "attend_question",
+    "compact",
+    "gather_rows",
+    "flash",
+    "column_sums",
+)
 DTYPES = ("bfloat16", "float16", "float32")
 # (kernel, dtype, head dim): why these spills are accepted.
 EXCEPTIONS: dict[tuple[str, str, int], str] = {}
@@ -140,6 +149,8 @@ def arguments(case):
     whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
+        case "decode_token" | "decode_token_scored":
+            return token_arguments(heads, dtype, batch=batch, pool=pool, scored=case.kernel.endswith("scored"))
         case "attend":
             attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
             score = of((batch, pool), jnp.float32)
@@ -157,6 +168,30 @@ def arguments(case):
             lse = of((batch, k_heads, group, slots), jnp.float32)
             return pallas_kernels.column_sums, (queries, whole, lse, one, one)
     raise ValueError(case.kernel)
+
+
+def token_arguments(heads, dtype, *, batch, pool, scored):
+    """A new token's attention, for one of four layers whose chunks are dealt together."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkv import pallas_kernels
+
+    of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
+    programs = pallas_kernels.programs(dim=heads.dim, itemsize=dtype.itemsize)
+
+    def token(q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, length, *scores):
+        chunks = pallas_kernels.deal(start, length, programs=programs)
+        options = dict(zip(("score", "begin"), scores, strict=False))
+        given = (q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, chunks)
+        return pallas_kernels.decode_token(*given, layer=1, **options)
+
+    per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
+    new, angle, one = of((*per_head, heads.dim), f32), of((batch, heads.dim // 2), f32), of((batch,), i32)
+    rows = of((batch, pool, heads.dim), dtype)
+    shapes = (of((*per_head, heads.group, heads.dim), f32), new, new, angle, angle, one, one)
+    shapes += (rows, rows, of((batch, pool), i32), tables, tables)
+    return token, (*shapes, of((batch, pool), f32), of(per_head, f32)) if scored else shapes
 
 
 def run_case(case):

@@ -9,10 +9,12 @@ from .gather import compact, gather_rows
 from .norm import add_norm
 from .prefill import column_sums, flash
 from .replace import replace_rows
+from .rows import Picks
 from .tuning import programs
 
 __all__ = [
     "Chunks",
+    "Picks",
     "add_norm",
     "attend",
     "column_sums",

@@ -7,6 +7,7 @@ deprecated it since 0.11 and still ships it in 0.12; the functions of this packa
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -78,6 +79,47 @@ def call(
         input_output_aliases=dict(aliases or {}),
         name=name,
     )(*arrays)
+
+
+def call_named(
+    kernel: Callable[[Any], None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    inputs: Mapping[str, tuple[jax.Array, BlockSpec]],
+    outputs: Mapping[str, tuple[jax.ShapeDtypeStruct, BlockSpec]],
+    launch: Launch,
+    interpret: bool,
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, jax.Array]:
+    """`call` for a kernel whose inputs depend on what is asked for: it finds its refs by name.
+
+    Args:
+        kernel: takes one object with a ref per name.
+        name: what profiles and compiled programs call it.
+        grid: number of programs along x, y, z.
+        inputs: arrays, and which block of each a program sees.
+        outputs: shapes, likewise; no name is an input's too.
+        launch: how it runs.
+        interpret: run it as plain JAX operations, on any device, to check it.
+        aliases: which inputs are written as which outputs.
+
+    Returns:
+        The outputs by name.
+    """
+    results = call(
+        lambda *refs: kernel(SimpleNamespace(**dict(zip([*inputs, *outputs], refs, strict=True)))),
+        *(array for array, _ in inputs.values()),
+        name=name,
+        grid=grid,
+        inputs=[spec for _, spec in inputs.values()],
+        outputs=[spec for _, spec in outputs.values()],
+        shapes=[shape for shape, _ in outputs.values()],
+        launch=launch,
+        interpret=interpret,
+        aliases={list(inputs).index(a): list(outputs).index(b) for a, b in (aliases or {}).items()},
+    )
+    return dict(zip(outputs, results, strict=True))
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from . import tuning
 from .chunks import Chunks, deal
 from .merging import add_mass, merge
-from .rows import How, Logits, Token, pass_rows
+from .rows import How, Logits, Picks, Token, pass_rows
 from .tuning import DecodeTiles
 
 
@@ -73,6 +73,8 @@ def attend(
         )
     if chunks is None:
         programs = tuning.programs(dim=k.shape[2], itemsize=k.dtype.itemsize, interpret=interpret)
+        # Each tile of many queries has programs of its own.
+        programs = max(1, programs // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=programs, block=tiles.chunk), 0
     logits = None if score is None else _logits(start[None], widest, k.shape[1])
     how = How(tiles=tiles, tile=tile, interpret=interpret)
@@ -103,6 +105,7 @@ def decode_token(
     score: jax.Array | None = None,
     begin: jax.Array | None = None,
     widest: int | None = None,
+    picks: Picks | None = None,
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -127,6 +130,7 @@ def decode_token(
         score: `f32[B, P]` to which each row's attention is to be added, the new one's too.
         begin: `f32[B, K]` what the new row's score starts with; goes with `score`.
         widest: the most rows that a segment has with the token, if known: logits that are kept then go by it, not by P.
+        picks: which rows are read, if not all; chunks are dealt from their numbers, and from starts of 0.
         tiles: how the work is cut; by default after the shape and the device.
         interpret: run on any device, to check it.
 
@@ -135,17 +139,20 @@ def decode_token(
         and the scores, if there are any.
 
     Raises:
-        ValueError: if there is a score without `begin` or the other way, or the group does not fit one tile.
+        ValueError: if there is a score without `begin` or the other way, or with picks, or the group does not fit one
+            tile.
     """
     tiles, tile = _tiles(q, k, tiles)
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")
+    if score is not None and picks is not None:
+        raise ValueError("picks: rows that are not read get no attention to be added: leave the score out")
     if score is not None and q.shape[3] > tile:
         raise ValueError(f"score: a group of {q.shape[3]} queries does not fit one tile of {tile}: set tiles.queries")
     logits = None if score is None else _logits(start, widest, k.shape[1])
     how = How(tiles=tiles, tile=tile, interpret=interpret)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
-    passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, how=how)
+    passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
     out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=k.dtype, how=how, sequences=q.shape[1])
     if score is None or logits is None or passed.logits is None:
         return out, *passed.pool

@@ -5,7 +5,7 @@ segment, and attends to it from registers. No other program looks there, so noth
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from ._compat import (
     MASKED,
     BlockSpec,
-    call,
+    call_named,
     dot,
     load,
     pad_dim,
@@ -26,9 +26,6 @@ from ._compat import (
 )
 from .chunks import Chunks
 from .tuning import DecodeTiles
-
-# One number of an array of one.
-ONE = BlockSpec((None,), lambda *_: (0,))
 
 
 class Token(NamedTuple):
@@ -51,11 +48,6 @@ class Token(NamedTuple):
     pos: jax.Array
 
 
-def layer_of(layer: int) -> jax.Array:
-    """A layer's number as kernels take it, which is seen by them as a scalar through `ONE`."""
-    return jnp.full((1,), layer, jnp.int32)
-
-
 class Logits(NamedTuple):
     """Where logits lie that are kept: as the rows do; or where a segment has `widest` rows, head after head.
 
@@ -70,6 +62,24 @@ class Logits(NamedTuple):
     def width(self, pool_rows: int) -> int:
         """Logits of a sequence's query."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
+
+
+class Picks(NamedTuple):
+    """Of each segment the rows that are read, if these are not all: some by number, then all from one on.
+
+    Attributes:
+        rows: `i32[B, k, T]` rows that are picked, counted from a segment's first; k is K, or 1 for all heads alike.
+        count: `i32[B]` how many of the T chunks have been dealt for; what follows begins behind them.
+        held: `i32[B, k]` how many of those there are.
+        rest: `i32[L, B, K]` the row from which on all are read, likewise.
+        start: `i32[L, B, K]` first row of each segment.
+    """
+
+    rows: jax.Array
+    count: jax.Array
+    held: jax.Array
+    rest: jax.Array
+    start: jax.Array
 
 
 class How(NamedTuple):
@@ -111,15 +121,17 @@ def pass_rows(
     *,
     token: Token | None,
     logits: Logits | None,
+    picks: Picks | None = None,
     how: How,
 ) -> Passed:
     """Attention of every chunk by itself.
 
     Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
-    scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n*M*2*K, D], cos and sin
-    [B, D/2], position and counts [B], and pos [B, P], whole; start [L, B*K] where logits lie head after head. Out: part
-    [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width] whole, of which it writes its rows'
-    cells; k, v [B, P, D] and pos [B, P], in place, of which it writes a row.
+    scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n, M, 2, K, D], cos and
+    sin [B, D/2], position and counts [B], and pos [B, P], whole; start [L, B*K] where logits lie head after head; of
+    picks rows [B, k, T], count [B], held [B, k], rest and start [L, B*K], whole. Out: part [R, D] and lse [R] of chunk
+    w, of which it writes tile t; logits [B, R, width] whole, of which it writes its rows' cells; k, v [B, P, D] and pos
+    [B, P], in place, of which it writes a row.
 
     Args:
         q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.
@@ -129,191 +141,213 @@ def pass_rows(
         layer: of the chunks.
         token: what joins the rows.
         logits: where they are kept, if they are.
+        picks: which rows are read, if not all: chunks are then dealt from these, one after the other from 0 on.
         how: it runs.
 
     Returns:
         What chunks give.
     """
-    *parts, padded_batch, heads, rows, dim = q.shape
-    batch, pool_rows, _ = k.shape
-    width = chunks.segment.shape[1]
-    scale = math.log2(math.e) / dim**0.5
-    block, tile = how.tiles.block, how.tile
+    *of_parts, heads, rows, dim = q.shape
+    batch, pool_rows, width = *k.shape[:2], chunks.segment.shape[1]
     packed = logits is not None and logits.widest is not None
+    block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
-    def kernel(q_ref, k_ref, v_ref, layer_ref, segment_ref, row_ref, rows_ref, last_ref, *refs):
-        refs = list(refs)
-        at_layer = layer_ref[...]
-        of_token = [refs.pop(0) for _ in range(5)] if token is not None else None
-        if token is not None:
-            refs.pop(0)  # Positions as they were, which nobody reads.
-        start_ref = refs.pop(0) if packed else None
-        part_ref, lse_ref = refs.pop(0), refs.pop(0)
-        logits_ref = refs.pop(0) if logits is not None else None
+    def kernel(refs):
         tile_index = program_id(1)
         query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
-        mine = lambda ref: load(ref.at[at_layer, program_id(0)])  # noqa: E731
-        segment, row, here, last = mine(segment_ref), mine(row_ref), mine(rows_ref), mine(last_ref) > 0
+        segment, row, here, last = (load(each) for each in chunk_of(refs))
+        last = last > 0
 
-        @when(last | (here > 0))
+        # Whether there is work depends on all four, so that they are loaded together, not two behind the branch.
+        @when((last | (here > 0)) & (segment >= 0) & (row >= 0))
         def _():
             real = query < rows
             sequence = segment // heads
+            lies, holds = _places(refs, picks, segment, sequence, heads)
             cell = row
             if packed:
-                cell = (segment - sequence * heads) * logits.widest + row - load(start_ref.at[at_layer, segment])
-            keep = lambda cells, s, mask: store(logits_ref.at[sequence, query[:, None], cells[None, :]], s, mask=mask)  # noqa: E731
-            if of_token is None:
-                queries = take_rows(q_ref, segment * rows + query, real, dim)
+                cell = (
+                    (segment - sequence * heads) * logits.widest + row - load(refs.start.at[refs.layer[...], segment])
+                )
+
+            def keep(cells, s, mask):
+                if logits is not None:
+                    store(refs.logits.at[sequence, query[:, None], cells[None, :]], s, mask=mask & real[:, None])
+
+            if token is None:
+                queries = take_rows(refs.q, segment * rows + query, real, dim)
                 carry = (
                     jnp.full((tile,), MASKED, jnp.float32),
                     jnp.zeros((tile,), jnp.float32),
                     jnp.zeros((tile, pad_dim(dim)), jnp.float32),
                 )
             else:
-                turned = _Turn(*of_token[1:3], sequence, dim)
-                of_part = padded_batch * heads * rows
-                queries = turned.rows(q_ref, segment * rows + query, real, parts[0], of_part).astype(k_ref.dtype)
-                joins = last & (load(of_token[4].at[sequence]) > 0)
-                kv = _NewRow(of_token[0], parts[0], padded_batch, heads, segment)
-                key, value = _join(of_token, refs, turned, kv, sequence, row + here, joins & (tile_index == 0))
+                row_new = _NewRow(refs, segment, heads, last, dim, of_parts)
+                queries = row_new.turned(refs.q, segment * rows + query, real, heads * rows).astype(refs.k.dtype)
+                key, value = row_new.put(refs, lies(row + here), tile_index == 0)
                 own = (queries.astype(jnp.float32) * key[None, :]).sum(axis=1) * scale
-                if logits_ref is not None:
-                    store(
-                        logits_ref.at[sequence, query, jnp.broadcast_to(cell + here, (tile,))], own, mask=real & joins
-                    )
+                keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
                 carry = (
-                    jnp.where(joins, own, MASKED),
-                    jnp.where(joins, jnp.ones((tile,), jnp.float32), jnp.zeros((tile,), jnp.float32)),
-                    jnp.broadcast_to(jnp.where(joins, value, 0.0)[None, :], (tile, pad_dim(dim))),
+                    jnp.where(row_new.joins, own, MASKED),
+                    jnp.where(row_new.joins, jnp.ones((tile,), jnp.float32), jnp.zeros((tile,), jnp.float32)),
+                    jnp.broadcast_to(jnp.where(row_new.joins, value, 0.0)[None, :], (tile, pad_dim(dim))),
                 )
 
             def step(index, carry):
                 top, total, acc = carry
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
-                inside = offset < here
-                keys = take_rows(k_ref, row + offset, inside, dim, sequence)
+                inside = (offset < here) & holds(row + offset)
+                at = lies(row + offset, inside)
+                keys = take_rows(refs.k, at, inside, dim, sequence)
                 s = dot(queries, keys, transpose_b=True) * scale
-                if logits_ref is not None:
-                    keep(cell + offset, s, real[:, None] & inside[None, :])
+                keep(cell + offset, s, inside[None, :])
                 s = jnp.where(inside[None, :], s, MASKED)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 weights = jnp.exp2(s - new_top[:, None])
                 shrink = jnp.exp2(top - new_top)
-                values = take_rows(v_ref, row + offset, inside, dim, sequence)
+                values = take_rows(refs.v, at, inside, dim, sequence)
                 acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
                 return new_top, total * shrink + weights.sum(axis=1), acc
 
             top, total, acc = lax.fori_loop(0, (here + block - 1) // block, step, carry)
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
-            put_rows(part_ref, query, real, dim, acc / total[:, None])
-            store(lse_ref.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
+            put_rows(refs.part, query, real, dim, acc / total[:, None])
+            store(refs.lse.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
-    whole = lambda *shape: BlockSpec(shape, lambda w, t: (0,) * len(shape))  # noqa: E731
-    per_chunk = lambda *shape: BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape))  # noqa: E731
-    pool = whole(batch, pool_rows, dim)
-    # The layer is an argument, so that the kernels of all layers are one program.
-    inputs = [q.reshape(-1, dim), k, v, layer_of(layer), chunks.segment, chunks.row, chunks.rows, chunks.last]
-    specs = [whole(q.size // dim, dim), pool, pool, ONE, *[whole(*chunks.segment.shape)] * 4]
-    shapes = [
-        jax.ShapeDtypeStruct((width, rows, dim), jnp.float32),
-        jax.ShapeDtypeStruct((width, rows), jnp.float32),
-    ]
-    outputs, aliases = [per_chunk(rows, dim), per_chunk(rows)], {}
+    per_chunk = lambda *shape: (  # noqa: E731
+        jax.ShapeDtypeStruct((width, *shape), jnp.float32),
+        BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape)),
+    )
+    outputs = {"part": per_chunk(rows, dim), "lse": per_chunk(rows)}
     if logits is not None:
-        shapes.append(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
-        outputs.append(whole(*shapes[-1].shape))
+        outputs["logits"] = whole(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
+    aliases = {}
     if token is not None:
-        given = [token.kv.reshape(-1, dim), *token[1:]]
-        aliases = {1: len(outputs), 2: len(outputs) + 1, len(inputs) + 5: len(outputs) + 2}
-        inputs += given
-        specs += [whole(*each.shape) for each in given]
-        shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v, token.pos)]
-        outputs += [pool, pool, whole(batch, pool_rows)]
-    if logits is not None and packed:
-        inputs.append(logits.start.reshape(-1, batch * heads))
-        specs.append(whole(*inputs[-1].shape))
-    results = call(
+        aliases = {"k": "pool_k", "v": "pool_v", "pos": "pool_pos"}
+        for name, leaf in zip(aliases.values(), (k, v, token.pos), strict=True):
+            outputs[name] = whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    found = call_named(
         kernel,
-        *inputs,
         name="ragged_decode",
         grid=(width, -(-rows // tile)),
-        inputs=specs,
+        inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None, picks),
         outputs=outputs,
-        shapes=shapes,
         launch=how.tiles.launch,
         interpret=how.interpret,
         aliases=aliases,
     )
-    return Passed(
-        out=results[0],
-        lse=results[1],
-        logits=results[2] if logits is not None else None,
-        pool=tuple(results[-3:]) if token is not None else (),
-    )
+    pool = tuple(found[name] for name in aliases.values())
+    return Passed(out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool)
 
 
-class _Turn:
-    """RoPE inside a kernel: a row meets the angles of its channels and, gathered once more, its partners' values."""
+def whole(of: Any) -> tuple[Any, BlockSpec]:
+    """An array, or its shape, of which every program sees all."""
+    return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
-    def __init__(self, cos_ref, sin_ref, sequence, dim):
-        self.dim, half = dim, dim // 2
+
+_OF_CHUNK = ("segment", "row", "rows", "last")
+
+
+def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpec]]:
+    """Tables of what each program, one for each chunk of a layer, does, and the layer: inputs of a kernel."""
+    return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
+
+
+def chunk_of(refs: Any) -> tuple[Any, ...]:
+    """Where a program finds its own: the segment, the first row, how many, and whether it is the last chunk."""
+    return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
+
+
+def layer_of(layer: int) -> tuple[jax.Array, BlockSpec]:
+    """A layer's number, a scalar: an input of a kernel and no constant, so that those of all layers are one program."""
+    return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
+
+
+def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
+    """A table `[L, B, K]` of all layers' segments, as `[L, B*K]`: an input of a kernel."""
+    return whole(table.reshape(table.shape[0], -1))
+
+
+def _inputs(q, k, v, chunks, layer, token, packed, picks):
+    dim = k.shape[2]
+    inputs = {"q": whole(q.reshape(-1, dim)), "k": whole(k), "v": whole(v), **of_chunks(chunks, layer)}
+    if token is not None:
+        inputs |= {name: whole(each) for name, each in token._asdict().items()}
+    if packed is not None:
+        inputs["start"] = by_segment(packed.start)
+    if picks is not None:
+        inputs |= {"picks": whole(picks.rows), "picked": whole(picks.count), "held": whole(picks.held)}
+        inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
+    return inputs
+
+
+def _places(refs, picks, segment, sequence, heads):
+    """Where the rows lie that a segment's chunks count, and which of them there are; all of them, as they are counted.
+
+    With picks: those first, each where it says, and then the rest.
+    """
+    if picks is None:
+        return lambda row, inside=None: row, lambda row: True
+    alike, most = picks.rows.shape[1] == 1, picks.rows.shape[2]
+    head = 0 if alike else segment - sequence * heads
+    count, held = load(refs.picked.at[sequence]), load(refs.held.at[sequence, head])
+    start, rest = (load(ref.at[refs.layer[...], segment]) for ref in (refs.start, refs.rest))
+
+    def lies(row, inside=True):
+        wanted = inside & (row < count)
+        at = load(refs.picks.at[sequence, head, jnp.minimum(row, most - 1)], mask=wanted, other=0)
+        return start + jnp.where(row < count, at, rest + row - count)
+
+    return lies, lambda row: (row < held) | (row >= count)
+
+
+class _NewRow:
+    """A token's row inside a kernel, and the rotation that it shares with the queries.
+
+    All that the queries do not need is loaded first: it arrives while they are loaded. Channels meet the angle of their
+    pair and, gathered once more, their partners' values.
+    """
+
+    def __init__(self, refs, segment, heads, last, dim, of_parts):
+        self.parts, self.sequences = of_parts
+        half, sequence = dim // 2, segment // heads
         self.column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         self.real = self.column < dim
         first = self.column < half
         self.partner = jnp.where(first, self.column + half, self.column - half)
         pair = jnp.where(first, self.column, self.column - half)
-        self.cos = load(cos_ref.at[sequence, pair], mask=self.real, other=0.0)
-        sin = load(sin_ref.at[sequence, pair], mask=self.real, other=0.0)
+        wanted = self.real & last
+        at = lambda part, which, column: refs.kv.at[part, sequence, which, segment - sequence * heads, column]  # noqa: E731
+        take = lambda *of: self._sum(lambda part: load(at(part, *of), mask=wanted, other=0.0))  # noqa: E731
+        self.sequence = sequence
+        self.joins = last & (load(refs.counts.at[sequence]) > 0)
+        self.position = load(refs.position.at[sequence])
+        self.value = take(1, self.column)
+        own, other = take(0, self.column), take(0, self.partner)
+        self.cos = load(refs.cos.at[sequence, pair], mask=self.real, other=0.0)
+        sin = load(refs.sin.at[sequence, pair], mask=self.real, other=0.0)
         self.sin = jnp.where(first, -sin, sin)
+        self.key = own * self.cos + other * self.sin
 
-    def rows(self, ref, rows, inside, parts, of_part):
-        """Rows of a `[parts * of_part, dim]` ref, parts added up, turned: `f32[n, pad_dim(dim)]`."""
+    def _sum(self, of):
+        """Parts that add up, in float32."""
+        return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
+
+    def turned(self, ref, rows, inside, of_sequence):
+        """Rows of a `[rows, dim]` ref, so many for each sequence of each part, rotated: `f32[n, pad_dim(dim)]`."""
         shape = (rows.shape[0], self.column.shape[0])
         mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
+        of_part = self.sequences * of_sequence
+        at = lambda part, column: ref.at[(part * of_part + rows)[:, None], column[None, :]]  # noqa: E731
+        take = lambda column: self._sum(lambda part: load(at(part, column), mask=mask, other=0.0))  # noqa: E731
+        return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
-        def at(column):
-            of = lambda part: load(  # noqa: E731
-                ref.at[(part * of_part + rows)[:, None], column[None, :]], mask=mask, other=0.0
-            ).astype(jnp.float32)
-            return sum((of(part) for part in range(1, parts)), start=of(0))
-
-        return at(self.column) * self.cos[None, :] + at(self.partner) * self.sin[None, :]
-
-    def row(self, at):
-        """One row, of which `at` gives columns."""
-        return at(self.column, self.real) * self.cos + at(self.partner, self.real) * self.sin
-
-
-class _NewRow:
-    """One head's new key or value, its parts added up: float32 columns."""
-
-    def __init__(self, ref, parts, padded_batch, heads, segment):
-        sequence = segment // heads
-        self.ref, self.heads = ref, heads
-        self.at = [((part * padded_batch + sequence) * 2) * heads + segment - sequence * heads for part in range(parts)]
-
-    def key(self, column, real):
-        """Of the key."""
-        return self._of(0, column, real)
-
-    def value(self, column, real):
-        """Of the value."""
-        return self._of(self.heads, column, real)
-
-    def _of(self, behind, column, real):
-        each = [load(self.ref.at[at + behind, column], mask=real, other=0.0).astype(jnp.float32) for at in self.at]
-        return sum(each[1:], start=each[0])
-
-
-def _join(of_token, pool_refs, turned, kv, sequence, row, joins):
-    """Writes a new row, if it joins; gives its key and value as they are read from the pool, in float32."""
-    position_ref = of_token[3]
-    k_pool, v_pool, pos_pool = pool_refs
-    key = turned.row(kv.key).astype(k_pool.dtype)
-    value = kv.value(turned.column, turned.real).astype(v_pool.dtype)
-    store(k_pool.at[sequence, row, turned.column], key, mask=turned.real & joins)
-    store(v_pool.at[sequence, row, turned.column], value, mask=turned.real & joins)
-    store(pos_pool.at[sequence, row], load(position_ref.at[sequence]), mask=joins)
-    return key.astype(jnp.float32), value.astype(jnp.float32)
+    def put(self, refs, row, writes):
+        """Writes the row, if it joins and this program writes; its key and value as the pool has them, in float32."""
+        key, value = self.key.astype(refs.pool_k.dtype), self.value.astype(refs.pool_v.dtype)
+        writes = self.joins & writes
+        store(refs.pool_k.at[self.sequence, row, self.column], key, mask=self.real & writes)
+        store(refs.pool_v.at[self.sequence, row, self.column], value, mask=self.real & writes)
+        store(refs.pool_pos.at[self.sequence, row], self.position, mask=writes)
+        return key.astype(jnp.float32), value.astype(jnp.float32)

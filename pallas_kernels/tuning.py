@@ -84,9 +84,18 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
     tiles = DecodeTiles(
         block=block,
         queries=16 if wide else 64,
+        resident=_resident(width),
         launch=Launch(warps=4, stages=3 if width <= 512 else 2),
     )
     return _tuned("decode", tiles, dim, itemsize)
+
+
+def _resident(width: int) -> int:
+    """What the programs' shared memory allows: 37 KiB each for short rows, else 74; of 228, or of 164 before Hopper."""
+    before_hopper = str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
+    if width <= 128:
+        return 4 if before_hopper else 5
+    return 2 if before_hopper else 3
 
 
 def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:

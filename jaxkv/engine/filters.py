@@ -6,10 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv import attention
-from jaxkv.attention import Implementation
+from jaxkv.attention import KERNELS, Implementation
 from jaxkv.attention.xla import MASKED, Walk, inside_segments
 from jaxkv.axes import Axes, most_of_devices
 from jaxkv.cache.pools import Pool
@@ -93,6 +93,7 @@ def choose(
     *,
     windowed: bool,
     axes: Axes | None = None,
+    implementation: Implementation = Implementation.XLA,
 ) -> Chosen:
     """Chooses the tokens that matter most to the queries asked.
 
@@ -107,6 +108,7 @@ def choose(
         reading: what is static.
         windowed: prompt tokens within its window are chosen whatever their score.
         axes: of the mesh whose devices have some of the heads each, if it runs on one.
+        implementation: where kernels are launched, tokens are sorted.
 
     Returns:
         The positions, the same on all devices that have a sequence; ties go to the lowest.
@@ -126,10 +128,24 @@ def choose(
         recent = known & (position > (now - reading.window)[:, None])
         keys = jnp.where(recent, jnp.uint32(0xFFFFFFFF), keys)
     count = jnp.minimum(budget, candidates)
-    running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
-    wanted = jnp.arange(1, min(reading.width, scores.shape[1]) + 1, dtype=jnp.int32)
-    at = jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
+    places = _sorted if implementation in KERNELS else _counted
+    at = places(keys, count, min(reading.width, scores.shape[1]))
     return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
+
+
+def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
+    """Where the `count` largest keys stand, ascending, by a threshold: a CPU sorts slowly."""
+    running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
+    return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
+
+
+def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
+    """The same by two sorts, which a GPU has; the search for a threshold launches a hundred kernels."""
+    position = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+    _, largest = lax.sort((~keys, position), dimension=1, is_stable=True, num_keys=1)
+    inside = jnp.arange(width, dtype=jnp.int32) < count[:, None]
+    return lax.sort(jnp.where(inside, largest[:, :width], keys.shape[1]), dimension=1)
 
 
 def _by_row(

@@ -63,7 +63,9 @@ def chosen_at(
     assert reading is not None and new.candidates is not None and choosable is not None
     asked = asking(q, ring, new.positions, new.count, reading)
     of = (segments.start, choosable, *new.candidates, new.positions[:, 0])
-    return choose(asked, pool, *of, reading, windowed=q.shape[3] == 1, axes=program.axes)
+    return choose(
+        asked, pool, *of, reading, windowed=q.shape[3] == 1, axes=program.axes, implementation=program.implementation
+    )
 
 
 def over_chosen(
