@@ -19,8 +19,10 @@ STAMP := .venv/.made-$(shell cat requirements.lock pyproject.toml | cksum | cut 
 PEER_PACKAGES := kvpress==0.5.5 transformers==5.2.0 gguf safetensors
 PEER_STAMP := .venv-peer/.made-torch-2.13.0-kvpress-0.5.5
 # The CUDA plugin must not sit in .venv; it needs neither a GPU nor a driver to compile.
-AOT_PACKAGES := jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 nvidia-cuda-nvcc==13.0.*
-AOT_STAMP := .venv-aot/.made-0.10.2
+AOT_TOOLS := nvidia-cuda-nvcc==13.0.* nvidia-cuda-nvdisasm==13.2.*
+AOT_PACKAGES := jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 $(AOT_TOOLS)
+AOT_STAMP := .venv-aot/.made-0.10.2-nvdisasm
+AOT_VERSIONS := 0.11 0.12
 LATEST_STAMP := .venv-latest/.made-0.12
 # KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
 FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
@@ -30,7 +32,8 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
   tests/test_kernels_mosaic.py tests/test_cudnn.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded needle clean
+  loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded needle clean \
+  $(AOT_VERSIONS:%=aot-%)
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -49,7 +52,8 @@ help:
 	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
 	@echo "make two-stage    2StageRetr: answers, and attention that stays visible, at 30% of the cache"
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
-	@echo "make aot          compile every kernel for H100, H200 and A100, and read what ptxas says; aot-quick: H100, one each"
+	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
+	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
@@ -119,6 +123,7 @@ aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --out benchmarks/results/aot.md
 	@$(AOT)/python benchmarks/aot_offload.py --out benchmarks/results/aot_offload.md
 	@$(AOT)/python benchmarks/aot_sharded.py
+	@$(AOT)/python benchmarks/perf_model.py --out benchmarks/results/gpu_model.md
 
 aot-sharded: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_sharded.py
@@ -126,12 +131,25 @@ aot-sharded: $(AOT_STAMP)
 aot-quick: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --quick
 	@$(AOT)/python benchmarks/aot_sharded.py --quick
+	@$(AOT)/python benchmarks/perf_model.py --quick
+
+# Newer JAX, in environments of its own: every kernel, decode attention in the model, a sharded loop.
+$(AOT_VERSIONS:%=aot-%): aot-%:
+	@$(find_312); \
+	if [ -n "$$python" ]; then \
+	  $(MAKE) --no-print-directory .venv-aot-$*/.made PYTHON="$$python" && \
+	  .venv-aot-$*/bin/python benchmarks/aot.py && \
+	  .venv-aot-$*/bin/python benchmarks/perf_model.py --decode && \
+	  .venv-aot-$*/bin/python benchmarks/aot_sharded.py --quick; \
+	else \
+	  echo "skipped: aot-$* needs Python 3.12; there is none on the path or in pyenv"; \
+	fi
 
 needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot .venv-latest .venv-foreign build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
@@ -183,6 +201,17 @@ $(AOT_STAMP): requirements.lock
 	$(AOT)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 
+# The plugin's version is that of the jaxlib that pip chose.
+.venv-aot-%/.made: pyproject.toml
+	@set -e; \
+	echo "== .venv-aot-$*: creating with $$("$(PYTHON)" --version)" >&2; \
+	"$(PYTHON)" -m venv .venv-aot-$*; \
+	.venv-aot-$*/bin/python -m pip install $(PIP_FLAGS) 'jax==$*.*' -e .; \
+	version=$$(.venv-aot-$*/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	.venv-aot-$*/bin/python -m pip install $(PIP_FLAGS) --no-deps \
+	  jax-cuda13-plugin=="$$version" jax-cuda13-pjrt=="$$version" $(AOT_TOOLS); \
+	touch $@
+
 # A few packages on top of .venv, which it sees: seconds and 70 MB instead of a second JAX.
 define site_packages
 $$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -198,11 +227,16 @@ $(FOREIGN_STAMP): | $(STAMP)
 	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
 	touch $@
 
+# The first Python 3.12 that there is, or nothing.
+define find_312
+	for python in python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python3.12; do \
+	  if "$$python" -c '' 2>/dev/null; then break; fi; python=; \
+	done
+endef
+
 # JAX 0.12 needs Python 3.12.
 test-latest:
-	@for python in python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python3.12; do \
-	  if "$$python" -c '' 2>/dev/null; then break; fi; python=; \
-	done; \
+	@$(find_312); \
 	if [ -n "$$python" ]; then \
 	  $(MAKE) --no-print-directory $(LATEST_STAMP) PYTHON="$$python" && \
 	  $(LATEST)/python -m pytest -q -n auto $(LATEST_TESTS); \

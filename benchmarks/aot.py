@@ -26,7 +26,7 @@ SPEC = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
   l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {shared}
   cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 }}
+  registers_per_block_limit: 65536 driver_version: "13.0.0" runtime_version: "13.0.0" }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{name}"
@@ -71,11 +71,12 @@ class Case:
     device: str
 
 
-def _start(folder):
-    """Prepares a worker process: its own dump folder, named before JAX starts."""
+def _start(folder, text="false"):
+    """Prepares a worker process: its own dump folder, named before JAX starts; with HLO and thunks as text if asked."""
     dump = tempfile.mkdtemp(dir=folder)
     os.environ["JAXKV_DUMP"] = dump
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text=false"
+    # From JAX 0.11 on PTX is left only on demand.
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text={text} --xla_dump_emitter_re=ptx"
     # Mosaic GPU has a compiler of its own beside XLA's.
     os.environ |= {"MOSAIC_GPU_DUMP_TO": dump, "MOSAIC_GPU_DUMP_PTX": "1"}
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -211,8 +212,8 @@ def token_arguments(heads, dtype, *, batch, pool, scored):
 def run_case(case):
     """Compiles one case; returns its rows of ptxas' report, or an error."""
     dump = os.environ["JAXKV_DUMP"]
-    for leftover in Path(dump).iterdir():
-        leftover.unlink()
+    shutil.rmtree(dump)
+    Path(dump).mkdir()
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)

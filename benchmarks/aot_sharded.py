@@ -95,7 +95,7 @@ def model_of(row):
     return shapes.abstract(config, axes=Axes(mesh=model_mesh(mesh, config))), make().layers
 
 
-def cache_of(flat, policy):
+def cache_of(flat, policy, *, batch=BATCH, tokens=TOKENS):
     """What prefill would leave: pools as the plan sizes them, shapes alone, and tables of numbers."""
     import jax
     import jax.numpy as jnp
@@ -108,29 +108,29 @@ def cache_of(flat, policy):
 
     config, of, parts = flat.config, jax.ShapeDtypeStruct, policy.parts()
     layers, heads, ongoing = config.layers, config.kv_heads, parts.ongoing
-    lengths = np.full(BATCH, TOKENS)
+    lengths = np.full(batch, tokens)
     room = first_room(parts, layers, lengths, NEW)
     needed = plan(config, policy, lengths.tolist(), dtype=jnp.bfloat16, room=room)
-    stretches = flat.axes.size("K")
+    stretches = 1 if flat.axes is None else flat.axes.size("K")
 
     def pool(mine):
-        row = of((BATCH, mine * stretches, config.head_dim), jnp.bfloat16)
+        row = of((batch, mine * stretches, config.head_dim), jnp.bfloat16)
         scored = ongoing is not None and ongoing.scored
         score = of(row.shape[:2], jnp.float32) if scored else None
         return Pool(k=row, v=row, pos=of(row.shape[:2], jnp.int32), score=score)
 
     def rings(rows, count):
-        ring = of((BATCH, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)
+        ring = of((batch, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)
         return (ring,) * count if rows else ()
 
-    table, seen, state = np.ones((layers, BATCH, heads), np.int32), lengths.astype(np.int32), None
+    table, seen, state = np.ones((layers, batch, heads), np.int32), lengths.astype(np.int32), None
     reading = parts.reading(layers, needed.slots)
     if ongoing is not None:
         count = 0 if ongoing.merge is None else ongoing.merge.thresholds
         state = State(
             prompt=seen,
             budget=seen,
-            recent=np.ones((layers, BATCH), np.int32),
+            recent=np.ones((layers, batch), np.int32),
             tau=np.ones((*table.shape, count), np.float32) if count else None,
             rings=rings(ongoing.queries, layers),
         )
@@ -159,8 +159,11 @@ def shapes_of(tree):
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, of) else of(np.shape(leaf), leaf.dtype), tree)
 
 
-def decode(flat, policy):
-    """The loop over tokens, traced; and what it writes in place."""
+def decode(flat, policy, *, batch=BATCH, tokens=TOKENS, sharding=None):
+    """The loop over tokens, traced; and what it writes in place.
+
+    Without a mesh `sharding` says on which device all of it lies.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -169,16 +172,23 @@ def decode(flat, policy):
     from jaxkv.engine import loop
     from jaxkv.engine.program import program_for
 
-    cache = cache_of(flat, policy)
+    cache = cache_of(flat, policy, batch=batch, tokens=tokens)
     program = program_for(flat, cache, Implementation.PALLAS)
+    if flat.axes is None:
+        # Tails are for this machine's processor, which is asked where no mesh says what the program is for.
+        program = dataclasses.replace(program, tail=False)
     draw = loop.Draw(
-        logits=jax.ShapeDtypeStruct((BATCH, flat.config.vocab), jnp.float32),
-        done=jax.ShapeDtypeStruct((BATCH,), bool),
+        logits=jax.ShapeDtypeStruct((batch, flat.config.vocab), jnp.float32),
+        done=jax.ShapeDtypeStruct((batch,), bool),
         key=jax.eval_shape(lambda: jax.random.key(0)),
     )
     running = loop.begin(cache, program=program, size=BLOCK)
     given = loop.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), NEW, jaxkv.Greedy())
-    return loop._loop.trace(*shapes_of(given), program=program, size=BLOCK), cache.pools
+    given = shapes_of(given)
+    if sharding is not None:
+        placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
+        given = jax.tree.map(placed, given)
+    return loop._loop.trace(*given, program=program, size=BLOCK), cache.pools
 
 
 def prefill(flat, policy):
@@ -212,8 +222,10 @@ def measure(row):
     began = time.perf_counter()
     flat, layers = model_of(row)
     config, axes, policy = flat.config, flat.axes, policy_of(row.policy)
-    traced, written = {"decode": decode, "prefill": prefill}[row.program](flat, policy)
-    lowered = traced.lower(lowering_platforms=("cuda",))
+    # As in `aot.compile_for`: from JAX 0.11 on.
+    with jax.sharding.use_abstract_mesh(axes.mesh.abstract_mesh):
+        traced, written = {"decode": decode, "prefill": prefill}[row.program](flat, policy)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     traced_at = time.perf_counter()
     compiled = lowered.compile()
     compiled_at = time.perf_counter()

@@ -7,7 +7,7 @@ import re
 _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
 _RESULT = r"= (\([^=]*?\)|\S+)"
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint32": "u32", "bool": "pred"}
 
 
@@ -23,7 +23,7 @@ def shown(arrays):
 
 def size_of(kind, sizes):
     """Bytes of an array."""
-    return _BYTES[kind] * math.prod(sizes)
+    return BYTES[kind] * math.prod(sizes)
 
 
 def collectives(text):
@@ -31,8 +31,8 @@ def collectives(text):
     found = collections.Counter()
     for result, kind, start in re.findall(rf"{_RESULT} ({_KINDS})(-start)?\(", text):
         arrays = arrays_in(result)
-        if start and result.startswith("(") and kind != "all-reduce":
-            # What begins a transfer names what is sent, and then what comes of it.
+        if start and result.startswith("((" if kind == "all-reduce" else "("):
+            # What begins a transfer names what is sent, and then what comes of it; a sum so only from JAX 0.11 on.
             arrays = arrays[len(arrays) // 2 :]
         found[kind, tuple(arrays)] += 1
     return found

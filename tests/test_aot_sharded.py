@@ -16,6 +16,7 @@ from jaxkv.sharding import model_mesh
 TEXT = """HloModule jit__loop, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, must-alias) }, \
 entry_computation_layout={(s32[4]{0}, bf16[4,2304,128]{2,1,0}, /*index=2*/f32[4,2304]{1,0})->(bf16[4,2304,128]{2,1,0})}
   %sum.1 = f32[4,1,8192]{2,1,0} all-reduce-start(%x), channel_id=1
+  %sum.3 = ((f32[4,1,8192]{2,1,0}), f32[4,1,8192]{2,1,0}) all-reduce-start(%u), channel_id=1
   %done.1 = f32[4,1,8192]{2,1,0} all-reduce-done(%sum.1)
   %sum.2 = f32[4,1,8192]{2,1,0} all-reduce-start(%y), channel_id=2
   %both = (f32[4]{0}, s32[]) all-reduce(%z, %w), channel_id=3
@@ -36,7 +37,7 @@ def script(monkeypatch):
 def test_text(script):
     hlo = script("hlo")
     assert hlo.collectives(TEXT) == {
-        ("all-reduce", (("f32", (4, 1, 8192)),)): 2,
+        ("all-reduce", (("f32", (4, 1, 8192)),)): 3,
         ("all-reduce", (("f32", (4,)), ("s32", ()))): 1,
         ("all-gather", (("f32", (4, 128256)),)): 1,
     }
