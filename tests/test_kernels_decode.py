@@ -179,6 +179,47 @@ def test_a_tokens_attention_is_added_to_scores(dtype, widest):
     check_token(3, 80, dtype, 3, layer=1, scored=True, widest=widest)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_token_reads_what_is_picked(alike):
+    """Rows by number, fewer than were dealt for, and then all from one on; the new row joins behind the segment."""
+    given, layer, rng = token_of(9, 64, "float32", 3, 1), 1, np.random.default_rng(0)
+    q, kv, cos, sin, _, counts, k, v, _, start, _ = given
+    (batch, heads), start, most = LENGTH.shape[1:], np.asarray(start), 6
+    rest = np.maximum(LENGTH - 4, 0)
+    picked = np.minimum(rest[layer].min(axis=1), most) if alike else np.full(batch, 5)
+    number = np.minimum(rest[layer], picked[:, None])
+    number = number.min(axis=1, keepdims=True) if alike else number
+    heads_of = 1 if alike else heads
+    rows = np.zeros((batch, heads_of, most), np.int32)
+    for b, h in np.ndindex(batch, heads_of):
+        below = int(rest[layer, b].min() if alike else rest[layer, b, h])
+        rows[b, h, : number[b, h]] = rng.permutation(below)[: number[b, h]]
+    length = np.broadcast_to(picked[:, None], LENGTH.shape) + LENGTH - rest
+    chunks = pallas_kernels.deal(jnp.zeros_like(start), jnp.asarray(length), programs=5, block=16)
+    i32 = lambda a: jnp.asarray(a, jnp.int32)  # noqa: E731
+    picks = pallas_kernels.Picks(i32(rows), i32(picked), i32(number), i32(rest), i32(start))
+    out, new_k, new_v, _ = pallas_kernels.decode_token(
+        *given[:-1], chunks, layer=layer, picks=picks, tiles=SMALL, interpret=True
+    )
+    of = np.asarray(start)[layer]
+    read = {}
+    for b, h in np.ndindex(batch, heads):
+        mine = rows[b, 0 if alike else h, : number[b, 0 if alike else h]]
+        behind = np.arange(rest[layer, b, h], LENGTH[layer, b, h] + int(counts[b]))
+        read[b, h] = of[b, h] + np.concatenate([mine, behind])
+    want_length = np.asarray([[len(read[b, h]) for h in range(heads)] for b in range(batch)])
+    want_start = np.arange(heads) * want_length.max() + np.zeros((batch, 1), int)
+    packed = np.zeros((2, batch, heads * want_length.max(), 64))
+    for (b, h), at in read.items():
+        into = slice(want_start[b, h], want_start[b, h] + len(at))
+        packed[:, b, into] = wide(new_k)[b, at], wide(new_v)[b, at]
+    assert not np.isnan(packed).any()
+    queries = turned(wide(q.sum(axis=0)[:batch]), *(wide(each)[:, None, None] for each in (cos, sin)))
+    pools = (jnp.asarray(leaf) for leaf in packed)
+    want, _, _ = attend_oracle(jnp.asarray(queries), *pools, want_start, want_length)
+    np.testing.assert_allclose(wide(out)[:batch], want, rtol=2e-5, atol=2e-5)
+
+
 def test_a_group_of_more_than_a_tile():
     """One kv head for twenty query heads: the row is written once."""
     check_token(5, 64, "float32", 20, layer=0)
