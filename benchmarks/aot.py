@@ -43,6 +43,7 @@ ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "a100": "sm_80"}
 KERNELS = (
     "decode_token",
     "decode_token_scored",
+    "decode_token_picked",
     "attend",
     "attend_question",
     "compact",
@@ -158,8 +159,8 @@ def arguments(case):
     whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
-        case "decode_token" | "decode_token_scored":
-            return token_arguments(heads, dtype, batch=batch, pool=pool, scored=case.kernel.endswith("scored"))
+        case "decode_token" | "decode_token_scored" | "decode_token_picked":
+            return token_arguments(heads, dtype, batch=batch, pool=pool, kind=case.kernel.removeprefix("decode_token"))
         case "attend":
             attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
             score = of((batch, pool), jnp.float32)
@@ -185,7 +186,7 @@ def arguments(case):
     raise ValueError(case.kernel)
 
 
-def token_arguments(heads, dtype, *, batch, pool, scored):
+def token_arguments(heads, dtype, *, batch, pool, kind):
     """A new token's attention, for one of four layers whose chunks are dealt together."""
     import jax
     import jax.numpy as jnp
@@ -195,18 +196,24 @@ def token_arguments(heads, dtype, *, batch, pool, scored):
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
     programs = pallas_kernels.programs(dim=heads.dim, itemsize=dtype.itemsize)
 
-    def token(q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, length, *scores):
+    def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
         chunks = pallas_kernels.deal(start, length, programs=programs)
-        options = dict(zip(("score", "begin"), scores, strict=False))
-        given = (q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, chunks)
+        if kind == "_picked":
+            options = {"picks": pallas_kernels.Picks(*more, start)}
+        else:
+            options = dict(zip(("score", "begin"), more, strict=False))
+        given = (q, kv, cos, sin, positions, counts, k, v, pos, start, chunks)
         return pallas_kernels.decode_token(*given, layer=1, **options)
 
+    # Queries, keys and values come in two parts that are to be added up.
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
-    new, angle, one = of((*per_head, heads.dim), f32), of((batch, heads.dim // 2), f32), of((batch,), i32)
+    angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
     rows = of((batch, pool, heads.dim), dtype)
-    shapes = (of((*per_head, heads.group, heads.dim), f32), new, new, angle, angle, one, one)
-    shapes += (rows, rows, of((batch, pool), i32), tables, tables)
-    return token, (*shapes, of((batch, pool), f32), of(per_head, f32)) if scored else shapes
+    shapes = (of((2, *per_head, heads.group, heads.dim), f32), of((2, batch, 2, heads.kv_heads, heads.dim), f32))
+    shapes += (angle, angle, one, one, rows, rows, of((batch, pool), i32), tables, tables)
+    more = {"_scored": (of((batch, pool), f32), of(per_head, f32))}
+    more |= {"_picked": (of((batch, 1, 1024), i32), one, of((batch, 1), i32), tables)}
+    return token, (*shapes, *more.get(kind, ()))
 
 
 def run_case(case):

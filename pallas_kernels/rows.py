@@ -4,6 +4,7 @@ On request a new token's row comes first: the program with a segment's last chun
 segment, and attends to it from registers. No other program looks there, so nothing has to wait.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -152,6 +153,10 @@ def pass_rows(
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
+    # Where rows lie is loaded first: a stage for that, and one for what it holds up, to keep two blocks in flight.
+    launch = how.tiles.launch
+    launch = launch if picks is None else dataclasses.replace(launch, stages=launch.stages + 2)
+
     def kernel(refs):
         tile_index = program_id(1)
         query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -233,7 +238,7 @@ def pass_rows(
         grid=(width, -(-rows // tile)),
         inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None, picks),
         outputs=outputs,
-        launch=how.tiles.launch,
+        launch=launch,
         interpret=how.interpret,
         aliases=aliases,
     )
