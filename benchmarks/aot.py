@@ -180,16 +180,18 @@ def token_arguments(heads, dtype, *, batch, pool, scored):
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
     programs = pallas_kernels.programs(dim=heads.dim, itemsize=dtype.itemsize)
 
-    def token(q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, length, *scores):
+    def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *scores):
         chunks = pallas_kernels.deal(start, length, programs=programs)
         options = dict(zip(("score", "begin"), scores, strict=False))
-        given = (q, k_new, v_new, cos, sin, positions, counts, k, v, pos, start, chunks)
+        given = (q, kv, cos, sin, positions, counts, k, v, pos, start, chunks)
         return pallas_kernels.decode_token(*given, layer=1, **options)
 
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
-    new, angle, one = of((*per_head, heads.dim), f32), of((batch, heads.dim // 2), f32), of((batch,), i32)
+    angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
     rows = of((batch, pool, heads.dim), dtype)
-    shapes = (of((*per_head, heads.group, heads.dim), f32), new, new, angle, angle, one, one)
+    # Products come in parts, of eight sequences at least.
+    new = of((4, 8, 2, heads.kv_heads, heads.dim), f32)
+    shapes = (of((4, 8, heads.kv_heads, heads.group, heads.dim), f32), new, angle, angle, one, one)
     shapes += (rows, rows, of((batch, pool), i32), tables, tables)
     return token, (*shapes, of((batch, pool), f32), of(per_head, f32)) if scored else shapes
 
