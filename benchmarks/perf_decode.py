@@ -202,11 +202,12 @@ def chunks_of(kernels, lengths, *, group, dim, pool_rows):
         segments = [rows for each in lengths for rows in each]
         work = [min(size, rows - at) for rows in segments for at in range(0, rows, size)]
         return work, [math.ceil(rows / size) for rows in segments]
+    import jax.numpy as jnp
     import numpy as np
 
     tiles, programs = (ask(dim=dim, itemsize=2) for ask in (kernels.tuning.decode_tiles, kernels.tuning.programs))
-    length = np.asarray(lengths, np.int32)[None]
-    dealt = kernels.chunks.deal(np.zeros_like(length), length, programs=programs, block=tiles.chunk)
+    length = jnp.asarray(lengths, jnp.int32)[None]
+    dealt = kernels.chunks.deal(jnp.zeros_like(length), length, programs=programs, block=tiles.chunk)
     return np.asarray(dealt.rows)[0].tolist(), np.asarray(dealt.count)[0].ravel().tolist()
 
 
