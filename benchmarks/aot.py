@@ -209,7 +209,9 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
     angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
     rows = of((batch, pool, heads.dim), dtype)
-    shapes = (of((2, *per_head, heads.group, heads.dim), f32), of((2, batch, 2, heads.kv_heads, heads.dim), f32))
+    # Products come in parts, of eight sequences at least.
+    new = (4, 8)
+    shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))
     shapes += (angle, angle, one, one, rows, rows, of((batch, pool), i32), tables, tables)
     more = {"_scored": (of((batch, pool), f32), of(per_head, f32))}
     more |= {"_picked": (of((batch, 1, 1024), i32), one, of((batch, 1), i32), tables)}

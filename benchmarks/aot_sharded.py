@@ -160,10 +160,7 @@ def shapes_of(tree):
 
 
 def decode(flat, policy, *, batch=BATCH, tokens=TOKENS, sharding=None):
-    """The loop over tokens, traced; and what it writes in place.
-
-    Without a mesh `sharding` says on which device all of it lies.
-    """
+    """The loop over tokens, traced, and what it writes in place; `sharding` says where it lies if not on a mesh."""
     import jax
     import jax.numpy as jnp
 
@@ -186,8 +183,7 @@ def decode(flat, policy, *, batch=BATCH, tokens=TOKENS, sharding=None):
     given = loop.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), NEW, jaxkv.Greedy())
     given = shapes_of(given)
     if sharding is not None:
-        placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-        given = jax.tree.map(placed, given)
+        given = jax.tree.map(lambda leaf: leaf.update(sharding=sharding), given)
     return loop._loop.trace(*given, program=program, size=BLOCK), cache.pools
 
 

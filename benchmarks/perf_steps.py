@@ -23,7 +23,7 @@ import perf_sass
 
 BUDGET, NEW, GROUP, DIM, HEADS = 1024, aot_sharded.NEW, 4, 128, 8
 # Launches a layer that a policy's step may take.
-LAUNCHES = {"FullKV": 12, "SnapKV": 12, "AdaKV": 12, "PyramidKV": 12, "H2O": 16, "D2O": 27, "OmniKV": 20}
+LAUNCHES = {"FullKV": 12, "SnapKV": 12, "AdaKV": 12, "PyramidKV": 12, "H2O": 16, "D2O": 16, "OmniKV": 27}
 # Temporaries, as a share of the pools; of a single sequence the logits alone are as much as 1024 rows a head.
 TEMPORARIES, FEW = 0.01, 8
 LAYERS, SMALL, LESS = 32, 8, 4
