@@ -162,6 +162,23 @@ def flash(case, dtype, tiles=None):
     return found
 
 
+def window(case, dtype, tiles=None):
+    """How much attention each key receives from the last queries of unequal prompts, one shorter than the window."""
+    heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
+    few, tokens = 32, np.asarray([slots - 5, 20], np.int32)
+    k, q = random(8, (2, heads, slots, dim), dtype), random(9, (2, heads, group, few, dim), dtype)
+    given = [jnp.asarray(each) for each in (tokens - few, tokens)]
+    ours = pallas_kernels.window_sums(q, k, *given, tiles=tiles, interpret=INTERPRET)
+    want = np.zeros(ours.shape)
+    for b, begin in enumerate(tokens - few):
+        for row in range(max(0, -begin), few):
+            keys = slice(0, begin + row + 1)
+            logits = np.einsum("kgd,ksd->kgs", wide(q)[b, :, :, row], wide(k)[b, :, keys]) / np.sqrt(dim)
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            want[b, :, keys] += (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=1)
+    return {"window": error(ours, want)}
+
+
 def compact(case, dtype, tiles=None):
     """Rows of a layer's prefill, moved exactly."""
     heads, dim, slots = case["kv_heads"], case["dim"], case["slots"]
@@ -175,7 +192,7 @@ def compact(case, dtype, tiles=None):
     return found | {"compact pos": error(ours[2], np.where(source < 0, -1, source % slots))}
 
 
-KERNELS = {"attend": attend, "token": token, "beside": beside, "flash": flash, "compact": compact}
+KERNELS = {"attend": attend, "token": token, "beside": beside, "flash": flash, "window": window, "compact": compact}
 
 
 def check(case):

@@ -28,7 +28,13 @@ SHIPPED = gpu_rows.ROOT / "pallas_kernels" / "tuned"
 # In force while candidates are timed: they are held against the rule of thumb, not against an earlier table.
 NO_TILES = gpu_rows.ROOT / "benchmarks" / "data" / "no_tiles.json"
 # What each kernel gets of the time for a dtype and head dim, and the table's entry that it belongs to.
-KERNELS = {"decode": (0.45, "decode"), "flash": (0.35, "prefill"), "sums": (0.1, "prefill"), "gather": (0.1, "gather")}
+KERNELS = {
+    "decode": (0.45, "decode"),
+    "flash": (0.3, "prefill"),
+    "sums": (0.1, "prefill"),
+    "window": (0.1, "window"),
+    "gather": (0.05, "gather"),
+}
 # Repeats and survivors of each round.
 ROUNDS = ((3, 10), (7, 3), (15, 1))
 # A table is for what is faster by more than noise.
@@ -50,6 +56,9 @@ def options(kernel):
     if kernel == "flash":
         sizes = itertools.product((64, 128, 256), (32, 64, 128))
         return [{"queries": q, "keys": k, "launch": each} for q, k in sizes for each in launches((4, 8), (2, 3, 4))]
+    if kernel == "window":
+        sizes = [{"keys": keys, "chunk": n * keys} for keys in (32, 64, 128) for n in (2, 4, 8)]
+        return [{**size, "launch": each} for size in sizes for each in launches((4, 8), (2, 3))]
     if kernel == "sums":
         return [{"scores_launch": each} for each in launches((4, 8), (1, 2, 3, 4))]
     return [{"block": b, "launch": each} for b in (8, 16, 32, 64, 128) for each in launches((2, 4, 8), (1,))]
@@ -64,8 +73,8 @@ def needs(kernel, tiles, dim, itemsize):
     elif kernel == "gather":
         return 0, tiles["block"] * width * itemsize // 4 / (32 * tiles["launch"]["warps"])
     else:
-        queries, keys = tiles["queries"], tiles["keys"]
-        launch = tiles["launch" if kernel == "flash" else "scores_launch"]
+        queries, keys = tiles["rows" if kernel == "window" else "queries"], tiles["keys"]
+        launch = tiles["scores_launch" if kernel == "sums" else "launch"]
     # Of a pipelined loop's blocks one may be computed from registers.
     shared = max(1, launch["stages"] - 1) * 2 * keys * width * itemsize
     return shared, (queries * width + queries * keys) / (32 * launch["warps"])
@@ -184,7 +193,7 @@ def table_path(out, device):
 def enter(path, shipped, told, kernel, entry):
     """Puts an entry into a table, in place of the one for the same dtype and head dim; the others stay."""
     source = next((each for each in (path, shipped) if each.exists()), None)
-    table = json.loads(source.read_text()) if source else {"decode": [], "gather": [], "prefill": []}
+    table = json.loads(source.read_text()) if source else {name: [] for _, name in KERNELS.values()}
     table |= told
     same = lambda each: (each["dim"], each["itemsize"]) == (entry["dim"], entry["itemsize"])  # noqa: E731
     rest = [each for each in table.get(kernel, []) if not same(each)]

@@ -22,6 +22,8 @@ from jaxkv.pallas_kernels import tuning
 _MODELS = {m.dim: m for m in shapes.MODELS if m.name in shapes.PER_DIM}
 # Bytes and operations per second by which the number of calls goes, and seconds of one measurement's programs.
 _BYTES, _FLOPS = 3e12, 3e14
+# Queries that SnapKV looks at.
+WINDOW = 32
 
 
 def _ragged(batch, heads, rows):
@@ -50,6 +52,8 @@ def _rule(kernel, dim, dtype):
     itemsize = jnp.dtype(dtype).itemsize
     if kernel == "gather":
         return tuning.gather_tiles(dim=dim, itemsize=itemsize)
+    if kernel == "window":
+        return tuning.window_tiles(rows=_MODELS[dim].group * WINDOW, dim=dim, itemsize=itemsize)
     if kernel in ("flash", "sums"):
         return tuning.prefill_tiles(dim=dim, itemsize=itemsize)
     return tuning.decode_tiles(dim=dim, itemsize=itemsize)
@@ -100,6 +104,17 @@ def _sums(case):
     return [Chain(run, lse, [k], estimate=q.size * q.shape[3] / _FLOPS)]
 
 
+def _window(case):
+    q, k, _, _, length = _prompt(case["dim"], case["dtype"])
+    tiles, few = _tiles("window", case), q[..., -WINDOW:, :]
+
+    def run(q, k):
+        sums = pallas_kernels.window_sums(q, k, length - WINDOW, length, tiles=tiles, interpret=INTERPRET)
+        return q + (1e-6 * jnp.minimum(sums[0, 0, 0], 1.0)).astype(q.dtype)
+
+    return [Chain(run, few, [k], estimate=k.size * k.dtype.itemsize / _BYTES + 2e-5)]
+
+
 @functools.cache
 def _rows(dim, dtype):
     heads = _MODELS[dim]
@@ -121,7 +136,7 @@ def _gather(case):
     return [Chain(run, source, [(k, v)], estimate=4 * source.size * case["dim"] * k.dtype.itemsize / _BYTES)]
 
 
-_MADE = {"decode": _decode, "flash": _flash, "sums": _sums, "gather": _gather}
+_MADE = {"decode": _decode, "flash": _flash, "sums": _sums, "window": _window, "gather": _gather}
 
 
 @functools.cache
@@ -149,7 +164,7 @@ class _Timed:
         return {"seconds": mean([max(each, 1e-9) for each in seconds]), "range": ends, "loads": seconds, "tiles": tiles}
 
 
-decode, flash, sums, gather = (_Timed(kernel) for kernel in _MADE)
+decode, flash, sums, window, gather = (_Timed(kernel) for kernel in _MADE)
 
 
 def check(case):
@@ -158,7 +173,8 @@ def check(case):
     Raises:
         ValueError: naming what is wrong.
     """
-    kernels = {"decode": ("attend", "token"), "gather": ("compact",)}.get(case["kernel"], ("flash",))
+    known = {"decode": ("attend", "token"), "gather": ("compact",), "window": ("window",)}
+    kernels = known.get(case["kernel"], ("flash",))
     rows, slots = (40, 48) if INTERPRET else (700, 384)
     shape = {"kv_heads": 3, "group": 2, "dim": case["dim"], "rows": rows, "slots": slots}
     dtype, tiles, errors = jnp.dtype(case["dtype"]), _tiles(case["kernel"], case), {}

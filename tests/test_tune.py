@@ -12,6 +12,7 @@ RULES = {
     "decode": {"chunk": 64, "block": 64, "queries": 64, "resident": 3, "launch": {"warps": 4, "stages": 3}},
     "flash": {"queries": 128, "keys": 64, "launch": {"warps": 8, "stages": 2}},
     "gather": {"block": 64, "launch": {"warps": 4, "stages": 1}},
+    "window": {"rows": 128, "keys": 128, "chunk": 512, "launch": {"warps": 8, "stages": 2}},
     "sums": {"queries": 128, "keys": 64, "scores_launch": {"warps": 8, "stages": 2}},
 }
 
@@ -108,17 +109,16 @@ def test_a_table_keeps_what_others_have_found(tune, monkeypatch, tmp_path):
     old = {"dim": 64, "itemsize": 2, "block": 32}
     entry = {"dim": 128, "itemsize": 2, "block": 16}
     path.write_text(json.dumps({"decode": [old, entry], "gather": [], "prefill": [entry]}))
-    best = {"block": 32, "queries": 64}
+    best = {"block": 32, "queries": 64, "chunk": 256}
     fast = lambda tiles: far_from({name: best[name] for name in best if name in tiles})(tiles)  # noqa: E731
     bench = Bench(tune, monkeypatch, fast)
     assert tune.search(bench, tmp_path, [128], ["bfloat16"], 4000) == path
-    assert json.loads(bench.table.read_text()) == {"decode": [], "gather": [], "prefill": []}
+    assert json.loads(bench.table.read_text()) == {"decode": [], "gather": [], "prefill": [], "window": []}
     table = json.loads(path.read_text())
     assert (table["device"], table["jax"]) == ("Fake 1", "1") and table["decode"][0] == old
-    found = {
-        kernel: [each for each in table[kernel] if each["dim"] == 128] for kernel in ("decode", "gather", "prefill")
-    }
-    assert [len(each) for each in found.values()] == [1, 1, 1]
+    kernels = ("decode", "gather", "prefill", "window")
+    found = {kernel: [each for each in table[kernel] if each["dim"] == 128] for kernel in kernels}
+    assert [len(each) for each in found.values()] == [1, 1, 1, 1]
     assert found["decode"][0]["block"] == 32 and found["prefill"][0]["queries"] == 64
 
     # What is no faster than the rule of thumb leaves no entry.
