@@ -36,7 +36,7 @@ def lowered(function, *arrays):
 def calls(text):
     """Targets of custom calls, the kernels by their names."""
     targets = re.findall(r"custom_call @(\S+?)\(", text)
-    return [each for each in targets if "cudnn" in each], re.findall(r'name = "(\w+)"', text)
+    return [each for each in targets if "cudnn" in each], re.findall(r'name = "((?:window|column|flash)_\w+)"', text)
 
 
 POLICIES = {"full": jaxkv.FullKV(), "snapkv": jaxkv.SnapKV(budget=16, window=8), "h2o": jaxkv.H2O(budget=16)}
