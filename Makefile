@@ -28,7 +28,8 @@ LATEST_STAMP := .venv-latest/.made-0.12
 FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
   namex==0.1.0 h5py==3.16.0 optree==0.20.0
 FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
-LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_implementations.py tests/test_layout.py
+LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
+  tests/test_kernels_mosaic.py tests/test_cudnn.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
   loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded needle clean \
@@ -41,7 +42,7 @@ help:
 	@echo "make format       let ruff rewrite the files"
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
-	@echo "make bench-gpu    check and time the kernels on this machine's GPU, with the Python on the path"
+	@echo "make bench-gpu    check and time kernels and models on this machine's GPU, with the Python on the path; goes on"
 	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
@@ -50,7 +51,7 @@ help:
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
 	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
 	@echo "make two-stage    2StageRetr: answers, and attention that stays visible, at 30% of the cache"
-	@echo "make tune         search for the fastest tiles on this machine's GPU"
+	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
@@ -87,7 +88,8 @@ bench-peer: $(STAMP) $(PEER_STAMP)
 	  --gguf "$$($(BIN)/python -c "from jaxkv.checkpoints import fetch; print(fetch('smollm2-135m-instruct'))")"
 
 bench-gpu:
-	@python3 -m benchmarks.gpu --out benchmarks/results
+	@python3 -m benchmarks.gpu --out benchmarks/results --minutes 60
+	@python3 -m benchmarks.gpu_report "$$(ls -t benchmarks/results/*.jsonl | head -n 1)"
 
 against: $(STAMP)
 	@$(BIN)/python benchmarks/against.py --base "$(BASE)"
@@ -114,7 +116,8 @@ two-stage: $(STAMP)
 	@$(BIN)/python -m benchmarks.two_stage
 
 tune:
-	@python3 -m benchmarks.tune --out pallas_kernels/tuned
+	@python3 -m benchmarks.tune --out benchmarks/results
+	@mkdir -p pallas_kernels/tuned && mv benchmarks/results/tuned/*.json pallas_kernels/tuned/
 
 aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --out benchmarks/results/aot.md

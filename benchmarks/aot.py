@@ -43,14 +43,20 @@ ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "a100": "sm_80"}
 KERNELS = (
     "decode_token",
     "decode_token_scored",
+    "decode_token_picked",
     "attend",
     "attend_question",
     "compact",
     "gather_rows",
     "flash",
     "column_sums",
+    "window_sums",
 )
 DTYPES = ("bfloat16", "float16", "float32")
+# Mosaic GPU's, for Hopper: one model for each head dim that they take, and what their code must have.
+MOSAIC = ("flash_mosaic",)
+MOSAIC_MODELS, MOSAIC_DTYPES = ("Llama-3-8B", "SmolLM2-135M"), ("bfloat16", "float16")
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "TMA": "cp.async.bulk.tensor"}
 # (kernel, dtype, head dim): why these spills are accepted.
 EXCEPTIONS: dict[tuple[str, str, int], str] = {}
 TEMP_SHARE = 0.02
@@ -72,6 +78,8 @@ def _start(folder, text="false"):
     os.environ["JAXKV_DUMP"] = dump
     # From JAX 0.11 on PTX is left only on demand.
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text={text} --xla_dump_emitter_re=ptx"
+    # Mosaic GPU has a compiler of its own beside XLA's.
+    os.environ |= {"MOSAIC_GPU_DUMP_TO": dump, "MOSAIC_GPU_DUMP_PTX": "1"}
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     # XLA and JAX say at length that there is no GPU, which is the point here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -102,10 +110,11 @@ def compile_for(device, function, *shapes, donate=()):
 
 
 def ptxas_report(device, dump):
-    """Registers, static shared memory and spills of every kernel in the PTX that was dumped."""
+    """Registers, static shared memory, spills and Hopper's instructions of every kernel in the PTX that was dumped."""
     rows = []
     for path in sorted(glob.glob(f"{dump}/**/*.ptx", recursive=True)):
-        if ".version" not in Path(path).read_text():
+        text = Path(path).read_text()
+        if ".version" not in text:
             continue  # XLA also leaves the empty rests of modules that it split.
         command = [_ptxas(), "-v", f"-arch={ARCHITECTURES[device]}", path, "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -115,6 +124,7 @@ def ptxas_report(device, dump):
         for line in done.stderr.splitlines():
             if found := re.search(r"Compiling entry function '([^']+)'", line):
                 entry = {"name": found[1], "spills": 0, "registers": 0, "shared": 0}
+                entry |= {name: text.count(code) for name, code in INSTRUCTIONS.items()}
                 rows.append(entry)
             if entry and (found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)):
                 entry["spills"] = int(found[1]) + int(found[2])
@@ -149,8 +159,8 @@ def arguments(case):
     whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
     queries = of((batch, k_heads, group, slots, dim), dtype)
     match case.kernel:
-        case "decode_token" | "decode_token_scored":
-            return token_arguments(heads, dtype, batch=batch, pool=pool, scored=case.kernel.endswith("scored"))
+        case "decode_token" | "decode_token_scored" | "decode_token_picked":
+            return token_arguments(heads, dtype, batch=batch, pool=pool, kind=case.kernel.removeprefix("decode_token"))
         case "attend":
             attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
             score = of((batch, pool), jnp.float32)
@@ -164,13 +174,19 @@ def arguments(case):
             return pallas_kernels.gather_rows, (pools, of((4, batch, k_heads), i32), of((batch, 1024), i32))
         case "flash":
             return pallas_kernels.flash, (queries, whole, whole, one, one)
+        case "flash_mosaic":
+            from jaxkv.pallas_kernels import mosaic
+
+            return mosaic.flash, (queries, whole, whole, one, one)
         case "column_sums":
             lse = of((batch, k_heads, group, slots), jnp.float32)
             return pallas_kernels.column_sums, (queries, whole, lse, one, one)
+        case "window_sums":
+            return pallas_kernels.window_sums, (of((batch, k_heads, group, 32, dim), dtype), whole, one, one)
     raise ValueError(case.kernel)
 
 
-def token_arguments(heads, dtype, *, batch, pool, scored):
+def token_arguments(heads, dtype, *, batch, pool, kind):
     """A new token's attention, for one of four layers whose chunks are dealt together."""
     import jax
     import jax.numpy as jnp
@@ -180,20 +196,26 @@ def token_arguments(heads, dtype, *, batch, pool, scored):
     of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
     programs = pallas_kernels.programs(dim=heads.dim, itemsize=dtype.itemsize)
 
-    def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *scores):
+    def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
         chunks = pallas_kernels.deal(start, length, programs=programs)
-        options = dict(zip(("score", "begin"), scores, strict=False))
+        if kind == "_picked":
+            options = {"picks": pallas_kernels.Picks(*more, start)}
+        else:
+            options = dict(zip(("score", "begin"), more, strict=False))
         given = (q, kv, cos, sin, positions, counts, k, v, pos, start, chunks)
         return pallas_kernels.decode_token(*given, layer=1, **options)
 
+    # Queries, keys and values come in two parts that are to be added up.
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
     angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
     rows = of((batch, pool, heads.dim), dtype)
     # Products come in parts, of eight sequences at least.
-    new = of((4, 8, 2, heads.kv_heads, heads.dim), f32)
-    shapes = (of((4, 8, heads.kv_heads, heads.group, heads.dim), f32), new, angle, angle, one, one)
-    shapes += (rows, rows, of((batch, pool), i32), tables, tables)
-    return token, (*shapes, of((batch, pool), f32), of(per_head, f32)) if scored else shapes
+    new = (4, 8)
+    shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))
+    shapes += (angle, angle, one, one, rows, rows, of((batch, pool), i32), tables, tables)
+    more = {"_scored": (of((batch, pool), f32), of(per_head, f32))}
+    more |= {"_picked": (of((batch, 1, 1024), i32), one, of((batch, 1), i32), tables)}
+    return token, (*shapes, *more.get(kind, ()))
 
 
 def run_case(case):
@@ -204,7 +226,7 @@ def run_case(case):
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)
-        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums")
+        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums", "window")
         rows = [row for row in ptxas_report(case.device, dump) if row["name"].startswith(kernels)]
         return case, rows, None if rows else "no kernel in the program"
     except Exception as error:  # One case's failure is a line of the table.
@@ -219,8 +241,10 @@ def whole_programs(device):
 
     from jaxkv.attention import Implementation
     from jaxkv.engine.decode import step
+    from jaxkv.engine.plan import plan
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
+    from jaxkv.policies import SnapKV
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
@@ -280,6 +304,12 @@ def whole_programs(device):
         f"| prefill layer, 1 x {tokens} | hidden states {hidden / 2**30:.2f} GiB | "
         f"{memory.alias_size_in_bytes / hidden:.1%} | - | {memory.temp_size_in_bytes / 2**20:.0f} MiB |"
     )
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(flat.blocks[0]))
+    taken = memory.argument_size_in_bytes - weights + memory.temp_size_in_bytes
+    taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    planned = plan(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
+    if taken > planned.peak_bytes - planned.cache_bytes:
+        faults.append(f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}")
     return lines, faults
 
 
@@ -291,6 +321,28 @@ def cases(quick, dtypes):
         return [Case(kernel, "Llama-3-8B", "bfloat16", "h100") for kernel in KERNELS]
     models = [heads.name for heads in shapes.MODELS]
     return [Case(*each) for each in ((k, m, t, d) for d in DEVICES for m in models for k in KERNELS for t in dtypes)]
+
+
+def mosaic_cases(quick, dtypes):
+    """What is compiled of Mosaic GPU's kernels."""
+    hopper = [device for device, name in ARCHITECTURES.items() if name == "sm_90a"]
+    kinds = [(m, t) for m in MOSAIC_MODELS for t in MOSAIC_DTYPES if t in dtypes]
+    found = [Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC]
+    return found[:1] if quick else found
+
+
+def executor(folder, **options):
+    """Processes that compile."""
+    context = multiprocessing.get_context("spawn")
+    options |= {"max_workers": os.cpu_count(), "mp_context": context, "initializer": _start, "initargs": (folder,)}
+    return concurrent.futures.ProcessPoolExecutor(**options)
+
+
+def run_all(pool, folder, quick, dtypes):
+    """Runs every case; Mosaic's in a process each, for it compiles what it has compiled before no second time."""
+    yield from pool.map(run_case, cases(quick, dtypes), chunksize=4)
+    with executor(folder, max_tasks_per_child=1) as fresh:
+        yield from fresh.map(run_case, mosaic_cases(quick, dtypes))
 
 
 def dim_of(model):
@@ -310,12 +362,9 @@ def main():
     faults, lines = [], []
     with tempfile.TemporaryDirectory() as folder:
         _start(folder)
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(
-            max_workers=os.cpu_count(), mp_context=context, initializer=_start, initargs=(folder,)
-        ) as pool:
+        with executor(folder) as pool:
             table = {}
-            for case, rows, error in pool.map(run_case, cases(args.quick, args.dtypes), chunksize=4):
+            for case, rows, error in run_all(pool, folder, args.quick, args.dtypes):
                 if error:
                     faults.append(f"{case}: {error}")
                 for row in rows:
@@ -324,15 +373,20 @@ def main():
                     excused = (case.kernel, case.dtype, dim_of(case.model)) in EXCEPTIONS
                     if row["spills"] and not excused:
                         faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
+                    if case.kernel in MOSAIC and not all(row[name] for name in INSTRUCTIONS):
+                        faults.append(f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}")
             devices = ("h100",) if args.quick else tuple(DEVICES)
             wholes = (
                 [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
             )
+    hopper = lambda row: [f"{row[name]} {name}" for name in INSTRUCTIONS if row["TMA"]]  # noqa: E731
     lines.append("| kernel | asked for by | dtype | model (head dim) | " + " | ".join(devices) + " |")
     lines.append("|---|---|---|---|" + "---|" * len(devices))
     for (name, kernel, dtype, model), by_device in table.items():
         show = lambda row: (  # noqa: E731
-            f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled" if row else "-"
+            ", ".join([f"{row['registers']} reg, {row['shared']} B shared, {row['spills']} B spilled", *hopper(row)])
+            if row
+            else "-"
         )
         values = " | ".join(show(by_device.get(device)) for device in devices)
         lines.append(f"| {name} | {kernel} | {dtype} | {model} ({dim_of(model)}) | {values} |")

@@ -10,9 +10,6 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-import jax
-import numpy as np
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -50,6 +47,8 @@ def resume(path, settings):
 
 def machine():
     """Where and when a figure was measured, and what else the machine had to do then."""
+    import jax  # what only keeps files must not hold a device
+
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": _processor(),
@@ -63,6 +62,8 @@ def machine():
 
 def random_ids(model, batch, tokens):
     """Prompts of random tokens, the same in every run."""
+    import numpy as np
+
     return np.random.default_rng(0).integers(100, model.config.vocab, (batch, tokens)).astype(np.int32)
 
 

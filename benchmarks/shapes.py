@@ -1,6 +1,7 @@
-"""Attention shapes of real models, and a whole model of Llama 3 8B's shape without weights."""
+"""Attention shapes of real models, and whole models of Llama 3's shapes, without weights or with random ones."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.program import Program
+from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.sharding import spec_of
@@ -76,6 +78,31 @@ def llama_3_70b(layers=80):
 def llama_3_405b(layers=126):
     """The config of Llama 3.1 405B, likewise."""
     return llama(layers=layers, embed=16384, hidden=53248, heads=128)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key, *, shape, dtype):
+    return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def random_llama(name):
+    """A model with random bfloat16 weights: of Llama 3 8B's shape ("llama-3-8b"), or a "tiny" one."""
+    config = llama_3_8b()
+    if name == "tiny":
+        small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+        small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
+        small |= {"max_position_embeddings": 4096, "eos_token_id": 0, "tie_word_embeddings": False}
+        config = ModelConfig.from_hf(small | {"hidden_act": "silu"})
+    graph, state = nnx.split(Decoder(config, dtype=jnp.bfloat16))
+    leaves, structure = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    # Norms' scales are the parameters with one axis: at 1 activations keep their size.
+    filled = [
+        jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _normal(key, shape=leaf.shape, dtype=leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    decoder = nnx.merge(graph, jax.tree.unflatten(structure, filled))
+    return LanguageModel(decoder, text=None, name=f"random-{name}")
 
 
 def abstract(config, dtype=jnp.bfloat16, axes=None):

@@ -13,18 +13,14 @@ Ratios are to FullKV in the same repeat. --gpu has not been run on a GPU yet, wi
 
 import argparse
 import statistics
-from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jaxkv
 from benchmarks import record, shapes
 from jaxkv.engine.compilation import enable_compilation_cache
-from jaxkv.models.decoder import Decoder
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = ((64, 256), (128, 512), (256, 1024), (512, 2048))
@@ -101,31 +97,6 @@ def ratios(cells):
     return found
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key, *, shape, dtype):
-    return (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-
-def random_llama(quick):
-    """A model of Llama 3 8B's shape with random weights; tiny if quick."""
-    config = shapes.llama_3_8b()
-    if quick:
-        small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256, "rms_norm_eps": 1e-5}
-        small |= {"max_position_embeddings": 4096, "eos_token_id": 0, "tie_word_embeddings": False}
-        config = jaxkv.ModelConfig.from_hf(small | {"hidden_act": "silu"})
-    graph, state = nnx.split(Decoder(config, dtype=jnp.bfloat16))
-    leaves, structure = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    # Norms' scales are the parameters with one axis: at 1 activations keep their size.
-    filled = [
-        jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _normal(key, shape=leaf.shape, dtype=leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    decoder = nnx.merge(graph, jax.tree.unflatten(structure, filled))
-    return jaxkv.LanguageModel(decoder, text=None, name="random-llama-quick" if quick else "random-llama-3-8b")
-
-
 def show(results, listed):
     """Prints what has been measured, a policy a row, medians over repeats."""
     print(
@@ -182,7 +153,9 @@ def main():
     out = options.out or record.RESULTS / f"throughput{device}{'-quick' if options.quick else ''}.json"
 
     enable_compilation_cache()
-    model = random_llama(options.quick) if options.gpu else jaxkv.load(MODEL, "float32")
+    model = (
+        shapes.random_llama("tiny" if options.quick else "llama-3-8b") if options.gpu else jaxkv.load(MODEL, "float32")
+    )
     settings = {"model": model.name, "dtype": model.dtype.name, "batch": None if options.gpu else options.batch or 8}
     results = record.resume(out, settings)
     measured = results.setdefault("measured", {})

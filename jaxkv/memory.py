@@ -38,10 +38,14 @@ def available_bytes(device: jax.Device) -> int | None:
     Returns:
         The allocator's limit less its use; on a CPU the machine's available memory.
     """
+    own = allocator_bytes(device)
+    return machine_bytes() if own is None else own
+
+
+def allocator_bytes(device: jax.Device) -> int | None:
+    """Bytes that the device's own allocator can still give, or None where there is none that says so: on a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return machine_bytes()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def default_device() -> jax.Device:

@@ -11,6 +11,7 @@ from .prefill import column_sums, flash
 from .replace import replace_rows
 from .rows import Picks
 from .tuning import programs
+from .window import window_sums
 
 __all__ = [
     "Chunks",
@@ -25,4 +26,5 @@ __all__ = [
     "gather_rows",
     "programs",
     "replace_rows",
+    "window_sums",
 ]

@@ -6,6 +6,7 @@ deprecated it since 0.11 and still ships it in 0.12; the functions of this packa
 """
 
 import dataclasses
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ store = _triton.store
 
 # Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
 MASKED = -1e30
+# The device has an instruction for powers of two: kernels scale logits by this, too, and turn log-sum-exps back.
+LOG2E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,30 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
     """A product with float32 accumulation; float32 operands keep all their bits (no tf32)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
+
+
+def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
+    """2 ** (x * scale + shift) in two instructions; results below 2 ** -126 are 0.
+
+    `jnp.exp2` takes six: nothing joins its product and its sum, and denormal results get a path of their own.
+
+    Args:
+        x: float32.
+        scale: a number known when the kernel is compiled.
+        shift: of x's shape, or one that broadcasts to it.
+        interpret: there is no device to run its instructions.
+    """
+    if interpret:
+        return jnp.exp2(x * scale + shift)
+    (bits,) = struct.unpack(">I", struct.pack(">f", scale))
+    (out,) = _triton.elementwise_inline_asm(
+        f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, t; }}",
+        args=[x, jnp.broadcast_to(shift, x.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return out
 
 
 def pad_dim(dim: int) -> int:

@@ -45,9 +45,9 @@ def most(programs: int, segments: int) -> int:
     """The number of chunks that always suffices, W.
 
     A wave of the device's programs, and four for each segment: its last chunk is not full, and where there are many
-    segments, smaller chunks even out what one wave leaves uneven.
+    segments, smaller chunks even out what one wave leaves uneven. Fewer for very many, as programs without work count.
     """
-    return programs + 4 * segments
+    return programs + 2 * segments + min(programs, 2 * segments)
 
 
 def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
@@ -94,7 +94,7 @@ def _size(length, *, programs, block):
     segments = length.shape[1]
     total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
     # With smaller ones the table might not hold the chunks: a segment adds less than one to its full ones.
-    least = jnp.maximum(_up(total, (programs + 3 * segments) * block), 1)
+    least = jnp.maximum(_up(total, (most(programs, segments) - segments) * block), 1)
     even = total.astype(jnp.float32) / programs
     sizes = jnp.maximum(jnp.ceil(even * (jnp.asarray(_SHARES, jnp.float32) / block)).astype(jnp.int32), least) * block
     chunks = jnp.maximum(_up(length[:, None, :], sizes[..., None]), 1).sum(axis=-1, dtype=jnp.int32)

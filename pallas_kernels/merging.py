@@ -1,5 +1,6 @@
 """What follows the pass over rows of decode attention: chunks become heads, and logits become rows' scores."""
 
+import dataclasses
 import math
 
 import jax
@@ -43,11 +44,15 @@ def merge(
     segments = batch * heads
     # As many chunks as a segment has where segments are alike.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
+    # Eight chunks of a warp at most: then all are asked for before the first is looked at.
+    launch = dataclasses.replace(how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8))
 
     def kernel(refs):
         query = program_id(1)
         mine = (refs.layer[...], program_id(0))
         begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
+        # The loop is bounded by both, so that the first is not loaded behind it.
+        number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         real = column < dim
 
@@ -94,7 +99,7 @@ def merge(
             "out": per_segment(sequences or batch, dtype, rows, dim),
             "lse": per_segment(batch, jnp.float32, rows),
         },
-        launch=how.tiles.merge_launch,
+        launch=launch,
         interpret=how.interpret,
     )
     return found["out"].reshape(-1, heads, rows, dim), found["lse"].reshape(batch, heads, rows)

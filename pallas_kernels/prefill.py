@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import tuning
-from ._compat import MASKED, BlockSpec, call, dot, load, pad_dim, program_id, put_rows, store, take_rows
+from ._compat import LOG2E, MASKED, BlockSpec, call, dot, exp2_of, load, pad_dim, program_id, put_rows, store, take_rows
 from .tuning import PrefillTiles
 
 
@@ -41,7 +41,7 @@ def flash(
     slots = k.shape[2]
     tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_q, block_k = tiles.queries, tiles.keys
-    scale = 1.0 / dim**0.5
+    scale, exp2 = LOG2E / dim**0.5, partial(exp2_of, interpret=interpret)
 
     # Blocks of a program (i, h, b), h over H query heads: q [T, D] of head h; k, v [S, D] of its kv head; first and
     # length of sequence b, scalars; out [T, D], lse [T] of head h, of which it writes rows i * block_q on.
@@ -58,12 +58,12 @@ def flash(
             top, total, acc = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
             keys = take_rows(k_ref, key, key < slots if masked else None, dim)
-            s = dot(rows, keys, transpose_b=True) * scale
+            s = dot(rows, keys, transpose_b=True)
             if masked:
                 s = jnp.where((key[None, :] <= position[:, None]) & (key < tokens)[None, :], s, MASKED)
             new_top = jnp.maximum(top, s.max(axis=1))
-            weights = jnp.exp(s - new_top[:, None])
-            shrink = jnp.exp(top - new_top)
+            weights = exp2(s, scale, -(new_top * scale)[:, None])
+            shrink = exp2(top, scale, -new_top * scale)
             values = take_rows(v_ref, key, key < slots if masked else None, dim)
             acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
             return new_top, total * shrink + weights.sum(axis=1), acc
@@ -83,7 +83,7 @@ def flash(
         empty = (position < 0) | (position >= tokens)
         total = jnp.where(empty, 1.0, total)
         put_rows(out_ref, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
-        store(lse_ref.at[row], jnp.where(empty, -jnp.inf, top + jnp.log(total)), mask=mine)
+        store(lse_ref.at[row], jnp.where(empty, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E), mask=mine)
 
     query = lambda *shape: BlockSpec(  # noqa: E731
         (None, None, None, *shape), lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape)
@@ -123,7 +123,7 @@ def column_sums(
 ) -> jax.Array:
     """How much attention each key receives from all the queries given, by a second pass that re-uses their lse.
 
-    With the last w queries of a prompt this is SnapKV's score before pooling, with all of them H2O's.
+    With all queries of a prompt this is H2O's score; for a few of them `window_sums` is quicker.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; negative positions do not exist.
@@ -142,32 +142,42 @@ def column_sums(
     slots = k.shape[2]
     tiles = tiles or tuning.prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_k = tiles.keys
-    block_q = min(tiles.queries, max(16, 1 << (queries - 1).bit_length()))
-    scale = 1.0 / dim**0.5
+    block_q = min(tiles.queries, pad_dim(queries))
+    scale = LOG2E / dim**0.5
 
-    # Blocks of a program (j, h, b), h over H query heads: q [T, D] and lse [T] of head h; k [S, D] of its kv head;
+    # Blocks of a program (j, h, b), h over H query heads: q [T, D] and shift [T] of head h; k [S, D] of its kv head;
     # first and length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
-    def kernel(q_ref, k_ref, lse_ref, first_ref, length_ref, out_ref):
+    def kernel(q_ref, k_ref, shift_ref, first_ref, length_ref, out_ref):
         begin, tokens = first_ref[...], length_ref[...]
-        key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
+        at = program_id(0) * block_k
+        key = at + jnp.arange(block_k, dtype=jnp.int32)
         mine = key < slots
         keys = take_rows(k_ref, key, mine, dim)
-        earliest = jnp.maximum(program_id(0) * block_k - begin, 0) // block_q
-        latest = (jnp.minimum(tokens - begin, queries) + block_q - 1) // block_q
-        # Keys of padding have no queries behind them that count.
-        latest = jnp.where(program_id(0) * block_k < tokens, latest, earliest)
 
-        def step(index, acc):
+        def step(index, acc, *, masked):
             row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
             position = begin + row
             counts = (row < queries) & (position >= 0) & (position < tokens)
-            rows = take_rows(q_ref, row, counts, dim)
-            total = load(lse_ref.at[row], mask=counts, other=0.0)
-            s = dot(rows, keys, transpose_b=True) * scale - total[:, None]
-            seen = (key[None, :] <= position[:, None]) & counts[:, None]
-            return acc + jnp.where(seen, jnp.exp(jnp.where(seen, s, MASKED)), 0.0).sum(axis=0)
+            rows = take_rows(q_ref, row, counts if masked else None, dim)
+            shift = load(shift_ref.at[row], mask=counts, other=0.0) if masked else load(shift_ref.at[row])
+            # Keys down, queries across: a key's sum stays with the threads that hold its row.
+            s = dot(keys, rows, transpose_b=True)
+            if masked:
+                s = jnp.where((key[:, None] <= position[None, :]) & counts[None, :], s, MASKED)
+            return acc + exp2_of(s, scale, shift[None, :], interpret=interpret).sum(axis=1)
 
-        acc = lax.fori_loop(earliest, latest, step, jnp.zeros((block_k,), jnp.float32))
+        # Queries from these keys on see them; those behind them all, and wholly real, need no mask.
+        last = jnp.minimum(tokens - begin, queries)
+        earliest = jnp.maximum(at - begin, 0) // block_q
+        # Keys of padding have no queries behind them that count.
+        latest = jnp.where(at < tokens, (last + block_q - 1) // block_q, earliest)
+        behind = (jnp.maximum(at + block_k - 1 - begin, 0) + block_q - 1) // block_q
+        whole = jnp.minimum(jnp.maximum(behind, earliest), latest)
+        end = jnp.minimum(jnp.maximum(last // block_q, whole), latest)
+        acc = jnp.zeros((block_k,), jnp.float32)
+        acc = lax.fori_loop(earliest, whole, partial(step, masked=True), acc)
+        acc = lax.fori_loop(whole, end, partial(step, masked=False), acc)
+        acc = lax.fori_loop(end, latest, partial(step, masked=True), acc)
         store(out_ref.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
 
     query = lambda *shape: BlockSpec(  # noqa: E731
@@ -178,7 +188,7 @@ def column_sums(
         kernel,
         q,
         k,
-        lse,
+        -lse * LOG2E,
         first,
         length,
         name="column_sums",

@@ -4,6 +4,7 @@ On request a new token's row comes first: the program with a segment's last chun
 segment, and attends to it from registers. No other program looks there, so nothing has to wait.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -69,14 +70,14 @@ class Picks(NamedTuple):
 
     Attributes:
         rows: `i32[B, k, T]` rows that are picked, counted from a segment's first; k is K, or 1 for all heads alike.
-        count: `i32[B]` how many of the T chunks have been dealt for; what follows begins behind them.
+        dealt: `i32[B]` how many of the T chunks have been dealt for; what follows begins behind them.
         held: `i32[B, k]` how many of those there are.
         rest: `i32[L, B, K]` the row from which on all are read, likewise.
         start: `i32[L, B, K]` first row of each segment.
     """
 
     rows: jax.Array
-    count: jax.Array
+    dealt: jax.Array
     held: jax.Array
     rest: jax.Array
     start: jax.Array
@@ -129,7 +130,7 @@ def pass_rows(
     Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
     scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n, M, 2, K, D], cos and
     sin [B, D/2], position and counts [B], and pos [B, P], whole; start [L, B*K] where logits lie head after head; of
-    picks rows [B, k, T], count [B], held [B, k], rest and start [L, B*K], whole. Out: part [R, D] and lse [R] of chunk
+    picks rows [B, k, T], dealt [B], held [B, k], rest and start [L, B*K], whole. Out: part [R, D] and lse [R] of chunk
     w, of which it writes tile t; logits [B, R, width] whole, of which it writes its rows' cells; k, v [B, P, D] and pos
     [B, P], in place, of which it writes a row.
 
@@ -151,6 +152,10 @@ def pass_rows(
     batch, pool_rows, width = *k.shape[:2], chunks.segment.shape[1]
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
+
+    # Where rows lie is loaded first: a stage for that, and one for what it holds up, to keep two blocks in flight.
+    launch = how.tiles.launch
+    launch = launch if picks is None else dataclasses.replace(launch, stages=launch.stages + 2)
 
     def kernel(refs):
         tile_index = program_id(1)
@@ -233,7 +238,7 @@ def pass_rows(
         grid=(width, -(-rows // tile)),
         inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None, picks),
         outputs=outputs,
-        launch=how.tiles.launch,
+        launch=launch,
         interpret=how.interpret,
         aliases=aliases,
     )
@@ -277,7 +282,7 @@ def _inputs(q, k, v, chunks, layer, token, packed, picks):
     if packed is not None:
         inputs["start"] = by_segment(packed.start)
     if picks is not None:
-        inputs |= {"picks": whole(picks.rows), "picked": whole(picks.count), "held": whole(picks.held)}
+        inputs |= {"picks": whole(picks.rows), "dealt": whole(picks.dealt), "held": whole(picks.held)}
         inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
     return inputs
 
@@ -290,8 +295,8 @@ def _places(refs, picks, segment, sequence, heads):
     if picks is None:
         return lambda row, inside=None: row, lambda row: True
     alike, most = picks.rows.shape[1] == 1, picks.rows.shape[2]
-    head = 0 if alike else segment - sequence * heads
-    count, held = load(refs.picked.at[sequence]), load(refs.held.at[sequence, head])
+    head = jnp.int32(0) if alike else segment - sequence * heads
+    count, held = load(refs.dealt.at[sequence]), load(refs.held.at[sequence, head])
     start, rest = (load(ref.at[refs.layer[...], segment]) for ref in (refs.start, refs.rest))
 
     def lies(row, inside=True):

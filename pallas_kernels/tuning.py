@@ -1,15 +1,16 @@
 """How the kernels' work is cut: rules of thumb by shape, and measured tables that override them, one per device kind.
 
 A table is a JSON file: ``{"decode": [{"dim": 128, "itemsize": 2, "chunk": 512, ...}], "gather": [...], "prefill":
-[...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with the package lie in
-``tuned/``, named after the device; the file that JAXKV_TUNING names goes before them. `benchmarks/tune.py` searches for
-the fastest and writes one.
+[...], "window": [...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with
+the package lie in ``tuned/``, named after the device; the file that JAXKV_TUNING names goes before them.
+`benchmarks/tune.py` searches for the fastest and writes one.
 """
 
 import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from ._compat import Launch, pad_dim
 _CORES = 132
 # Programs on a device that only checks what they compute, one after the other.
 _INTERPRETED = 4
+# Shared memory that one program may have, by devices' names; others have 99 KiB.
+_HOPPER = 232448
+_SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": 166912}
 _TUNED = Path(__file__).parent / "tuned"
 
 
@@ -76,6 +80,23 @@ class PrefillTiles:
     scores_launch: Launch = Launch(warps=8, stages=3)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowTiles:
+    """Attention of a prompt's last queries.
+
+    Attributes:
+        rows: queries at a time, those of a group one after the other; a power of two, at least 16.
+        keys: at a time; a power of two, at least 16.
+        chunk: keys of one program of the first pass; a multiple of `keys`.
+        launch: of both passes.
+    """
+
+    rows: int
+    keys: int
+    chunk: int
+    launch: Launch = Launch(warps=8, stages=2)
+
+
 def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
     """The tiles for attention of a few queries per head over segments."""
     width = pad_dim(dim) * itemsize
@@ -116,17 +137,43 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
     """The tiles for causal attention and its column sums."""
     width = pad_dim(dim) * itemsize
     if itemsize == 4:
+        launch = Launch(warps=8, stages=2)
         tiles = PrefillTiles(
-            queries=64 if width <= 256 else 32,
-            keys=32 if width <= 256 else 16,
-            launch=Launch(warps=8, stages=2),
-            scores_launch=Launch(warps=8, stages=2),
+            queries=64 if width <= 256 else 32, keys=32 if width <= 256 else 16, launch=launch, scores_launch=launch
         )
-    else:
-        tiles = PrefillTiles(
-            queries=128 if width <= 256 else 64, keys=64 if width <= 256 else 32, launch=Launch(warps=8, stages=2)
-        )
+        return _tuned("prefill", tiles, dim, itemsize)
+    # The largest tiles that leave a block of keys and one of values on their way while another is worked on. From
+    # Hopper on queries lie in shared memory too; before that in registers, which XLA fills by way of a few rows.
+    queries, shared = (128 if width <= 256 else 64), shared_memory()
+    choices = ((keys, stages) for stages in (3, 2) for keys in (128, 64, 32) if keys <= queries)
+    resident = queries if shared >= _HOPPER else 8
+    fitting = (each for each in choices if (resident + 2 * each[0] * each[1]) * width <= shared)
+    keys, stages = next(fitting, (32, 2))
+    launch = Launch(warps=8, stages=stages)
+    tiles = PrefillTiles(queries=queries, keys=keys, launch=launch, scores_launch=launch)
     return _tuned("prefill", tiles, dim, itemsize)
+
+
+def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
+    """The tiles for attention that the `rows` queries of a window, its group's together, pay to keys."""
+    width = pad_dim(dim) * itemsize
+    wide = itemsize == 4
+    most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
+    tiles = WindowTiles(rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys, launch=Launch(warps=8, stages=2))
+    return _tuned("window", tiles, dim, itemsize)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may have, by the name of the device that is compiled for."""
+    kind = device_kind()
+    sizes = (size for names, size in _SHARED.items() if re.search(rf"\b({names})\b", kind))
+    return next(sizes, 101376)
+
+
+def device_kind() -> str:
+    """The name of the device that is compiled for: the mesh's, which need not be there, or else the first one here."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -143,7 +190,7 @@ def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
-        entries = [entry for kernel in ("decode", "gather", "prefill") for entry in table.get(kernel, [])]
+        entries = [entry for kernel in ("decode", "gather", "prefill", "window") for entry in table.get(kernel, [])]
         good = all({"dim", "itemsize"} <= entry.keys() for entry in entries)
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"tuning table {path}: {error}: write one with benchmarks/tune.py") from error
@@ -161,7 +208,7 @@ def _table(path: str | None, kind: str) -> Mapping[str, Any]:
 
 
 def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
-    table = _table(os.environ.get("JAXKV_TUNING"), jax.devices()[0].device_kind)
+    table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
     for entry in table.get(kernel, ()):
         if (entry["dim"], entry["itemsize"]) == (dim, itemsize):
             fields = {name: value for name, value in entry.items() if name not in ("dim", "itemsize")}

@@ -1,5 +1,7 @@
 """Which implementation runs where, and that the kernels give what XLA gives through the whole of prefill and decode."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,24 +9,31 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.attention import Implementation, Implementations, choose
+from jaxkv.attention import Implementation, Implementations, capability_of, choose
 from jaxkv.policies import GiniLayers
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
-INTERPRETED = Implementation.INTERPRETED
+INTERPRETED, MOSAIC = Implementation.INTERPRETED, Implementation.MOSAIC
 
 
-def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, scores=False, sums=False):
-    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, scores=scores, sums=sums)
+def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, capability=(8, 0)):
+    return choose(asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, capability=capability)
 
 
 def test_auto():
     assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
-    assert chosen(platform="tpu", scores=True) == Implementations(prefill=XLA, decode=XLA)
-    assert chosen() == Implementations(prefill=CUDNN, decode=PALLAS)
-    assert chosen(scores=True) == Implementations(prefill=PALLAS, decode=PALLAS)
-    assert chosen(dtype=jnp.float32) == Implementations(prefill=PALLAS, decode=PALLAS)
-    assert chosen(head_dim=256) == Implementations(prefill=PALLAS, decode=PALLAS)
+    assert chosen(platform="tpu") == Implementations(prefill=XLA, decode=XLA)
+    by_cudnn, by_pallas = Implementations(prefill=CUDNN, decode=PALLAS), Implementations(prefill=PALLAS, decode=PALLAS)
+    for dim, capability, expected in (
+        (128, None, by_cudnn),
+        (80, (8, 0), by_cudnn),
+        (84, (9, 0), by_pallas),
+        (256, (8, 9), by_pallas),
+        (256, (9, 0), by_cudnn),
+        (264, (10, 0), by_pallas),
+    ):
+        assert chosen(head_dim=dim, capability=capability) == expected, (dim, capability)
+    assert chosen(dtype=jnp.float32) == by_pallas
 
 
 def test_asked_for():
@@ -32,8 +41,11 @@ def test_asked_for():
     assert chosen(PALLAS) == Implementations(prefill=PALLAS, decode=PALLAS)
     assert chosen("pallas", platform="cpu") == Implementations(prefill=INTERPRETED, decode=INTERPRETED)
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
-    assert chosen("cudnn", scores=True) == Implementations(prefill=CUDNN, decode=PALLAS)
+    assert chosen("cudnn") == Implementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
+    for capability in ((9, 0), None):
+        assert chosen("mosaic", capability=capability) == Implementations(prefill=MOSAIC, decode=PALLAS)
+    assert chosen("mosaic", dtype=jnp.float16, head_dim=64, capability=(9, 0)).prefill is MOSAIC
 
 
 @pytest.mark.parametrize(
@@ -44,12 +56,23 @@ def test_asked_for():
         ("cudnn", {"platform": "cpu"}, "cuDNN needs a GPU"),
         ("cudnn", {"dtype": jnp.float32}, "16 bits"),
         ("cudnn", {"head_dim": 256}, "head dim"),
-        ("cudnn", {"scores": True, "sums": True}, "what each key receives"),
+        ("mosaic", {"platform": "cpu", "capability": None}, "needs a GPU, this is cpu"),
+        ("mosaic", {"capability": (8, 0)}, r"9\.0, Hopper's, not 8\.0"),
+        ("mosaic", {"capability": (10, 0)}, r"not 10\.0"),
+        ("mosaic", {"capability": (9, 0), "dtype": jnp.float32}, "bfloat16 and float16, not float32"),
+        ("mosaic", {"capability": (9, 0), "head_dim": 96}, "64 or 128, not 96"),
     ],
 )
 def test_refused(asked, setting, message):
     with pytest.raises(ValueError, match=message):
         chosen(asked, **setting)
+
+
+def test_capability():
+    """Devices say it as text, a CPU not at all."""
+    for told, expected in (("9.0", (9, 0)), ("12.1", (12, 1)), (None, None), ("gfx942", None)):
+        assert capability_of(mock.Mock(spec=jax.Device, compute_capability=told)) == expected
+    assert capability_of(jax.devices()[0]) is None
 
 
 POLICIES = {
@@ -60,6 +83,16 @@ POLICIES = {
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "h2o": jaxkv.H2O(budget=16),
     "d2o": jaxkv.D2O(budget=16),
+    "roco": jaxkv.RoCo(budget=16),
+    "streaming": jaxkv.StreamingLLM(budget=16),
+    "again": jaxkv.SnapKV(budget=16, window=8, every=3),
+    "omnikv": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0),
+    "omnikv, windowed": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="exponential", window=4),
+    "omnikv, all tokens": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, include_generated=True),
+    "omnikv, offloaded": jaxkv.OmniKV(budget=12, filter_layers=(0,), adjacent=0, offload=True),
+    "omnikv, compressed": jaxkv.OmniKV(
+        budget=12, filter_layers=(0,), adjacent=0, base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8))
+    ),
 }
 
 

@@ -90,6 +90,18 @@ def test_small_caches_have_small_chunks():
     assert dealt(np.full((1, 1, 8), 1024, np.int32), 396, 64)[1]["rows"].max() == 64
 
 
+def test_attention_by_a_shared_table():
+    """Queries of one layer, by chunks that were dealt for two; a head ten times longer, heads without rows."""
+    start, rows = laid_out(LENGTH)
+    q, k, v = draw(7, (3, 2, 4, 64), (3, rows, 64), (3, rows, 64))
+    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=9, block=16)
+    of = (jnp.asarray(start[1]), jnp.asarray(LENGTH[1]))
+    out, lse = pallas_kernels.attend(q, k, v, *of, chunks=chunks, layer=1, tiles=SMALL, interpret=True)
+    want, want_lse, _ = attend_oracle(q, k, v, start[1], LENGTH[1])
+    np.testing.assert_allclose(wide(out), want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(wide(lse), want_lse, rtol=2e-5, atol=2e-5)
+
+
 def turned(x, cos, sin):
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -167,6 +179,52 @@ def test_a_tokens_attention_is_added_to_scores(dtype, widest):
     check_token(3, 80, dtype, 3, layer=1, scored=True, widest=widest)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_token_attends_to_picked_rows(alike):
+    """Some rows by number, the same for all heads or each head's own, fewer than dealt for; then all from one on."""
+    layer, dealt_for, rng = 1, np.asarray([5, 12, 3], np.int32), np.random.default_rng(9)
+    q, kv, cos, sin, positions, counts, k, v, pos, start, _ = token_of(2, 80, "float32", 3, layer)
+    length = np.stack([LENGTH[0], np.asarray([[9, 70], [40, 33], [4, 17]], np.int32)])
+    k, v = draw(3, k.shape, v.shape)
+    start, rows = laid_out(length)
+    k, v, pos = (jnp.resize(leaf, (3, rows, *leaf.shape[2:])) for leaf in (k, v, pos))
+    rest = np.minimum(length, [[[4, 60], [30, 33], [3, 9]]]).astype(np.int32)
+    heads = 1 if alike else 2
+    most = rest[layer].min(axis=1, keepdims=True) if alike else rest[layer]
+    held = np.minimum(np.broadcast_to(dealt_for[:, None] - (not alike), most.shape), most).astype(np.int32)
+    picks = np.zeros((3, heads, 12), np.int32)
+    for b, h in np.ndindex(3, heads):
+        picks[b, h, : held[b, h]] = np.sort(rng.permutation(most[b, h])[: held[b, h]])
+    virtual = dealt_for[:, None] + length[layer] - rest[layer]
+    chunks = pallas_kernels.deal(
+        jnp.asarray(np.stack([start[0], np.zeros_like(start[0])])),
+        jnp.asarray(np.stack([length[0], virtual])),
+        programs=7,
+        block=16,
+    )
+    of = (jnp.asarray(picks), jnp.asarray(dealt_for), jnp.asarray(held), jnp.asarray(rest), jnp.asarray(start))
+    given = (q, kv, cos, sin, positions, counts, k, v, pos, jnp.asarray(start), chunks)
+    options = {"layer": layer, "picks": pallas_kernels.Picks(*of), "tiles": SMALL, "interpret": True}
+    out, new_k, new_v, new_pos = pallas_kernels.decode_token(*given, **options)
+
+    new_k, new_v = wide(new_k), wide(new_v)
+    queries = turned(wide(q.sum(axis=0)[:3]), *(np.asarray(a, np.float64)[:, None, None] for a in (cos, sin)))
+    for b, h in np.ndindex(3, 2):
+        mine = picks[b, 0 if alike else h][: held[b, 0 if alike else h]]
+        read = [*mine, *range(rest[layer, b, h], length[layer, b, h] + int(counts[b]))]
+        at = start[layer, b, h] + np.asarray(read, int)
+        if counts[b]:
+            assert new_pos[b, start[layer, b, h] + length[layer, b, h]] == positions[b]
+        want, _, _ = attend_oracle(
+            jnp.asarray(queries[b : b + 1, h : h + 1]),
+            jnp.asarray(new_k[b : b + 1, at]),
+            jnp.asarray(new_v[b : b + 1, at]),
+            np.zeros((1, 1), np.int32),
+            np.full((1, 1), len(read), np.int32),
+        )
+        np.testing.assert_allclose(wide(out)[b, h], want[0, 0], rtol=1e-5, atol=1e-5)
+
+
 def test_a_group_of_more_than_a_tile():
     """One kv head for twenty query heads: the row is written once."""
     check_token(5, 64, "float32", 20, layer=0)
@@ -181,3 +239,6 @@ def test_scores_of_a_token_need_their_begin():
     begin = jnp.zeros((3, 2))
     with pytest.raises(ValueError, match="17 queries"):
         pallas_kernels.decode_token(*wide_group, layer=0, score=score, begin=begin, tiles=SMALL, interpret=True)
+    picks = pallas_kernels.Picks(*[jnp.zeros((3, 1), jnp.int32)] * 5)
+    with pytest.raises(ValueError, match="picks"):
+        pallas_kernels.decode_token(*given, layer=0, score=score, begin=begin, picks=picks, tiles=SMALL, interpret=True)

@@ -1,6 +1,8 @@
-"""How the files lie: imports go one way, files stay short, Pallas has one door."""
+"""How the files lie: imports go one way, files stay short, each backend of Pallas has one door."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,7 @@ LAYERS = (
     "jaxkv.__main__",
 )
 MOST_LINES = 420
+DOORS = {"_compat.py": "triton", "_compat_mosaic.py": "mosaic_gpu"}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -152,10 +155,20 @@ def pallas_in(tree: ast.AST) -> list[str]:
     return [name for name in found if name.split(".")[0] == "jax" and "pallas" in name.split(".")]
 
 
-def test_pallas_has_one_door():
-    door = ROOT / "pallas_kernels" / "_compat.py"
+def test_each_backend_of_pallas_has_one_door():
+    doors = {ROOT / "pallas_kernels" / name: backend for name, backend in DOORS.items()}
     for path in sources(*PACKAGES, "tests", "benchmarks"):
-        assert bool(pallas_in(ast.parse(path.read_text("utf-8")))) == (path == door), path
+        found = pallas_in(ast.parse(path.read_text("utf-8")))
+        assert bool(found) == (path in doors), path
+        others = set(DOORS.values()) - {doors.get(path)}
+        assert not [name for name in found if others & set(name.split("."))], path
+
+
+def test_mosaic_waits_until_it_is_asked_for():
+    """It imports a second compiler: nobody pays who does not use it."""
+    code = "import sys, jaxkv.pallas_kernels as p; print(*(n for n in sys.modules if n.startswith(p.__name__)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "jaxkv.pallas_kernels.prefill" in done.stdout and "mosaic" not in done.stdout
 
 
 @pytest.mark.parametrize("line", ("import jax.experimental.{} as pl", "from jax.experimental import {} as pl"))

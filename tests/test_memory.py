@@ -6,12 +6,16 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
+import tiny
 from flax import nnx
 from meshes import mesh_of, model_of, prompts
 
 import jaxkv
 from jaxkv import memory
+from jaxkv.attention import Implementation
+from jaxkv.cache.pools import Pool
 from jaxkv.engine.plan import check_memory
 
 MODELS = Path(__file__).parent / "golden" / "models"
@@ -92,3 +96,37 @@ def test_no_memory_for_the_plan_of_a_mesh(monkeypatch):
             jaxkv.prefill(model, ids, policy=jaxkv.FullKV(), progress=False)
         needed.append(int(re.search(r"needs ([\d,]+)", str(refused.value)).group(1).replace(",", "")))
     assert needed[0] <= needed[1] <= 3 * needed[0]
+
+
+def test_prefill_runs_ahead_where_memory_allows(monkeypatch):
+    """It waits for each layer unless a device's own allocator has room to spare, and gives the same whichever way."""
+    model, ids = tiny.tiny(tiny.MODELS["gqa4"]), tiny.prompts(0, [40, 21])
+    needed = jaxkv.plan(model.config, POLICY, [40, 21])
+    each = needed.peak_bytes - needed.cache_bytes
+    waited, wait = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(type(x)) or wait(x))
+    found = {}
+    for spare, waits in ((None, 4), (needed.peak_bytes - 1, 4), (needed.peak_bytes + 2 * each, 2), (1 << 40, 0)):
+        monkeypatch.setattr(memory, "allocator_bytes", lambda device, spare=spare: spare)
+        waited.clear()
+        found[spare] = jaxkv.Session(model, POLICY).prefill(ids, needed=needed)
+        assert waited.count(Pool) == waits, spare
+    for ours, theirs in zip(found[1 << 40].pools, found[None].pools, strict=True):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert (a == b).all()
+
+
+def test_the_plan_counts_what_a_gpu_takes_all_prompts_together_for(model):
+    """Queries and output in another order for long prompts, the MLP's block for short ones; none on a CPU."""
+    config = model.config
+    tokens = 2 * 64
+    extra = [
+        jaxkv.plan(config, POLICY, [40, n], implementation=each).peak_bytes
+        for n in (40, 64)
+        for each in (Implementation.XLA, Implementation.PALLAS)
+    ]
+    block = tokens * (12 * config.hidden + 4 * config.embed)
+    assert extra[1] - extra[0] == extra[3] - extra[2] == max(block, 8 * tokens * config.heads * config.head_dim)
+    sessions = [jaxkv.Session(model, POLICY, implementation=each) for each in ("xla", "pallas")]
+    peaks = [each.plan(np.array([40, 64])).peak_bytes for each in sessions]
+    assert peaks == extra[2:]

@@ -12,10 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention import columns, xla
-from jaxkv.attention.choice import KERNELS, Implementation, Implementations, choose, named
+from jaxkv.attention import columns, cudnn, xla
+from jaxkv.attention.choice import (
+    KERNELS,
+    PREFILL_ONLY,
+    Implementation,
+    Implementations,
+    capability_of,
+    choose,
+    named,
+    over_rows,
+)
 from jaxkv.attention.columns import Received
-from jaxkv.attention.kernels import dealt, kernels_of, token_over_pool
+from jaxkv.attention.kernels import dealt, kernels_of, mosaic_kernels, token_over_pool
 
 
 def causal(
@@ -54,34 +63,24 @@ def prompts(
         k: rotated keys.
         v: values, finite everywhere.
         length: tokens of each prompt; what padding's queries give is anything finite.
-        sums: also say how much attention each key receives from all queries; cuDNN cannot.
+        sums: also say how much attention each key receives from all queries.
         implementation: what computes it.
 
     Returns:
         The output in q's dtype, and the sums over queries, float32, or None.
     """
-    if implementation in KERNELS:
+    if implementation is not Implementation.XLA:
         kernels, interpret = kernels_of(implementation)
         first = jnp.zeros_like(length)
-        out, lse = kernels.flash(q, k, v, first, length, interpret=interpret)
+        if implementation is Implementation.CUDNN:
+            out, lse = cudnn.causal(q, k, v, length, lse=sums)
+        elif implementation is Implementation.MOSAIC:
+            out, lse = mosaic_kernels().flash(q, k, v, first, length)
+        else:
+            out, lse = kernels.flash(q, k, v, first, length, interpret=interpret)
         if not sums:
             return out, None
         return out, kernels.column_sums(q, k, lse, first, length, per_query_head=True, interpret=interpret)
-    if implementation is Implementation.CUDNN:
-        batch, heads, group, slots, dim = q.shape
-        by_token = lambda a: jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)  # noqa: E731
-        out = jax.nn.dot_product_attention(
-            by_token(q),
-            by_token(k),
-            by_token(v),
-            is_causal=True,
-            query_seq_lengths=length,
-            key_value_seq_lengths=length,
-            implementation="cudnn",
-        )
-        out = jnp.swapaxes(out, 1, 2).reshape(q.shape)
-        real = jnp.arange(slots, dtype=jnp.int32) < length[:, None]
-        return jnp.where(real[:, None, None, :, None], out, 0), None
 
     def one(row):
         out, lse = xla.causal(row[0], row[1], row[2], jnp.int32(0))
@@ -250,15 +249,13 @@ def window_sums(
         k: rotated keys at positions 0 .. S.
         first: position of each sequence's first query; negative ones do not exist (a prompt shorter than w).
         length: tokens of each prompt.
-        implementation: one of the kernels; elsewhere, and for other reductions, there is `window_mass`.
+        implementation: what computes attention, XLA excepted: there, and for other reductions, there is `window_mass`.
 
     Returns:
         The sums, float32.
     """
     kernels, interpret = kernels_of(implementation)
-    # Keys stand in for values, which nobody looks at: the log-sum-exp of a few queries is cheap to have once more.
-    _, lse = kernels.flash(q, k, k, first, length, interpret=interpret)
-    return kernels.column_sums(q, k, lse, first, length, interpret=interpret)
+    return kernels.window_sums(q, k, first, length, interpret=interpret)
 
 
 def packed(
@@ -354,10 +351,12 @@ def window_mass(
 
 __all__ = [
     "KERNELS",
+    "PREFILL_ONLY",
     "Implementations",
     "Implementation",
     "Received",
     "add_received",
+    "capability_of",
     "causal",
     "choose",
     "column_sums",
@@ -367,6 +366,7 @@ __all__ = [
     "named",
     "over_pool",
     "over_pool_scored",
+    "over_rows",
     "packed",
     "pool_sums",
     "prompts",

@@ -2,10 +2,13 @@
 
 import dataclasses
 import enum
+import re
 
+import jax
 import jax.numpy as jnp
 
 from jaxkv._errors import require
+from jaxkv.attention.cudnn import serves
 
 
 class Implementation(enum.Enum):
@@ -15,7 +18,10 @@ class Implementation(enum.Enum):
     XLA: plain XLA, everywhere.
     PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
     INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
-    CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; decoding is PALLAS, cuDNN has no ragged segments.
+    CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; scores of keys, and decoding, are PALLAS: cuDNN
+        has neither them nor ragged segments.
+    MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scores of keys, and decoding, are PALLAS. Never
+        chosen by AUTO: nobody has measured it.
     """
 
     AUTO = "auto"
@@ -23,9 +29,18 @@ class Implementation(enum.Enum):
     PALLAS = "pallas"
     INTERPRETED = "pallas (interpreted)"
     CUDNN = "cudnn"
+    MOSAIC = "mosaic"
 
 
 KERNELS = (Implementation.PALLAS, Implementation.INTERPRETED)
+# Of whole prompts alone: everything else about attention is then PALLAS.
+PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
+_HOPPER = (9, 0)
+
+
+def over_rows(implementation: Implementation) -> Implementation:
+    """What attends to segments where this one prefills: those that know whole prompts alone leave it to the kernels."""
+    return Implementation.PALLAS if implementation in PREFILL_ONLY else implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,17 +80,21 @@ def named(asked: Implementation | str) -> Implementation:
 
 
 def choose(
-    asked: Implementation | str, *, platform: str, dtype: jnp.dtype, head_dim: int, scores: bool, sums: bool = False
+    asked: Implementation | str,
+    *,
+    platform: str,
+    dtype: jnp.dtype,
+    head_dim: int,
+    capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """Chooses for a model, a policy and a device.
+    """Chooses for a model and a device, whatever the policy looks at.
 
     Args:
         asked: what the caller wants, an `Implementation` or its value.
         platform: `cpu`, `gpu` (or `cuda`), `tpu`.
         dtype: of the model.
         head_dim: D.
-        scores: the policy looks at attention while it prefills.
-        sums: it looks at that of all queries.
+        capability: of a GPU, such as (9, 0) for Hopper; None where it is not known.
 
     Returns:
         What runs.
@@ -86,12 +105,12 @@ def choose(
     asked = named(asked)
     gpu, cpu = platform in ("gpu", "cuda"), platform == "cpu"
     pallas, cudnn = Implementation.PALLAS, Implementation.CUDNN
-    # What cuDNN's flash attention takes (jax.nn.dot_product_attention).
-    serves = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
+    by_cudnn = serves(dtype, head_dim, capability)
     if asked is Implementation.AUTO:
         if not gpu:
             return Implementations()
-        return Implementations(prefill=cudnn if serves and not scores else pallas, decode=pallas)
+        prefill = cudnn if by_cudnn else pallas
+        return Implementations(prefill=prefill, decode=over_rows(prefill))
     if asked is pallas and cpu:
         asked = Implementation.INTERPRETED
     require(
@@ -102,12 +121,42 @@ def choose(
     )
     if asked is cudnn:
         require(gpu, "implementation", "cudnn", f"cuDNN needs a GPU, this is {platform}: use auto")
-        require(not sums, "implementation", "cudnn", "it says nothing of what each key receives: use auto or pallas")
-        require(
-            serves,
-            "implementation",
-            "cudnn",
-            f"it takes 16 bits and a head dim of at most 128, not {dtype}, {head_dim}",
+        remedy = (
+            f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {head_dim}: use auto"
         )
-        return Implementations(prefill=cudnn, decode=pallas)
-    return Implementations(prefill=asked, decode=asked)
+        require(by_cudnn, "implementation", "cudnn", remedy)
+    if asked is Implementation.MOSAIC:
+        _require_mosaic(gpu, platform, dtype, head_dim, capability)
+    return Implementations(prefill=asked, decode=over_rows(asked))
+
+
+def _require_mosaic(
+    gpu: bool, platform: str, dtype: jnp.dtype, head_dim: int, capability: tuple[int, int] | None
+) -> None:
+    def need(condition: bool, remedy: str) -> None:
+        require(condition, "implementation", "mosaic", f"{remedy}: use auto or pallas")
+
+    need(gpu, f"it needs a GPU, this is {platform}")
+    told = ".".join(map(str, capability or ()))
+    need(capability in (None, _HOPPER), f"it is made for compute capability 9.0, Hopper's, not {told}")
+    # A second compiler, imported where it is asked for.
+    from jaxkv.pallas_kernels import mosaic
+
+    need(jnp.dtype(dtype).name in mosaic.DTYPES, f"it takes {' and '.join(mosaic.DTYPES)}, not {dtype}")
+    need(head_dim in mosaic.DIMS, f"it takes a head dim of {' or '.join(map(str, mosaic.DIMS))}, not {head_dim}")
+
+
+def capability_of(device: jax.Device) -> tuple[int, int] | None:
+    """A GPU's compute capability; None for other devices.
+
+    Args:
+        device: any.
+
+    Returns:
+        Such as (9, 0).
+    """
+    told = getattr(device, "compute_capability", None)
+    if not isinstance(told, str) or not re.fullmatch(r"\d+\.\d+", told):
+        return None
+    major, minor = told.split(".")
+    return int(major), int(minor)

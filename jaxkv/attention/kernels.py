@@ -23,6 +23,13 @@ def kernels_of(implementation: Implementation) -> tuple[ModuleType, bool]:
     return pallas_kernels, implementation is Implementation.INTERPRETED
 
 
+def mosaic_kernels() -> ModuleType:
+    """The kernels in Mosaic GPU, whose compiler takes longer still to import."""
+    import jaxkv.pallas_kernels.mosaic as mosaic
+
+    return mosaic
+
+
 def dealt(
     start: Int[Array, "L B K"],
     length: Int[Array, "L B K"],
@@ -61,6 +68,7 @@ def token_over_pool(
     score: Float[Array, "B P"] | None = None,
     begin: Float[Array, "B K"] | None = None,
     widest: int | None = None,
+    picks: tuple[Array, ...] | None = None,
     implementation: Implementation,
 ) -> tuple[Array, ...]:
     """A new token of each sequence is rotated, joins its segments, and attends to them, in one kernel.
@@ -78,6 +86,7 @@ def token_over_pool(
         score: what rows have received so far, if they are to go on.
         begin: what the new rows' scores begin with.
         widest: the most rows a segment has, if that is known.
+        picks: which rows are read, if not all: the fields of `pallas_kernels.Picks`.
         implementation: one of the kernels.
 
     Returns:
@@ -86,4 +95,5 @@ def token_over_pool(
     kernels, interpret = kernels_of(implementation)
     of = (q, kv, *angles, positions, counts, *pool, start, chunks)
     options = {"score": score, "begin": begin, "widest": widest}
+    options["picks"] = None if picks is None else kernels.Picks(*picks)
     return kernels.decode_token(*of, layer=layer, **options, interpret=interpret)

@@ -44,7 +44,7 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     known = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)"
     add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
     add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
-    computing = "what computes attention: auto, xla, pallas or cudnn (default: %(default)s)"
+    computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
     add("--implementation", default=Implementation.AUTO.value, help=computing)
     add("--prompt", metavar="TEXT", help="the prompt itself")
     add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")

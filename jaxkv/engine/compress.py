@@ -5,6 +5,7 @@ first is packed.
 """
 
 import abc
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,10 +37,12 @@ class Source(abc.ABC):
     Attributes:
         indices: which layers of the model.
         axes: of the mesh that they lie on, if they do.
+        ahead: layers that may be under way when the next one is looked at, where there is memory for their rows.
     """
 
     indices: Sequence[int]
     axes: Axes | None = None
+    ahead: int = 0
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
@@ -100,7 +103,7 @@ def compress(
     """
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
-    taus, below, moved = list[Array](), None, None
+    taus, below, moved, under_way = list[Array](), None, None, deque[Pool]()
     for group in layout.groups(source.indices):
         chosen = _chosen(source, group, parts, below, due)
         masks = [each.mask for each in chosen]
@@ -124,9 +127,11 @@ def compress(
             else:
                 pool = empty_pool_for(rows, total, axes) if pool is None else pool
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
-            # Dispatch runs ahead of the device: without a wait several layers' K and V would be alive at once.
-            if not isinstance(pool.k, jax.core.Tracer):
-                jax.block_until_ready(pool)
+            # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
+            under_way.append(pool)
+            # A pool that layers share is given up for the next layer's.
+            while len(under_way) > (0 if layout.one_pool else source.ahead):
+                _wait(under_way.popleft())
             del rows
         assert pool is not None
         pools.append(pool)
@@ -134,6 +139,11 @@ def compress(
         starts += [] if start is None else [start]
     tau = jnp.stack(taus) if taus else None
     return Compressed(tuple(pools), jnp.concatenate(starts), jnp.concatenate(lengths), tau, moved)
+
+
+def _wait(pool: Pool) -> None:
+    if not isinstance(pool.k, jax.core.Tracer):
+        jax.block_until_ready(pool)
 
 
 @jax.jit

@@ -1,9 +1,10 @@
 """A step of the whole model: a few new tokens at once on top of a cache, a question or the one token of a drawing."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
@@ -15,7 +16,7 @@ from jaxkv.engine.bookkeeping import faded, likely_keys, of_whole_groups, segmen
 from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
-from jaxkv.engine.sparse import candidates_of
+from jaxkv.engine.sparse import candidates_of, rest_of
 from jaxkv.engine.stream import Stream, begin
 from jaxkv.engine.stream import logits as logits_of
 from jaxkv.engine.tokens import NewTokens, step_angles
@@ -64,10 +65,9 @@ def step(
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
     chosen, written, stream = None, [], begin(x, program)
     turned = step_angles(cache, new.positions, program)
-    chunks = dealt_of(cache, program, tokens.shape[1])
+    share = dealt_of(cache, program, new)
     for layer, leaves in enumerate(blocks):
         at = program.layout.pool_of(layer)
-        sparse = program.sparse(layer, tokens.shape[1])
         ring = None if cache.state is None else program.ring_of(layer)
         rows = LayerRows(
             pool=pools[at],
@@ -76,8 +76,8 @@ def step(
             tail=tails[layer] if tails else None,
             ring=None if ring is None or cache.state is None else cache.state.rings[ring],
             likely=None if others is None else others[layer],
-            chosen=chosen if sparse else None,
-            dealt=None if sparse else dealt_to(layer, chunks, cache.start, pools[at], program),
+            chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
+            dealt=share(layer, pools[at]),
         )
         block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
         stream, rows, out, product, choice = layer_step(block, program, stream, rows, new, chooses=chooses)
@@ -101,19 +101,37 @@ def step(
     return logits, cache, ()
 
 
-def dealt_of(cache: KVCache, program: Program, tokens: int) -> Any:
-    """Who reads what in a step, where one kernel rotates, appends and attends."""
-    if program.rolling or not program.streams(tokens):
-        return None
+def dealt_of(cache: KVCache, program: Program, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
+    """Who reads what in a step, where one kernel rotates, appends and attends.
+
+    Args:
+        cache: before the step.
+        program: what is static.
+        new: what is known of the tokens.
+
+    Returns:
+        Each layer's share of a table that is made once.
+    """
+    if program.rolling or not program.streams(new.positions.shape[1]):
+        return lambda *_: None
+    layers, _, heads = cache.start.shape
+    start, length, picked, rest = cache.start, cache.length, None, None
+    sparse = np.asarray([program.sparse(layer, 1) for layer in range(layers)])
+    if new.candidates is not None and sparse.any():
+        # What is chosen is read as if it lay before what is read anyway, from a row 0 on.
+        picked, rest, some = jnp.minimum(*new.candidates), rest_of(program, cache), sparse[:, None, None]
+        length = jnp.where(some, picked[:, None] + length - rest, length)
+        start = jnp.where(some, 0, start)
     k = cache.pools[0].k
-    of = (cache.start, cache.length)
-    return attention.dealt(*of, dim=k.shape[2], itemsize=k.dtype.itemsize, implementation=program.implementation)
+    of = {"dim": k.shape[2], "itemsize": k.dtype.itemsize}
+    chunks = attention.dealt(start, length, implementation=program.implementation, **of)
 
+    def share(layer: int, pool: Pool) -> Dealt:
+        widest = pool.rows // heads if program.layout is Layout.EQUAL else program.widest
+        chosen = {"picked": picked, "rest": rest} if sparse[layer] else {}
+        return Dealt(chunks=chunks, start=cache.start, layer=layer, widest=widest, **chosen)
 
-def dealt_to(layer: int, chunks: Any, start: Int[Array, "L B K"], pool: Pool, program: Program) -> Dealt | None:
-    """A layer's share of that."""
-    widest = pool.rows // start.shape[2] if program.layout is Layout.EQUAL else program.widest
-    return None if chunks is None else Dealt(chunks=chunks, start=start, layer=layer, widest=widest)
+    return share
 
 
 @compiled(static=("program",), donate=("pools",), on="program")

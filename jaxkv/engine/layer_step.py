@@ -21,7 +21,7 @@ from jaxkv.engine.filters import Chosen
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
-from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest
+from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest, picks_of
 from jaxkv.engine.stream import Stream, entered, left
 from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled, whole_token
 from jaxkv.models.decoder import Block
@@ -51,12 +51,16 @@ class Dealt:
         start: first rows of all layers' segments.
         layer: which of them.
         widest: the most rows that a segment has with the token, if that is known.
+        picked: rows that chunks have been dealt for of what was chosen; None where the layer reads all.
+        rest: of all layers' segments the row from which on all are read, likewise.
     """
 
     chunks: Any
     start: Int[Array, "L B K"]
     layer: int
     widest: int | None
+    picked: Int[Array, " B"] | None = None
+    rest: Int[Array, "L B K"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,6 +225,10 @@ def join(
     assert dealt is not None
     begun = scores_of(token.stored, token.v, program)
     scored = program.scored and pool.score is not None
+    picks = None
+    if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
+        places, held = picks_of(program, pool, rows.segments, rows.chosen)
+        picks = (places, dealt.picked, held, dealt.rest, dealt.start)
     out, k, v, pos, *score = attention.token_over_pool(
         *parts,
         (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),
@@ -233,6 +241,7 @@ def join(
         score=pool.score if scored else None,
         begin=begun[..., 0] if scored and begun is not None else None,
         widest=dealt.widest,
+        picks=picks,
         implementation=program.implementation,
     )
     scores = score[0] if scored else pool.score

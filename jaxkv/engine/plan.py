@@ -13,6 +13,7 @@ from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
+from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Ongoing, Parts
@@ -25,6 +26,8 @@ from jaxkv.policies.select import capacity_of, most_rows
 _SMALLEST_BUCKET = 16
 _OCTAVE_FROM = 1024
 QUERY_BLOCK = 256
+# Tokens, of all prompts together, that a GPU's prefill takes through the projections and the MLP at once.
+TOKENS_AT_ONCE = 2048
 # Tokens between two looks at the text, when somebody is looking: a stop string, a stream, a progress bar.
 LOOK = 8
 _SAMPLES = 512
@@ -127,6 +130,7 @@ def plan(
     *,
     dtype=jnp.float32,
     room: int | tuple[int, ...] = 0,
+    implementation: Implementation = Implementation.XLA,
 ) -> Plan:
     """Computes what prefilling prompts of these lengths takes.
 
@@ -136,6 +140,7 @@ def plan(
         lengths: tokens of each prompt.
         dtype: of the cache.
         room: rows to leave behind every segment; one number, or one for each layer.
+        implementation: what computes attention: those of a GPU take all prompts together, and more memory.
 
     Returns:
         The plan; shapes in it depend on the lengths' buckets only.
@@ -176,6 +181,8 @@ def plan(
     layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
     held = layers if parts.layers.from_scores else 1
     prefilling = (held + bool(away) + 1) * layer_kv + _activation_bytes(config, parts, len(lengths), slots, item)
+    if implementation is not Implementation.XLA:
+        prefilling += _at_once_bytes(config, len(lengths) * slots, item)
     # Prompts in chunks are whole on the device until their last chunk.
     whole = len(away) * layer_kv * (parts.read is not None and parts.read.by_chunks)
     token_bytes = len(lengths) * 2 * heads * config.head_dim * item
@@ -208,6 +215,13 @@ def _activation_bytes(config: ModelConfig, parts: Parts, batch: int, slots: int,
     activations += 4 * batch * slots * config.heads * parts.needs.sums
     # Merging compares float32 copies of one layer's rows.
     return activations + 8 * batch * config.kv_heads * slots * config.head_dim * (parts.merge is not None)
+
+
+def _at_once_bytes(config: ModelConfig, tokens: int, item: int) -> int:
+    """What prefill computes with on top of that where it takes all prompts together."""
+    # Queries in the order that cuDNN wants, and its output; or later the MLP's float32 products of a block.
+    turned = 2 * tokens * config.heads * config.head_dim * item
+    return max(turned, min(tokens, TOKENS_AT_ONCE) * ((8 + item) * config.hidden + 4 * config.embed))
 
 
 @lru_cache(maxsize=256)

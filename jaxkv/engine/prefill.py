@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._values import typed
 from jaxkv.attention import Implementation
@@ -49,6 +50,8 @@ def _table(flat: Flat, slots: int) -> Angles:
     return settle_down(_angles(slots=slots, config=flat.config), flat.axes)
 
 
+# The device never waits for the host with that many; more would only hold memory.
+_MOST_AHEAD = 4
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
 _layer = program(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
 # The top block gives back one token's hidden state: there is nothing to write in place.
@@ -207,6 +210,7 @@ class _Prompts(Source):
         self.whole = dataclasses.replace(self.prompts, inside=everything)
         self.reading = parts.reading(layers, needed.slots)
         self.remembered = _remembering(parts.ongoing, self.reading, layers)
+        self.ahead = _ahead(needed, self.length)
         self.x = _embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
         self.table = _table(flat, needed.slots)
         self.kept_rows, self.recents = needed.rows, np.zeros((layers, len(lengths)), np.int64)
@@ -274,6 +278,8 @@ class _Prompts(Source):
 
     def require_ordered(self) -> None:
         """Refuses scores that are not numbers, once for all layers: nothing waits for them before."""
+        for each in self.torn:
+            each.copy_to_host_async()
         layers = np.flatnonzero([bool(host(each)) for each in self.torn]).tolist()
         remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
         require(not layers, "scores", "NaN", remedy + "that is not finite")
@@ -302,7 +308,7 @@ def prefill(
         key: for policies that draw.
         model: the weights' fingerprint.
         implementation: what computes attention.
-        tick: called after each layer.
+        tick: called after each layer, or where memory lets the host run ahead some layers before the device is done.
 
     Returns:
         The cache, and float32 logits of each prompt's last token.
@@ -356,6 +362,14 @@ def _going_on(prompts: _Prompts, made: Compressed) -> tuple[Int[Array, "L B K"],
         rings=tuple(prompts.rings),
     )
     return _limits(parts, targets, short, made.length), state
+
+
+def _ahead(needed: Plan, placed: Array) -> int:
+    """Layers that may be under way at once beyond the plan's: for those the device's allocator has room to spare."""
+    spare = memory.allocator_bytes(placed.addressable_shards[0].device)
+    if spare is None:
+        return 0
+    return max(0, min(_MOST_AHEAD, (spare - needed.peak_bytes) // (needed.peak_bytes - needed.cache_bytes)))
 
 
 def _remembering(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:

@@ -9,15 +9,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, over_rows
 from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.axes import mean_of_devices
-from jaxkv.engine.plan import QUERY_BLOCK
+from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.protocol import Needs
-
-_GPU_TOKENS = 8192
 
 
 @partial(
@@ -96,7 +94,7 @@ def layer(
             jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
             jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
             walk=Walk.STRIDES,
-            implementation=Implementation.PALLAS if implementation is Implementation.CUDNN else implementation,
+            implementation=over_rows(implementation),
         )
         x = block.finish(final, out[..., None, :])[:, 0]
     return LayerOut(
@@ -191,7 +189,7 @@ def _at_once(
     """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
     batch, slots, width = x.shape
     # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
-    sizes = (size for size in (4096, 2048, 1024, 512) if size * batch <= _GPU_TOKENS)
+    sizes = (size for size in (2048, 1024, 512) if size * batch <= TOKENS_AT_ONCE)
     size = _block(slots, (*sizes, QUERY_BLOCK))
     config = block.config
 

@@ -13,7 +13,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv import arguments, hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.attention import Implementation, Implementations, choose, named
+from jaxkv.attention import PREFILL_ONLY, Implementation, Implementations, capability_of, choose, named
 from jaxkv.axes import missing, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
@@ -27,6 +27,7 @@ from jaxkv.engine.plan import Plan, bucket, check_memory, plan
 from jaxkv.engine.program import program_for
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
@@ -102,7 +103,7 @@ class Session:
             MemoryError: naming the plan's bytes, if they are not there.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        of = partial(plan, config, policy, dtype=self.params.dtype)
+        of = self._planned(config)
         needed = of(lengths.tolist(), room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
         mesh = None if axes is None else axes.mesh
         device = None if mesh is None else mesh.local_devices[0]
@@ -114,6 +115,11 @@ class Session:
                 memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
+    def _planned(self, config: ModelConfig) -> Callable[..., Plan]:
+        """What plans prefills of a model of this shape."""
+        by = self.implementations.prefill
+        return partial(plan, config, self.policy, dtype=self.params.dtype, implementation=by)
+
     def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
         """What a plan takes of a device: on a mesh its part of heads and prompts, a CPU's devices together."""
         config, axes = self.params.config, self.params.axes
@@ -122,7 +128,7 @@ class Session:
         heads, groups = axes.size("K"), axes.size("B")
         of = [*lengths.tolist(), *lengths[-1:].tolist() * missing(len(lengths), axes)]
         local = config.on_one_of(heads, axes.size("H"))
-        mine = plan(local, self.policy, of, dtype=self.params.dtype, room=needed.room)
+        mine = self._planned(local)(of, room=needed.room)
         # What heads compete for may all go to those of one device: its pools have room for more than its share.
         more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
         more *= len(of) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
@@ -375,18 +381,17 @@ class Session:
 
 
 def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    parts = policy.parts()
-    needs, read = parts.needs, parts.read
+    read, axes = policy.parts().read, params.axes
+    device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
     chosen = choose(
         asked,
-        platform=jax.default_backend() if params.axes is None else params.axes.platform,
+        platform=jax.default_backend() if axes is None else axes.platform,
         dtype=params.dtype,
         head_dim=params.config.head_dim,
-        scores=needs.queries > 0 or needs.sums,
-        sums=needs.sums,
+        capability=capability_of(device),
     )
     if read is None or not read.by_chunks:
         return chosen
-    remedy = "chunks attend to the cache, which cuDNN does not: leave it out"
-    require(named(asked) is not Implementation.CUDNN, "implementation", asked, remedy)
+    remedy = "chunks attend to the cache, which this does not: leave it out"
+    require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)
     return dataclasses.replace(chosen, prefill=chosen.decode)

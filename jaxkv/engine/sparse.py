@@ -68,6 +68,37 @@ def chosen_at(
     )
 
 
+def rest_of(program: Program, cache: KVCache) -> Int[Array, "L B K"]:
+    """For each segment the row, counted from its first, from which on all are read, chosen or not."""
+    reading, state = program.reading, cache.state
+    assert reading is not None and state is not None and state.choosable is not None
+    # All rows before the new one have to be chosen where generated ones do.
+    return cache.length if reading.include_generated else state.choosable
+
+
+def picks_of(
+    program: Program, pool: Pool, segments: Segments, chosen: Chosen
+) -> tuple[Int[Array, "B k T"], Int[Array, "B k"]]:
+    """What was chosen as rows of segments, for a kernel that reads them where they lie.
+
+    Args:
+        program: what is static.
+        pool: the layer's.
+        segments: where its rows lie before the step.
+        chosen: the choice.
+
+    Returns:
+        Rows, counted from a segment's first, those that it holds before others, and how many it holds; k is 1 where all
+        heads hold the same.
+    """
+    reading, choosable = program.reading, segments.choosable
+    assert reading is not None and choosable is not None
+    if reading.every_row:
+        return chosen.positions[:, None], chosen.count[:, None]
+    rows, held = rows_of(chosen, pool, segments.start, choosable, reading)
+    return rows - segments.start[..., None], held
+
+
 def over_chosen(
     program: Program,
     q: Float[Array, "B K G N D"],
@@ -122,7 +153,6 @@ def over_rest(
     """
     reading, choosable = program.reading, segments.choosable
     assert reading is not None and choosable is not None
-    # All rows before the new one have to be chosen where generated ones do.
     first = segments.length if reading.include_generated else choosable
     # Few rows at a place that data decides: a walk reads them and no others.
     attend = partial(attention.over_pool, walk=Walk.WINDOWS, implementation=program.implementation)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag
-from jaxkv.attention import KERNELS
+from jaxkv.attention import Implementation
 from jaxkv.axes import Axes, mean_of_devices, most_of_devices, own
 from jaxkv.policies.after import ByAge, ByAttention, Rank
 from jaxkv.policies.protocol import GroupReduce, Observed, Scorer, group_of
@@ -188,7 +188,8 @@ class WindowAttention(Scorer, Value):
             heads = (p * weights[:, None]).sum(axis=1)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
-        if seen.implementation in KERNELS and (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
+        kernels = seen.implementation is not Implementation.XLA
+        if kernels and (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             # A plain mean needs no probabilities in memory.
             sums = attention.window_sums(
                 seen.q, seen.k, seen.q_positions[:, 0], seen.length, implementation=seen.implementation

@@ -1,0 +1,213 @@
+"""Every kernel on this device against numpy in float64, for one dtype and head dim at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_timing import INTERPRET, random
+from jaxkv import pallas_kernels
+from jaxkv.cache.layout import Layout
+
+# Largest difference as a share of the largest value.
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-3}
+
+
+def wide(array):
+    """An array as float64 on the host."""
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+def oracle(q, k, v, start, length):
+    """Attention over segments, its log-sum-exp, and the weights of each segment's rows."""
+    q, k, v = wide(q), wide(k), wide(v)
+    out, lse, mass = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), np.zeros(k.shape[:2])
+    for b, h in np.ndindex(*q.shape[:2]):
+        span = slice(int(start[b, h]), int(start[b, h] + length[b, h]))
+        if span.start == span.stop:
+            continue
+        logits = q[b, h] @ k[b, span].T / np.sqrt(q.shape[-1])
+        top = logits.max(axis=-1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        out[b, h], lse[b, h] = weights / total @ v[b, span], (top + np.log(total))[:, 0]
+        mass[b, span] = (weights / total).mean(axis=0)
+    return out, lse, mass
+
+
+def error(ours, theirs):
+    """Largest difference as a share of the largest value; what is -inf must be so on both sides."""
+    ours = wide(ours)
+    real = np.isfinite(theirs)
+    if not (ours[~real] == theirs[~real]).all() or not np.isfinite(ours[real]).all():
+        return float("inf")
+    return float(np.abs(ours[real] - theirs[real]).max() / np.abs(theirs[real]).max())
+
+
+def attend(case, dtype, tiles=None):
+    """Decode attention: unequal segments, one ten times longer, one empty; with scores and without."""
+    heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"]
+    share = np.ones((2, heads))
+    share[0, 0], share[1, -1] = 10, 0
+    length = (share / share.sum(axis=1, keepdims=True) * [[heads * rows], [heads * rows * 0.7]]).astype(np.int32)
+    length = jnp.asarray(length)
+    start = Layout.RAGGED.place(length[None], heads * rows)[0]
+    k, v = (random(i, (2, heads * rows, dim), dtype) for i in (0, 1))
+    q = random(2, (2, heads, group, dim), dtype)
+    out, lse, mass = oracle(q, k, v, start, length)
+    ours = pallas_kernels.attend(q, k, v, start, length, tiles=tiles, interpret=INTERPRET)
+    found = {"attend": error(ours[0], out), "attend lse": error(ours[1], lse)}
+    score = jnp.zeros(k.shape[:2], jnp.float32)
+    scored = pallas_kernels.attend(q, k, v, start, length, score=score, tiles=tiles, interpret=INTERPRET)
+    return found | {"attend scored": error(scored[0], out), "mass": error(scored[2], mass)}
+
+
+def _turned(x, cos, sin):
+    """RoPE: the halves of a vector are the parts of complex numbers."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def token(case, dtype, tiles=None):
+    """A new token's rotation, append and attention, with scores; the last of three sequences has ended."""
+    heads, group, dim, rows = case["kv_heads"], case["group"], case["dim"], case["rows"] // 2
+    share = np.ones((3, heads))
+    share[0, 0], share[1, -1] = 10, 0
+    length = (share / share.sum(axis=1, keepdims=True) * heads * rows * [[1.0], [0.7], [0.4]]).astype(np.int32)
+    # A free row behind each segment.
+    start = (np.cumsum(length + 1, axis=1) - length - 1).astype(np.int32)
+    pool = heads * (rows + 1)
+    k, v = (random(10 + i, (3, pool, dim), dtype) for i in (0, 1))
+    q, kv = random(12, (2, 3, heads, group, dim), jnp.float32), random(13, (2, 3, 2, heads, dim), jnp.float32)
+    angle, counts = np.linspace(0, 3, 3 * dim // 2).reshape(3, -1), np.asarray([1, 1, 0], np.int32)
+    positions, score = np.asarray([rows, rows, rows], np.int32), random(14, (3, pool), jnp.float32)
+    pos, begin = jnp.zeros((3, pool), jnp.int32), random(15, (3, heads), jnp.float32)
+    dealt = {"programs": 8 if INTERPRET else 264, "block": 16}
+    chunks = pallas_kernels.deal(jnp.asarray(start)[None], jnp.asarray(length)[None], **dealt)
+    new = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32), positions, counts)
+    options = {"layer": 0, "score": score, "begin": begin, "tiles": tiles, "interpret": INTERPRET}
+    out, *ours = pallas_kernels.decode_token(
+        q, kv, *map(jnp.asarray, new), k, v, pos, jnp.asarray(start)[None], chunks, **options
+    )
+    rounded = lambda x: wide(jnp.asarray(x, jnp.float32).astype(dtype))  # noqa: E731
+    cos, sin, both = np.cos(angle)[:, None], np.sin(angle)[:, None], wide(kv).sum(axis=0)
+    queries = rounded(_turned(wide(q).sum(axis=0), cos[:, None], sin[:, None]))
+    row, value = rounded(_turned(both[:, 0], cos, sin)), rounded(both[:, 1])
+    want = [wide(k), wide(v), np.asarray(pos, np.float64), wide(score)]
+    for b, h in np.ndindex(*length.shape):
+        if counts[b]:
+            for array, put in zip(want, (row[b, h], value[b, h], positions[b], float(begin[b, h])), strict=True):
+                array[b, start[b, h] + length[b, h]] = put
+    length = length + counts[:, None]
+    theirs, _, mass = oracle(jnp.asarray(queries, jnp.float32), *map(jnp.asarray, want[:2]), start, length)
+    want[3] = want[3] + mass * counts[:, None]
+    names = ("token k", "token v", "token pos", "token score")
+    return {"token": error(out[:3], theirs)} | {
+        name: error(mine, array) for name, mine, array in zip(names, ours, want, strict=True)
+    }
+
+
+def beside(case, dtype, tiles=None):
+    """What else a step is made of: residual and norm, and one row in another's place."""
+    dim, rows = case["dim"], 40
+    x, added, scale = (
+        random(20, (3, 8 * dim), dtype),
+        random(21, (4, 3, 8 * dim), jnp.float32),
+        random(22, (8 * dim,), dtype),
+    )
+    total, normed = pallas_kernels.add_norm(x, added, scale, eps=1e-5, interpret=INTERPRET)
+    want = wide(total)
+    want = want / np.sqrt((want * want).mean(axis=-1, keepdims=True) + 1e-5) * wide(scale)
+    found = {"sum": error(total, wide(x) + wide(added).sum(axis=0)), "norm": error(normed, want)}
+    k, v = (random(i, (2, rows, dim), dtype) for i in (23, 24))
+    pos, score = jnp.asarray(np.arange(2 * rows).reshape(2, rows), jnp.int32), random(25, (2, rows), jnp.float32)
+    place, last = np.asarray([[3, 12, 39], [0, 19, 30]], np.int32), np.asarray([[9, 19, 39], [8, 19, 35]], np.int32)
+    over = np.asarray([[True, False, True], [True, True, False]])
+    want = [wide(k), wide(v), np.asarray(pos, np.float64), wide(score)]
+    for b, h in zip(*np.nonzero(over), strict=True):
+        to, at = place[b, h], last[b, h]
+        for array in want:
+            array[b, to] = array[b, at]
+        want[2][b, at], want[3][b, at] = -1, 0
+    ours = pallas_kernels.replace_rows(k, v, pos, score, *map(jnp.asarray, (place, last, over)), interpret=INTERPRET)
+    return found | {
+        f"replaced {name}": error(mine, array)
+        for name, mine, array in zip(("k", "v", "pos", "score"), ours, want, strict=True)
+    }
+
+
+def flash(case, dtype, tiles=None):
+    """Causal attention of unequal prompts, and how much each key receives."""
+    heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
+    k, v = (random(i, (2, heads, slots, dim), dtype) for i in (3, 4))
+    q = random(5, (2, heads, group, slots, dim), dtype)
+    tokens = (slots - 5, slots // 3)
+    zero, length = jnp.zeros((2,), jnp.int32), jnp.asarray(tokens, jnp.int32)
+    out, lse = pallas_kernels.flash(q, k, v, zero, length, tiles=tiles, interpret=INTERPRET)
+    sums = pallas_kernels.column_sums(q, k, lse, zero, length, tiles=tiles, interpret=INTERPRET)
+    found = {"flash": 0.0, "flash lse": 0.0, "column sums": 0.0}
+    for b, real in enumerate(tokens):
+        queries, keys, values = wide(q)[b, :, :, :real], wide(k)[b, :, :real], wide(v)[b, :, :real]
+        logits = np.einsum("kgtd,ksd->kgts", queries, keys) / np.sqrt(dim)
+        logits[..., ~np.tri(real, dtype=bool)] = -np.inf
+        top = logits.max(axis=-1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights /= total
+        mine = {
+            "flash": error(out[b, :, :, :real], np.einsum("kgts,ksd->kgtd", weights, values)),
+            "flash lse": error(lse[b, :, :, :real], (top + np.log(total))[..., 0]),
+            "column sums": error(sums[b, :, :real], weights.sum(axis=2).mean(axis=1)),
+        }
+        found = {name: max(found[name], mine[name]) for name in found}
+    return found
+
+
+def window(case, dtype, tiles=None):
+    """How much attention each key receives from the last queries of unequal prompts, one shorter than the window."""
+    heads, group, dim, slots = case["kv_heads"], case["group"], case["dim"], case["slots"]
+    few, tokens = 32, np.asarray([slots - 5, 20], np.int32)
+    k, q = random(8, (2, heads, slots, dim), dtype), random(9, (2, heads, group, few, dim), dtype)
+    given = [jnp.asarray(each) for each in (tokens - few, tokens)]
+    ours = pallas_kernels.window_sums(q, k, *given, tiles=tiles, interpret=INTERPRET)
+    want = np.zeros(ours.shape)
+    for b, begin in enumerate(tokens - few):
+        for row in range(max(0, -begin), few):
+            keys = slice(0, begin + row + 1)
+            logits = np.einsum("kgd,ksd->kgs", wide(q)[b, :, :, row], wide(k)[b, :, keys]) / np.sqrt(dim)
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            want[b, :, keys] += (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=1)
+    return {"window": error(ours, want)}
+
+
+def compact(case, dtype, tiles=None):
+    """Rows of a layer's prefill, moved exactly."""
+    heads, dim, slots = case["kv_heads"], case["dim"], case["slots"]
+    k, v = (random(i, (2, heads, slots, dim), dtype) for i in (6, 7))
+    source = np.random.default_rng(0).integers(-1, heads * slots, (2, 100)).astype(np.int32)
+    ours = pallas_kernels.compact(k, v, jnp.asarray(source), tiles=tiles, interpret=INTERPRET)
+    found = {}
+    for name, packed, whole in (("compact k", ours[0], k), ("compact v", ours[1], v)):
+        rows = np.stack([wide(whole)[b].reshape(-1, dim)[each] for b, each in enumerate(source)])
+        found[name] = error(packed, np.where(source[..., None] < 0, 0, rows))
+    return found | {"compact pos": error(ours[2], np.where(source < 0, -1, source % slots))}
+
+
+KERNELS = {"attend": attend, "token": token, "beside": beside, "flash": flash, "window": window, "compact": compact}
+
+
+def check(case):
+    """All kernels for a dtype and head dim: errors by kernel, and which are wrong.
+
+    Raises:
+        ValueError: naming those that are wrong; what a kernel itself raises counts as wrong.
+    """
+    dtype, errors, wrong = jnp.dtype(case["dtype"]), {}, []
+    for name, kernel in KERNELS.items():
+        try:
+            errors |= kernel(case, dtype)
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as failed:
+            wrong.append(f"{name}: {str(failed).splitlines()[0][:200]}")
+    wrong += [f"{name}: {size:.1e}" for name, size in errors.items() if not size <= TOLERANCE[case["dtype"]]]
+    if wrong:
+        raise ValueError(f"WRONG: {'; '.join(wrong)}")
+    return {"largest": max(errors.values()), "errors": errors}

@@ -1,0 +1,218 @@
+"""What a device gives, and what the kernels make of it: copies, matrix products, attention, rows gathered.
+
+Each function takes a case as `gpu_parts` has it and returns figures; shares of one another are the report's business.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
+from jaxkv import attention, pallas_kernels
+from jaxkv.attention import Implementation
+from jaxkv.cache.layout import Layout
+
+# Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
+_BYTES, _FLOPS = 3e12, 3e14
+
+
+def copy(case):
+    """Bytes per second of x + 1 in place, read and written, and of a sum, read only."""
+    size = case["bytes"]
+    arrays = [random(i, (size // 4,), jnp.float32) for i in range(rotation(size))]
+
+    def add(rest, _):
+        done = []
+        while rest:
+            # Those behind it wait for it.
+            first, rest = lax.optimization_barrier((rest[0] + 1.0, rest[1:]))
+            done.append(first)
+        return done
+
+    both = chained(add, arrays, [()], estimate=2 * size / _BYTES, each=len(arrays))
+    reading = chained(lambda x, array: x + (array * x).sum() * 1e-9, jnp.float32(1), arrays, estimate=size / _BYTES)
+    found = {"copy_bytes_per_second": 2 * size / both["seconds"]}
+    return found | {"read_bytes_per_second": size / reading["seconds"], "copy": both, "read": reading}
+
+
+def _normed(x):
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def products(case):
+    """Matrix products: one large square, or the four of a layer of Llama 3 8B's shape with what lies between them."""
+    tokens, embed, hidden, heads = case["tokens"], case["embed"], case["hidden"], case["qkv"]
+    weight = lambda i, a, b: random(i, (a, b), jnp.bfloat16, scale=a**-0.5)  # noqa: E731
+    x = random(0, (tokens, embed), jnp.bfloat16)
+    if not hidden:
+        flops = 2 * tokens * embed * embed
+        found = chained(lambda x, w: _normed(x @ w), x, [weight(1, embed, embed)], estimate=flops / _FLOPS)
+        return found | {"flops_per_second": flops / found["seconds"]}
+    sizes = ((embed, heads), (embed, embed), (embed, 2 * hidden), (hidden, embed))
+    nbytes = sum(2 * a * b for a, b in sizes)
+    pools = [[weight(8 * i + j, *size) for j, size in enumerate(sizes)] for i in range(min(4, rotation(nbytes)))]
+
+    def layer(x, weights):
+        qkv, out, up, down = weights
+        x = _normed((x @ qkv)[:, :embed] @ out)
+        gate, up = jnp.split(x @ up, 2, axis=-1)
+        return _normed((jax.nn.silu(gate) * up) @ down)
+
+    flops = tokens * nbytes
+    found = chained(layer, x, pools, estimate=nbytes / _BYTES + flops / _FLOPS)
+    return found | {"flops_per_second": flops / found["seconds"], "bytes_per_second": nbytes / found["seconds"]}
+
+
+def lengths_of(case):
+    """Rows of each segment, i32[B, K], that sum to as many as equal ones would."""
+    batch, heads, rows = case["batch"], case["kv_heads"], case["rows"]
+    share, sequence = np.ones((batch, heads)), np.ones(batch)
+    if case["lengths"] == "one head 10x":
+        share[:, 0] = 10
+    elif case["lengths"] == "unequal":
+        # Sequences from an eighth to two of the mean, heads from a third to ten times another's.
+        sequence = 1 + 2 * (np.arange(batch) % 8)
+        share = 1 + (3 * np.arange(heads)[None, :] + np.arange(batch)[:, None]) % 10
+    weight = share * sequence[:, None]
+    length = np.maximum(1, np.floor(weight / weight.sum() * batch * heads * rows)).astype(np.int32)
+    length[-1, -1] += batch * heads * rows - int(length.sum())
+    return length
+
+
+def pools_of(case, dtype):
+    """Queries, pools that a device's cache cannot hold, starts, lengths, and bytes of the rows that are read."""
+    length, dim = lengths_of(case), case["dim"]
+    batch, heads = length.shape
+    # Room for 256 new rows a head, as a cache has it.
+    rows = int(length.sum(axis=1).max()) + heads * min(256, case["rows"])
+    nbytes = 2 * int(length.sum()) * dim * dtype.itemsize
+    count = min(rotation(nbytes), 48)
+    pools = [tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)]
+    length = jnp.asarray(length)
+    start = Layout.RAGGED.place(length[None], rows)[0]
+    q = random(10_000, (batch, heads, case["group"], dim), dtype)
+    return q, pools, start, length, nbytes
+
+
+def _dealt(start, length, case, dtype):
+    """Who reads what, as a step finds it out once for all its layers."""
+    programs = pallas_kernels.programs(dim=case["dim"], itemsize=dtype.itemsize, interpret=INTERPRET)
+    return pallas_kernels.deal(start[None], length[None], programs=programs)
+
+
+def decode(case):
+    """Attention of one new token's queries over segments of a pool."""
+    dtype = jnp.dtype(case["dtype"])
+    q, pools, start, length, nbytes = pools_of(case, dtype)
+    options = {"chunks": _dealt(start, length, case, dtype), "interpret": INTERPRET}
+    attend = lambda q, pool: pallas_kernels.attend(q, *pool, start, length, **options)[0]  # noqa: E731
+    found = chained(attend, q, pools, estimate=nbytes / _BYTES + 1e-5)
+    return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
+
+
+def tokens(q, pools, start, chunks, **options):
+    """A step of a chain: the new token of a layer, in one pool after the other, and what it begins with."""
+    batch, heads = start.shape
+    dim, dtype = q.shape[-1], q.dtype
+    ones, angle = jnp.ones((batch,), jnp.int32), random(20_001, (batch, dim // 2), jnp.float32)
+    kv = random(20_000, (1, batch, 2, heads, dim), dtype)
+    new = (kv, jnp.cos(angle), jnp.sin(angle), 7 * ones, ones)
+    pools = [(*pool, jnp.zeros(pool[0].shape[:2], jnp.int32)) for pool in pools]
+
+    def step(carry, _):
+        q, written = carry[0], []
+        for pool in carry[1]:
+            q, *pool = pallas_kernels.decode_token(q[None], *new, *pool, start[None], chunks, layer=0, **options)
+            written.append(tuple(pool))
+        return q, written
+
+    return step, (q, pools)
+
+
+def token(case):
+    """What a layer's step does between its products: the new token is rotated, joins the pool, and attends to it."""
+    dtype = jnp.dtype(case["dtype"])
+    q, pools, start, length, nbytes = pools_of(case, dtype)
+    step, carry = tokens(q, pools, start, _dealt(start, length, case, dtype), interpret=INTERPRET)
+    found = chained(step, carry, [()], estimate=nbytes / _BYTES + 1e-5, each=len(pools))
+    return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
+
+
+def mass(case):
+    """The same, with each row's attention added to its score (H2O, D2O)."""
+    q, pools, start, length, nbytes = pools_of(case, jnp.dtype(case["dtype"]))
+    score = jnp.zeros(pools[0][0].shape[:2], jnp.float32)
+
+    def attend(carry, pool):
+        out, _, score = pallas_kernels.attend(carry[0], *pool, start, length, score=carry[1], interpret=INTERPRET)
+        return out, score
+
+    found = chained(attend, (q, score), pools, estimate=nbytes / _BYTES + 1e-5)
+    return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
+
+
+def _prompt(case):
+    heads, slots, dim, dtype = case["kv_heads"], case["tokens"], case["dim"], jnp.dtype(case["dtype"])
+    q = random(0, (1, heads, case["group"], slots, dim), dtype)
+    k, v = (random(i, (1, heads, slots, dim), dtype) for i in (1, 2))
+    return q, k, v, jnp.full((1,), slots, jnp.int32)
+
+
+def prefill(case):
+    """Causal attention of a prompt by one implementation, as prefill asks for it."""
+    q, k, v, length = _prompt(case)
+    implementation = Implementation(case["by"])
+    if INTERPRET and implementation is not Implementation.XLA:
+        implementation = Implementation.INTERPRETED
+    by = partial(attention.prompts, implementation=implementation)
+    flops = 2 * q.size * case["tokens"]
+    # Twice, so that what one gives need not be copied to where the next finds it.
+    found = chained(lambda q, kv: by(q, *kv, length)[0], q, 2 * [(k, v)], estimate=flops / _FLOPS)
+    return found | {"flops": flops, "flops_per_second": flops / found["seconds"]}
+
+
+def scores(case):
+    """What a prompt's scores cost on top of its attention: a window's, and the sums over all queries."""
+    q, k, _, length = _prompt(case)
+    implementation = Implementation.INTERPRETED if INTERPRET else Implementation.PALLAS
+    zero, window = jnp.zeros_like(length), case["window"]
+    by_window = partial(attention.window_sums, implementation=implementation)
+    lse = jnp.zeros(q.shape[:4], jnp.float32)
+
+    # Sums become a number that is added to the queries: the next call waits for it.
+    def last(few, k):
+        sums = by_window(few, k, length - window, length)
+        return few + (1e-6 * sums[0, 0, 0]).astype(few.dtype)
+
+    def every(lse, k):
+        sums = pallas_kernels.column_sums(q, k, lse, zero, length, interpret=INTERPRET)
+        return lse + 1e-6 * jnp.minimum(sums[0, 0, 0], 1.0)
+
+    flops = 2 * q.size * case["tokens"]
+    return {
+        "window": chained(last, q[..., -window:, :], [k], estimate=2e-4),
+        "columns": chained(every, lse + 12.0, [k], estimate=flops / 2 / _FLOPS),
+    }
+
+
+def gather(case):
+    """Compaction of a layer's prefill: rows chosen head by head, read and written."""
+    heads, slots, kept, dim = case["kv_heads"], case["tokens"], case["kept"], case["dim"]
+    dtype, batch = jnp.dtype(case["dtype"]), case["batch"]
+    rng = np.random.default_rng(0)
+    nbytes = 4 * batch * heads * kept * dim * dtype.itemsize
+    count = rotation(nbytes)
+    pools = [tuple(random(2 * i + j, (batch, heads, slots, dim), dtype) for j in (0, 1)) for i in range(min(4, count))]
+    each = lambda: np.concatenate([h * slots + np.sort(rng.permutation(slots)[:kept]) for h in range(heads)])  # noqa: E731
+    source = jnp.asarray(np.stack([each() for _ in range(batch)]).astype(np.int32))
+
+    def compact(source, pool):
+        _, _, pos = pallas_kernels.compact(*pool, source, interpret=INTERPRET)
+        return jnp.where(pos < 0, 0, source)
+
+    found = chained(compact, source, pools, estimate=nbytes / _BYTES)
+    return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}

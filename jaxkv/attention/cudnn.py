@@ -1,0 +1,84 @@
+"""Causal attention of whole prompts by cuDNN, through JAX's public functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+# Of the first device that has as much shared memory as cuDNN wants for longer heads: Hopper.
+_WIDE = (9, 0)
+
+
+def serves(dtype: jnp.dtype, head_dim: int, capability: tuple[int, int] | None) -> bool:
+    """Whether cuDNN's attention takes a model, by what JAX checks before it calls it.
+
+    Args:
+        dtype: of the model.
+        head_dim: D.
+        capability: of the device, such as (9, 0) for Hopper; None where it is not known.
+
+    Returns:
+        True for 16 bits, and head dims in steps of 8 up to 128, from Hopper on up to 256.
+    """
+    most = 256 if capability is not None and capability >= _WIDE else 128
+    return np.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= most
+
+
+def causal(
+    q: Float[Array, "B K G S D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    length: Int[Array, " B"],
+    *,
+    lse: bool,
+) -> tuple[Float[Array, "B K G S D"], Float[Array, "B K G S"] | None]:
+    """Causal attention of a batch of whole prompts, padded on the right.
+
+    Args:
+        q: rotated queries, 16 bits.
+        k: rotated keys.
+        v: values.
+        length: tokens of each prompt.
+        lse: also give the log-sum-exp.
+
+    Returns:
+        The output in q's dtype, and the natural log-sum-exp of the scaled logits in float32, or None; queries of
+        padding give 0 and -inf.
+    """
+    batch, heads, group, slots, dim = q.shape
+    by_token = lambda a: jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)  # noqa: E731
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            query_seq_lengths=length,
+            key_value_seq_lengths=length,
+            implementation="cudnn",
+        )
+
+    real = (jnp.arange(slots, dtype=jnp.int32) < length[:, None])[:, None, None]
+    given, found = (by_token(q), by_token(k), by_token(v)), None
+    if lse:
+        # What return_residual gives is rounded to q's dtype, 3% of a weight in bfloat16. What is kept for gradients is
+        # not, and `jax.vjp` hands it out: the one float32 array among its leaves.
+        out, back = jax.vjp(attend, *given)
+        kept = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.float32]
+        found = _only(kept, (batch, heads * group, slots)).reshape(batch, heads, group, slots)
+        found = jnp.where(real, found, -jnp.inf)
+    else:
+        out = attend(*given)
+    out = jnp.swapaxes(out, 1, 2).reshape(q.shape)
+    return jnp.where(real[..., None], out, 0), found
+
+
+def _only(kept: list[Array], shape: tuple[int, ...]) -> Array:
+    """The log-sum-exp among what this version of JAX keeps for gradients."""
+    fitting = [leaf for leaf in kept if leaf.shape == shape]
+    if len(fitting) != 1:
+        raise NotImplementedError(
+            f"jax {jax.__version__} keeps {len(fitting)} arrays like cuDNN's log-sum-exp: use implementation='pallas'"
+        )
+    return fitting[0]

@@ -1,0 +1,176 @@
+"""The second door to Pallas: its Mosaic GPU backend, for Hopper. What differs between JAX versions is settled here.
+
+Only kernels of this backend import this file, and they are imported when they are asked for: machines without it pay
+nothing. Its own simulator runs them on a CPU: warpgroups, barriers, copies between memories, the grid, and it finds
+races. Products and layouts, which it takes in some versions alone, are then plain JAX operations.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as _mosaic
+
+when = pl.when
+ds = pl.ds
+axis_index = lax.axis_index
+copy_in = _mosaic.copy_gmem_to_smem
+barrier_arrive = _mosaic.barrier_arrive
+barrier_wait = _mosaic.barrier_wait
+set_max_registers = _mosaic.set_max_registers
+Barrier = _mosaic.Barrier
+
+# Tiles of shared memory as tensor cores read them: 8 rows of 128 bytes, swizzled.
+_SWIZZLE = 128
+
+
+def call(
+    kernel: Callable[..., None],
+    *arrays: jax.Array,
+    name: str,
+    grid: dict[str, int],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    threads: tuple[str, int],
+    interpret: bool,
+) -> Any:
+    """Runs a kernel once per point of its grid, by several warpgroups.
+
+    Args:
+        kernel: takes a ref in global memory per input and output, then a tuple of what `scratch` asks for.
+        arrays: the inputs.
+        name: what profiles and compiled programs call it.
+        grid: number of programs along each named axis, the one that changes fastest first.
+        shapes: of the outputs.
+        scratch: shared memory and barriers, which the warpgroups share.
+        threads: the axis of warpgroups, and how many there are.
+        interpret: simulate it on any device, to check it; a race of two warpgroups is then an error.
+
+    Returns:
+        The outputs.
+    """
+    axis, number = threads
+
+    def body(*refs):
+        pl.run_scoped(lambda *own: kernel(*refs, own), *scratch, collective_axes=axis)
+
+    body.__name__ = name
+    return _mosaic.kernel(
+        body,
+        out_type=list(shapes),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=number,
+        thread_name=axis,
+        compiler_params=_mosaic.CompilerParams(approx_math=True),
+        interpret=_simulated() if interpret else None,
+    )(*arrays)
+
+
+def cuda_version() -> int | None:
+    """Of the CUDA runtime here, as 1000 x major + 10 x minor; None without one."""
+    from jax._src.lib import cuda_versions
+
+    return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+
+
+def _simulated() -> Any:
+    # JAX 0.10.2 has the interpreter and does not export its parameters.
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(detect_races=True)
+
+
+def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False) -> Any:
+    """Shared memory; `tiled` as tensor cores read its last two dimensions."""
+    columns = _SWIZZLE // jnp.dtype(dtype).itemsize
+    transforms = (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
+    return _mosaic.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def copy_out(source: Any, target: Any) -> None:
+    """Begins to copy shared memory that this warpgroup has written to global memory; `finish` waits for it."""
+    _mosaic.copy_smem_to_gmem(source, target)
+
+
+def commit() -> None:
+    """Makes what this warpgroup has written to shared memory visible to copies."""
+    _mosaic.commit_smem()
+
+
+def finish() -> None:
+    """Waits for this warpgroup's copies to global memory."""
+    _mosaic.wait_smem_to_gmem(0)
+
+
+def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
+    """A matrix, or a number for each of its rows, in the registers where a product leaves it."""
+    if interpret:
+        return array
+    layout = _mosaic.Layout.WGMMA
+    return _mosaic.layout_cast(array, layout if array.ndim == 2 else layout.reduce(1))
+
+
+def count(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
+    """0, 1, 2 ... along an axis of a tile."""
+    return tile(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
+
+
+def by_row(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """A number for each row, in every column of a tile."""
+    return lax.broadcast_in_dim(vector, like.shape, [0])
+
+
+def product(
+    rows: Any,
+    columns: Any,
+    *,
+    transposed: bool = False,
+    start: jax.Array | None = None,
+    meanwhile: Callable[[], None],
+    interpret: bool,
+) -> jax.Array:
+    """`start + rows @ columns` on the tensor cores, in float32.
+
+    Args:
+        rows: `[m, k]`, shared memory or a tile.
+        columns: `[k, n]` in shared memory, or `[n, k]` if `transposed`.
+        transposed: see there.
+        start: `f32[m, n]`; by default 0.
+        meanwhile: is called once the product is under way, before it is waited for.
+        interpret: as in `call`.
+
+    Returns:
+        `f32[m, n]`.
+    """
+    if interpret:
+        meanwhile()
+        left, right = rows if isinstance(rows, jax.Array) else rows[...], columns[...]
+        # Tensor cores read shared memory on the side of the copies; what a warpgroup itself has read is fenced.
+        commit()
+        over = (((1,), (1 if transposed else 0,)), ((), ()))
+        out = lax.dot_general(left, right, over, preferred_element_type=jnp.float32)
+        return out if start is None else start + out
+    right = _transpose(columns) if transposed else columns
+    if start is None:
+
+        def whole(acc):
+            _mosaic.wgmma(acc, rows, right)
+            meanwhile()
+            return acc[...]
+
+        return pl.run_scoped(whole, _mosaic.ACC((rows.shape[0], right.shape[1]), jnp.float32))
+
+    def more(acc):
+        _mosaic.wgmma(acc, rows, right)
+        meanwhile()
+
+    return pl.run_state(more)(_mosaic.ACC.init(start))
+
+
+def _transpose(ref: Any) -> Any:
+    # JAX 0.12 deprecates the function, 0.10.2 has no method.
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else _mosaic.transpose_ref(ref, (1, 0))

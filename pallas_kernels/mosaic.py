@@ -1,0 +1,237 @@
+"""Causal attention of whole prompts on Hopper, in Mosaic GPU: what `prefill.flash` computes, by other means.
+
+A program has three warpgroups. The last one only copies: blocks of keys and values, through the TMA, into a ring in
+shared memory. The other two compute, each 64 queries of one head, accumulators in registers, and take turns: while one
+is at its softmax the other has the tensor cores (FlashAttention-3, Shah et al. 2024, section 3.1).
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _compat_mosaic as mosaic
+from ._compat import MASKED
+
+DTYPES = ("bfloat16", "float16")
+DIMS = (64, 128)
+_LOG2E = math.log2(math.e)
+_COMPUTE = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperTiles:
+    """How `flash` cuts its work.
+
+    Attributes:
+        queries: queries per computing warpgroup, a multiple of 64 (on a GPU).
+        keys: keys per block, a multiple of 64 (on a GPU).
+        stages: blocks of keys, and of values, in flight.
+    """
+
+    queries: int = 64
+    keys: int = 128
+    stages: int = 2
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def flash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    length: jax.Array,
+    *,
+    tiles: HopperTiles | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of T consecutive queries per sequence, on compute capability 9.0.
+
+    Args:
+        q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; bfloat16 or float16, D 64 or 128.
+        k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
+        v: `[B, K, S, D]` likewise.
+        first: `i32[B]` position of each sequence's first query.
+        length: `i32[B]` tokens of each sequence, at most S; queries and keys from there on are padding.
+        tiles: how the work is cut; by default after D.
+        interpret: simulate it on any device, to check it.
+
+    Returns:
+        `[B, K, G, T, D]` in q's dtype and `f32[B, K, G, T]` natural log-sum-exp of the scaled logits; queries of
+        padding give output 0 and lse -inf.
+
+    Raises:
+        ValueError: for other dtypes and head dims, and where CUDA's compiler makes wrong code of it.
+    """
+    batch, heads, group, queries, dim = q.shape
+    if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"dtype is {q.dtype}, {k.dtype}, {v.dtype}: Mosaic's flash takes one of {', '.join(DTYPES)}")
+    if dim not in DIMS:
+        raise ValueError(f"head dim is {dim}: Mosaic's flash takes 64 and 128")
+    version = None if interpret else mosaic.cuda_version()
+    # As JAX says of its own causal attention in Mosaic GPU.
+    if version is not None and 12080 <= version < 12091:
+        raise ValueError(
+            f"CUDA is {version // 1000}.{version % 1000 // 10}: its ptxas miscompiles Mosaic's masks: use 13"
+        )
+    tiles = tiles or HopperTiles(stages=2 if dim == 128 else 4)
+    rows = tiles.queries * _COMPUTE
+    # Every copy lies inside its array. Prompts' buckets are multiples of the tiles, so this pads short ones alone.
+    q = _padded(q.reshape(batch, heads * group, queries, dim), rows)
+    k, v = _padded(k, tiles.keys), _padded(v, tiles.keys)
+    stage = (tiles.stages, tiles.keys, dim)
+    free = mosaic.Barrier(num_arrivals=_COMPUTE, num_barriers=tiles.stages)
+    ready = mosaic.Barrier(num_barriers=tiles.stages)
+    out, lse = mosaic.call(
+        partial(_program, queries=queries, group=group, tiles=tiles, interpret=interpret),
+        q,
+        k,
+        v,
+        first,
+        length,
+        name="flash_prefill",
+        # Heads of one group, which read the same keys, run side by side.
+        grid={"head": heads * group, "tile": q.shape[2] // rows, "batch": batch},
+        shapes=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
+        scratch=(
+            mosaic.shared((_COMPUTE, tiles.queries, dim), q.dtype, tiled=True),
+            mosaic.shared(stage, q.dtype, tiled=True),
+            mosaic.shared(stage, q.dtype, tiled=True),
+            mosaic.shared((_COMPUTE, tiles.queries), jnp.float32),
+            mosaic.Barrier(num_barriers=_COMPUTE),
+            ready,
+            ready,
+            free,
+            free,
+            mosaic.Barrier(num_arrivals=_COMPUTE),
+        ),
+        threads=("warpgroup", _COMPUTE + 1),
+        interpret=interpret,
+    )
+    shape = (batch, heads, group, queries)
+    return out[:, :, :queries].reshape(*shape, dim), lse[:, :, :queries].reshape(shape)
+
+
+def _padded(array: jax.Array, multiple: int) -> jax.Array:
+    """`[B, H, n, D]` with n a multiple, zeros behind."""
+    more = -array.shape[2] % multiple
+    return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array
+
+
+# Refs of a program (head, tile, batch), head over H query heads, all in global memory: q, out [B, H, T', D]; k, v
+# [B, K, S', D]; first, length [B]; lse [B, H, T']. In shared memory: q and out [2, 64, D], k and v [stages, keys, D],
+# lse [2, 64], and barriers: q is there; k, v are there; k, v may be overwritten; whose turn it is.
+def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memory, *, queries, group, tiles, interpret):
+    _, k_smem, v_smem, _, _, k_ready, v_ready, k_free, v_free, _ = memory
+    head, batch, me = (mosaic.axis_index(name) for name in ("head", "batch", "warpgroup"))
+    rows = tiles.queries * _COMPUTE
+    # The longest rows of the triangle start first, so that the last programs to finish are short ones.
+    row = (q_ref.shape[2] // rows - 1 - mosaic.axis_index("tile")) * rows
+    begin, tokens = first_ref[batch], jnp.minimum(length_ref[batch], k_ref.shape[2])
+    # Both warpgroups take as many steps: where one has less to see, masks hide the rest from it.
+    end = jnp.minimum(begin + jnp.minimum(row + rows, queries), tokens)
+    end = jnp.where(begin + row < tokens, jnp.maximum(end, 0), 0)
+    steps = lax.div(end + tiles.keys - 1, tiles.keys)
+
+    @mosaic.when(me < _COMPUTE)
+    def _():
+        mosaic.set_max_registers(232, action="increase")
+        at = (batch, head, mosaic.ds(row + me * tiles.queries, tiles.queries))
+        first = begin + row + me * tiles.queries
+        refs = (q_ref.at[at], out_ref.at[at], lse_ref.at[at])
+        _compute(refs, memory, me, first, tokens, steps, tiles=tiles, interpret=interpret)
+
+    @mosaic.when(me == _COMPUTE)
+    def _():
+        mosaic.set_max_registers(40, action="decrease")
+        kv = lax.div(head, group)
+
+        def load(index, _):
+            slot = lax.rem(index, tiles.stages)
+            at = (batch, kv, mosaic.ds(index * tiles.keys, tiles.keys))
+            for source, target, ready, free in ((k_ref, k_smem, k_ready, k_free), (v_ref, v_smem, v_ready, v_free)):
+                mosaic.when(index >= tiles.stages)(lambda free=free: mosaic.barrier_wait(free.at[slot]))
+                mosaic.copy_in(source.at[at], target.at[slot], ready.at[slot])
+
+        def drain(index, _):
+            slot = lax.rem(index, tiles.stages)
+            mosaic.barrier_wait(k_free.at[slot])
+            mosaic.barrier_wait(v_free.at[slot])
+
+        lax.fori_loop(0, steps, load, None)
+        lax.fori_loop(jnp.maximum(steps - tiles.stages, 0), steps, drain, None)
+
+
+def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
+    """One warpgroup's queries, the first of them at position `first`, against `steps` blocks of keys."""
+    q_ref, out_ref, lse_ref = refs
+    q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turns = memory
+    q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]
+    count, dim = q_smem.shape
+    kind = q_smem.dtype
+    # exp(x) is 2 ** (x log2 e): one multiplication makes scaled logits and their base.
+    base = _LOG2E / math.sqrt(dim)
+    registers = partial(mosaic.tile, interpret=interpret)
+    numbers = partial(mosaic.count, interpret=interpret)
+
+    def pass_on():
+        mosaic.barrier_arrive(turns)
+        mosaic.barrier_wait(turns)
+
+    mosaic.copy_in(q_ref, q_smem, q_ready.at[me])
+    mosaic.barrier_wait(q_ready.at[me])
+    mosaic.when(steps > 0)(lambda: mosaic.barrier_wait(k_ready.at[0]))
+    # The second warpgroup begins when the first is at its first softmax.
+    mosaic.when(me == 1)(pass_on)
+
+    def step(index, carry, *, masked):
+        acc, top, total = carry
+        slot = lax.rem(index, tiles.stages)
+        s = mosaic.product(q_smem, k_smem.at[slot], transposed=True, meanwhile=pass_on, interpret=interpret)
+        mosaic.barrier_arrive(k_free.at[slot])
+        if masked:
+            # A query that counts lies before the padding, so no key that it may see is padding.
+            seen = numbers(s.shape, 1) + index * tiles.keys <= numbers(s.shape, 0) + first
+            s = jnp.where(seen, s, MASKED)
+        new_top = jnp.maximum(top, s.max(axis=1) * base)
+        weights = jnp.exp2(s * base - mosaic.by_row(new_top, s))
+        shrink = jnp.exp2(top - new_top)
+        acc = acc * mosaic.by_row(shrink, acc)
+        total = total * shrink + weights.sum(axis=1)
+        acc, total, top, weights = lax.optimization_barrier((acc, total, new_top, weights.astype(kind)))
+        mosaic.barrier_arrive(turns)
+        mosaic.barrier_wait(v_ready.at[slot])
+        mosaic.barrier_wait(turns)
+
+        def next_keys():
+            after = lax.rem(index + 1, tiles.stages)
+            mosaic.when(index + 1 < steps)(lambda: mosaic.barrier_wait(k_ready.at[after]))
+
+        acc = mosaic.product(weights, v_smem.at[slot], start=acc, meanwhile=next_keys, interpret=interpret)
+        mosaic.barrier_arrive(v_free.at[slot])
+        return acc, top, total
+
+    carry = (
+        registers(jnp.zeros((count, dim), jnp.float32)),
+        registers(jnp.full((count,), MASKED, jnp.float32)),
+        registers(jnp.zeros((count,), jnp.float32)),
+    )
+    # Blocks of keys wholly before the first query need no mask.
+    whole = jnp.minimum(lax.div(jnp.maximum(first + 1, 0), tiles.keys), steps)
+    carry = lax.fori_loop(0, whole, partial(step, masked=False), carry)
+    acc, top, total = lax.fori_loop(whole, steps, partial(step, masked=True), carry)
+    mosaic.when(me == 0)(pass_on)
+
+    counts = lambda position: (position >= 0) & (position < tokens)  # noqa: E731
+    real = counts(numbers((count,), 0) + first)
+    total = jnp.where(real, total, 1.0)
+    out = acc * mosaic.by_row(1.0 / total, acc)
+    q_smem[...] = jnp.where(counts(numbers(acc.shape, 0) + first), out, 0.0).astype(kind)
+    lse_smem[...] = jnp.where(real, top / _LOG2E + jnp.log(total), -jnp.inf)
+    mosaic.commit()
+    mosaic.copy_out(q_smem, out_ref)
+    mosaic.copy_out(lse_smem, lse_ref)
+    mosaic.finish()

@@ -1,0 +1,164 @@
+"""Attention that a prompt's last queries pay to each key: two passes over the keys, no values, no probabilities."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import tuning
+from ._compat import LOG2E, MASKED, BlockSpec, call, dot, exp2_of, load, program_id, store, take_rows
+from .tuning import WindowTiles
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def window_sums(
+    q: jax.Array,
+    k: jax.Array,
+    first: jax.Array,
+    length: jax.Array,
+    *,
+    tiles: WindowTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """How much attention each key receives from a few consecutive queries: SnapKV's score before pooling.
+
+    The group's queries fold into the rows of one tile, so that a key is read once for all of them in each pass.
+
+    Args:
+        q: `[B, K, G, w, D]` rotated queries, at positions first .. first + w; negative positions do not exist.
+        k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
+        first: `i32[B]` position of each sequence's first query.
+        length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
+        tiles: how the work is cut; by default after the shape and the device.
+        interpret: run on any device, to check it.
+
+    Returns:
+        `f32[B, K, S]` sums over queries, mean over the group; 0 for keys that nobody sees.
+    """
+    batch, heads, group, window, dim = q.shape
+    tiles = tiles or tuning.window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
+    # Rows of a tile: query head after query head; those that make its size up stand where no query does.
+    count = -(-group * window // tiles.rows) * tiles.rows
+    row = jnp.arange(count, dtype=jnp.int32)
+    position = first[:, None] + row % window
+    real = (row < group * window) & (position >= 0) & (position < length[:, None])
+    position = jnp.where(real, position, -1)
+    q = q.reshape(batch, heads, group * window, dim)
+    parts = _log_sum_exps(q, k, position, length, tiles, interpret)
+    lse = jax.nn.logsumexp(parts, axis=2)
+    shift = jnp.where(real[:, None], -lse * LOG2E, MASKED)
+    return _sums(q, k, position, shift, length, tiles, interpret) / group
+
+
+def _log_sum_exps(q, k, position, length, tiles, interpret):
+    """`f32[B, K, n, R]`: each row's log-sum-exp over each of n chunks of keys, -inf where it sees none of them."""
+    batch, heads, rows, dim = q.shape
+    slots, count = k.shape[2], position.shape[1]
+    block_q, block_k = tiles.rows, tiles.keys
+    blocks, per_chunk = -(-slots // block_k), tiles.chunk // block_k
+    chunks, scale = -(-blocks // per_chunk), LOG2E / dim**0.5
+
+    # Blocks of a program (c, h, b), h over kv heads and their tiles of rows: q [R, D] of the head; its k [S, D];
+    # position [R] and length of sequence b; out [R] of chunk c, of which it writes its tile's rows.
+    def kernel(q_ref, k_ref, position_ref, length_ref, out_ref):
+        chunk, tile = program_id(0), program_id(1) % (count // block_q)
+        tokens = length_ref[...]
+        row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
+        at = load(position_ref.at[row])
+        queries = take_rows(q_ref, row, row < rows, dim)
+
+        def step(block, carry, *, masked):
+            top, total = carry
+            key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
+            keys = take_rows(k_ref, key, key < slots if masked else None, dim)
+            s = dot(queries, keys, transpose_b=True)
+            if masked:
+                s = jnp.where(key[None, :] <= at[:, None], s, MASKED)
+            new_top = jnp.maximum(top, s.max(axis=1))
+            weights = exp2_of(s, scale, -(new_top * scale)[:, None], interpret=interpret)
+            shrink = exp2_of(top, scale, -new_top * scale, interpret=interpret)
+            return new_top, total * shrink + weights.sum(axis=1)
+
+        # Keys before the earliest query that exists are seen by all that do; none is seen behind the last one.
+        begin = chunk * per_chunk
+        end = jnp.minimum(begin + per_chunk, (tokens + block_k - 1) // block_k)
+        earliest = jnp.min(jnp.where(at < 0, slots, at))
+        whole = jnp.maximum(jnp.minimum((earliest + 1) // block_k, end), begin)
+        carry = jnp.full((block_q,), MASKED, jnp.float32), jnp.zeros((block_q,), jnp.float32)
+        carry = lax.fori_loop(begin, whole, partial(step, masked=False), carry)
+        top, total = lax.fori_loop(whole, end, partial(step, masked=True), carry)
+        nothing = (at < 0) | (top <= MASKED)
+        total = jnp.where(nothing, 1.0, total)
+        store(out_ref.at[row], jnp.where(nothing, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E))
+
+    across = count // block_q
+    (parts,) = call(
+        kernel,
+        q,
+        k,
+        position,
+        length,
+        name="window_lse",
+        grid=(chunks, heads * across, batch),
+        inputs=[
+            BlockSpec((None, None, rows, dim), lambda c, h, b: (b, h // across, 0, 0)),
+            BlockSpec((None, None, slots, dim), lambda c, h, b: (b, h // across, 0, 0)),
+            BlockSpec((None, count), lambda c, h, b: (b, 0)),
+            BlockSpec((None,), lambda c, h, b: (b,)),
+        ],
+        outputs=[BlockSpec((None, None, None, count), lambda c, h, b: (b, h // across, c, 0))],
+        shapes=[jax.ShapeDtypeStruct((batch, heads, chunks, count), jnp.float32)],
+        launch=tiles.launch,
+        interpret=interpret,
+    )
+    return parts
+
+
+def _sums(q, k, position, shift, length, tiles, interpret):
+    """`f32[B, K, S]`: weights of each key summed over rows, whose log-sum-exps are known."""
+    batch, heads, rows, dim = q.shape
+    slots, count = k.shape[2], position.shape[1]
+    block_q, block_k = tiles.rows, tiles.keys
+    scale = LOG2E / dim**0.5
+
+    # Blocks of a program (j, h, b): q [R, D] of kv head h; its k [S, D]; position [R] and length of sequence b; shift
+    # [R] of head h; out [S] of head h, of which it writes keys j * block_k on.
+    def kernel(q_ref, k_ref, position_ref, shift_ref, length_ref, out_ref):
+        key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
+        # Keys of padding are not looked at.
+        real, mine = key < length_ref[...], key < slots
+        keys = take_rows(k_ref, key, real & mine, dim)
+
+        def step(tile, acc):
+            row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
+            queries = take_rows(q_ref, row, row < rows, dim)
+            s = dot(keys, queries, transpose_b=True)
+            s = jnp.where(key[:, None] <= load(position_ref.at[row])[None, :], s, MASKED)
+            return acc + exp2_of(s, scale, load(shift_ref.at[row])[None, :], interpret=interpret).sum(axis=1)
+
+        acc = lax.fori_loop(0, count // block_q, step, jnp.zeros((block_k,), jnp.float32))
+        store(out_ref.at[key], jnp.where(real, acc, 0.0), mask=mine)
+
+    (out,) = call(
+        kernel,
+        q,
+        k,
+        position,
+        shift,
+        length,
+        name="window_sums",
+        grid=(-(-slots // block_k), heads, batch),
+        inputs=[
+            BlockSpec((None, None, rows, dim), lambda j, h, b: (b, h, 0, 0)),
+            BlockSpec((None, None, slots, dim), lambda j, h, b: (b, h, 0, 0)),
+            BlockSpec((None, count), lambda j, h, b: (b, 0)),
+            BlockSpec((None, None, count), lambda j, h, b: (b, h, 0)),
+            BlockSpec((None,), lambda j, h, b: (b,)),
+        ],
+        outputs=[BlockSpec((None, None, slots), lambda j, h, b: (b, h, 0))],
+        shapes=[jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)],
+        launch=tiles.launch,
+        interpret=interpret,
+    )
+    return out
