@@ -175,21 +175,28 @@ def compile_loop(setting, device):
     return compiled, pools, flat
 
 
+def passed(kernels, loop, name, rows, setting, batch, device):
+    """An estimate of a loop's pass over rows and its merge."""
+    lengths = lengths_of(setting, rows // HEADS, batch)
+    work, counts = perf_decode.chunks_of(kernels, lengths, group=GROUP, dim=DIM, pool_rows=rows)
+    passing, merging = loop.found[name], perf_decode.pair(loop.found)[1]
+    # Logits are kept where they are to become scores.
+    written = GROUP * 4 if any("STG" in each for each in passing.code.body(passing.code.hot)) else 0
+    shape = {"group": GROUP, "dim": DIM, "segments": batch * HEADS, "written": written}
+    return perf_decode.estimate(device, passing, merging, work, counts, **shape)
+
+
 def attention_time(kernels, loop, setting, batch, device):
     """Seconds of a step's passes over rows and merges, and of our other kernels."""
     attention = others = 0.0
-    last = None
+    last, known = None, {}
     for name, rows in loop.uses:
         if name.startswith("ragged_decode_merge"):
             attention += last.merge + perf_gpu.LAUNCH
         elif name.startswith("ragged_decode"):
-            lengths = lengths_of(setting, rows // HEADS, batch)
-            work, counts = perf_decode.chunks_of(kernels, lengths, group=GROUP, dim=DIM, pool_rows=rows)
-            passing, merging = loop.found[name], perf_decode.pair(loop.found)[1]
-            # Logits are kept where they are to become scores.
-            written = GROUP * 4 if any("STG" in each for each in passing.code.body(passing.code.hot)) else 0
-            shape = {"group": GROUP, "dim": DIM, "segments": batch * HEADS, "written": written}
-            last = perf_decode.estimate(device, passing, merging, work, counts, **shape)
+            if (name, rows) not in known:
+                known[name, rows] = passed(kernels, loop, name, rows, setting, batch, device)
+            last = known[name, rows]
             attention += last.rows + perf_gpu.LAUNCH
         else:
             # Scores: a logit of each query and row, and the sum that it is added to.
