@@ -29,7 +29,6 @@ FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==
   namex==0.1.0 h5py==3.16.0 optree==0.20.0
 FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
-LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
