@@ -8,7 +8,7 @@ from .decode import attend, decode_token
 from .gather import compact, gather_rows
 from .norm import add_norm
 from .prefill import column_sums, flash
-from .replace import replace_rows
+from .replace import evict_rows, replace_rows
 from .rows import Picks
 from .tuning import programs
 from .window import window_sums
@@ -22,6 +22,7 @@ __all__ = [
     "compact",
     "deal",
     "decode_token",
+    "evict_rows",
     "flash",
     "gather_rows",
     "programs",

@@ -1,11 +1,19 @@
-"""The newest row of a segment in the place of the one that goes: everything a pool keeps of it, in one pass."""
+"""The newest row of a segment in the place of the one that goes: everything a pool keeps of it, in one pass.
 
+`replace_rows` is told which one goes; `evict_rows` finds it, too, without a number for each row in between.
+"""
+
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ._compat import BlockSpec, Launch, call, load, pad_dim, store, when
+from ._compat import BlockSpec, Launch, call, call_named, load, pad_dim, store, when
+
+# Rows that a program compares at a time.
+_BLOCK = 1024
 
 
 @partial(jax.jit, static_argnames=("interpret",))
@@ -38,7 +46,6 @@ def replace_rows(
     batch, pool_rows, dim = k.shape
     heads, scored = place.shape[1], score is not None
     given = (k, v, pos) if score is None else (k, v, pos, score)
-    padded = pad_dim(dim)
 
     # Blocks of a program (h, b): place, last and over of head h of sequence b, scalars; then k, v [P, D], pos and score
     # [P] of sequence b, whole, and the same again as outputs.
@@ -47,17 +54,7 @@ def replace_rows(
 
         @when(over_ref[...] != 0)
         def _():
-            to, at = place_ref[...], last_ref[...]
-            column = jnp.arange(padded, dtype=jnp.int32)
-            mask = None if padded == dim else column < dim
-            for ref in pools[:2]:
-                row = load(ref.at[at, column], mask=mask, other=None if mask is None else 0.0)
-                store(ref.at[to, column], row, mask=mask)
-            for ref, empty in zip(pools[2:], (-1, 0), strict=False):
-                cell = load(ref.at[at])
-                store(ref.at[to], cell)
-                # Last: the newest row may itself be the one that goes.
-                store(ref.at[at], jnp.full_like(cell, empty))
+            _move(pools, place_ref[...], last_ref[...], dim)
 
     scalar = BlockSpec((None, None), lambda h, b: (b, h))
     whole = lambda a: BlockSpec((None, *a.shape[1:]), lambda h, b: (b,) + (0,) * (a.ndim - 1))  # noqa: E731
@@ -78,3 +75,111 @@ def replace_rows(
         aliases={3 + index: index for index in range(len(given))},
     )
     return (*out, None)[:4] if not scored else tuple(out)
+
+
+@partial(jax.jit, static_argnames=("weigh", "interpret"))
+def evict_rows(
+    k: jax.Array,
+    v: jax.Array,
+    pos: jax.Array,
+    score: jax.Array | None,
+    start: jax.Array,
+    length: jax.Array,
+    limit: jax.Array,
+    recent: jax.Array,
+    seen: jax.Array,
+    prompt: jax.Array,
+    *,
+    weigh: Callable[..., tuple[jax.Array, jax.Array]],
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    """Drops the weakest row of each segment that holds more than its limit; the newest row takes its place.
+
+    Args:
+        k: `[B, P, D]` pool rows, written in place if the caller gives them up; all others likewise.
+        v: `[B, P, D]`.
+        pos: `i32[B, P]` positions, distinct within a segment.
+        score: `f32[B, P]`, or None.
+        start: `i32[B, K]` first row of each segment.
+        length: `i32[B, K]` its rows; the last one is the newest.
+        limit: `i32[B, K]` how many may stay.
+        recent: `i32[B, K]` newest positions that stay.
+        seen: `i32[B]` tokens seen.
+        prompt: `i32[B]` tokens of the prompt.
+        weigh: of rows' scores (0 without any), their positions, seen and prompt: what they are compared by, float32,
+            the lowest goes and of those the latest; and which rows may go at all. It can be hashed, and is traced
+            inside the kernel.
+        interpret: run on any device, to check it.
+
+    Returns:
+        Keys, values, positions (-1 where the row lay), scores (0 there), and `i32[B, K]` 1 where a row went.
+    """
+    heads, dim = start.shape[1], k.shape[2]
+
+    # Blocks of a program (h, b): start, length, limit, recent and moved of head h of sequence b, seen and prompt of b,
+    # scalars; k, v [P, D], pos and score [P] of sequence b, whole, and the same again as outputs.
+    def kernel(refs):
+        first, rows = refs.start[...], refs.length[...]
+        seen, prompt, recent = refs.seen[...], refs.prompt[...], refs.recent[...]
+
+        def step(index, best):
+            offset = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+            inside, at = offset < rows, first + offset
+            mine = load(refs.pos.at[at], mask=inside, other=-1)
+            scores = jnp.zeros((_BLOCK,), jnp.float32)
+            if score is not None:
+                scores = load(refs.score.at[at], mask=inside, other=0.0)
+            ranks, may = weigh(scores, mine, seen, prompt)
+            free = inside & may & (mine < seen - recent)
+            ranks = jnp.where(free, ranks, jnp.inf)
+            low = ranks.min()
+            latest = jnp.where(free & (ranks == low), mine, -1).max()
+            row = jnp.where(free & (mine == latest), at, -1).max()
+            better = (low < best[0]) | ((low == best[0]) & (latest > best[1]))
+            return tuple(jnp.where(better, new, old) for new, old in zip((low, latest, row), best, strict=True))
+
+        none = (jnp.float32(jnp.inf), jnp.int32(-1), jnp.int32(-1))
+        over = rows > refs.limit[...]
+        # Segments with room are not looked at.
+        _, _, place = lax.fori_loop(0, jnp.where(over, (rows + _BLOCK - 1) // _BLOCK, 0), step, none)
+        moves = over & (place >= 0)
+        refs.moved[...] = moves.astype(jnp.int32)
+
+        @when(moves)
+        def _():
+            out = [getattr(refs, f"{name}_out") for name in pools]
+            _move(out, place, first + rows - 1, dim)
+
+    pools = {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
+    whole = lambda a: BlockSpec((None, *a.shape[1:]), lambda h, b: (b,) + (0,) * (a.ndim - 1))  # noqa: E731
+    scalar, of_sequence = BlockSpec((None, None), lambda h, b: (b, h)), BlockSpec((None,), lambda h, b: (b,))
+    tables = {"start": start, "length": length, "limit": limit, "recent": recent}
+    inputs = {name: (each, scalar) for name, each in tables.items()}
+    inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    found = call_named(
+        kernel,
+        name="evict_rows",
+        grid=(heads, start.shape[0]),
+        inputs=inputs | {name: (each, whole(each)) for name, each in pools.items()},
+        outputs={f"{name}_out": (shape(each), whole(each)) for name, each in pools.items()}
+        | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), scalar)},
+        launch=Launch(warps=4, stages=1),
+        interpret=interpret,
+        aliases={name: f"{name}_out" for name in pools},
+    )
+    return found["k_out"], found["v_out"], found["pos_out"], found.get("score_out"), found["moved"]
+
+
+def _move(pools, to, at, dim):
+    """One row of a sequence's pools into the place of another; its own is emptied."""
+    column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
+    mask = None if pad_dim(dim) == dim else column < dim
+    for ref in pools[:2]:
+        row = load(ref.at[at, column], mask=mask, other=None if mask is None else 0.0)
+        store(ref.at[to, column], row, mask=mask)
+    for ref, empty in zip(pools[2:], (-1, 0), strict=False):
+        cell = load(ref.at[at])
+        store(ref.at[to], cell)
+        # Last: the newest row may itself be the one that goes.
+        store(ref.at[at], jnp.full_like(cell, empty))

@@ -20,10 +20,10 @@ from jaxkv.cache.pools import Pool, put_cells, put_rows, row_norms, take_rows
 from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
-from jaxkv.policies.after import ranked
+from jaxkv.policies.after import ByAge, ByAttention, Rank, ranked
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import Joined, Merger, Row, told
-from jaxkv.policies.parts import Ongoing
+from jaxkv.policies.parts import Keep, Ongoing
 
 
 class Evicted(NamedTuple):
@@ -184,6 +184,8 @@ def evict(
     Returns:
         What is left.
     """
+    if _in_a_kernel(ongoing) and implementation in KERNELS:
+        return _by_kernel(pool, segments, ongoing, implementation)
     options: Any = {"walk": walk, "widest": widest, "axes": axes, "implementation": implementation}
     victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, **options)
     over = behind((segments.length > segments.limit) & there, attended)
@@ -248,6 +250,34 @@ def _merging_dropped(
             merged = merged | {name: (jnp.where(joins & (target != last), target, jnp.int32(pool.rows)), joined)}
     tau = None if tau is None else tau.reshape(*over.shape, -1)
     return _Writes(over, tau, newest, merged)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weigh:
+    """What rows are compared by and which may go, for a kernel: the rule of `weakest`."""
+
+    rank: Rank
+    keep: Keep
+
+    def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
+        return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
+
+
+def _in_a_kernel(ongoing: Ongoing) -> bool:
+    """Whether a kernel can find the row that goes: what users' own ranks are made of is not known."""
+    return type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
+
+
+def _by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, implementation: Implementation) -> Evicted:
+    """`evict` in one pass; what attention has read is known to come first, as the pool comes from there."""
+    kernels, interpret = kernels_of(implementation)
+    assert ongoing.rank is not None
+    of = (segments.start, segments.length, segments.limit, segments.recent, segments.seen, segments.prompt)
+    weigh = _Weigh(ongoing.rank, ongoing.keep)
+    rows = (pool.k, pool.v, pool.pos, pool.score)
+    k, v, pos, score, moved = kernels.evict_rows(*rows, *of, weigh=weigh, interpret=interpret)
+    pool = dataclasses.replace(pool, k=k, v=v, pos=pos, score=score)
+    return Evicted(pool, segments.length - moved, segments.tau, jnp.full_like(moved, -1))
 
 
 def _moved(
