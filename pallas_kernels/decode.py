@@ -62,15 +62,8 @@ def attend(
         `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and if there is a score
         `f32[B, P]`: it with the softmax weight of each row, mean over the R queries of its head. The output is to be
         had when that is done: what reads it next does not leave the logits of many layers waiting.
-
-    Raises:
-        ValueError: if scores are asked for with more queries than one tile holds.
     """
     tiles, tile = _tiles(q, k, tiles)
-    if score is not None and q.shape[2] > tile:
-        raise ValueError(
-            f"score: {q.shape[2]} queries per kv head do not fit one tile of {tile}: ask with fewer queries"
-        )
     if chunks is None:
         programs = tuning.programs(dim=k.shape[2], itemsize=k.dtype.itemsize, interpret=interpret)
         # Each tile of many queries has programs of its own.
@@ -139,16 +132,13 @@ def decode_token(
         and the scores, if there are any.
 
     Raises:
-        ValueError: if there is a score without `begin` or the other way, or with picks, or the group does not fit one
-            tile.
+        ValueError: if there is a score without `begin` or the other way, or with picks.
     """
     tiles, tile = _tiles(q, k, tiles)
     if (score is None) != (begin is None):
         raise ValueError("score, begin: one of them is missing: give both, or neither")
     if score is not None and picks is not None:
         raise ValueError("picks: rows that are not read get no attention to be added: leave the score out")
-    if score is not None and q.shape[3] > tile:
-        raise ValueError(f"score: a group of {q.shape[3]} queries does not fit one tile of {tile}: set tiles.queries")
     logits = None if score is None else _logits(start, widest, k.shape[1])
     how = How(tiles=tiles, tile=tile, interpret=interpret)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)

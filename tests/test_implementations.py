@@ -126,6 +126,19 @@ def test_kernels_answer_a_question_on_a_cache():
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_kernels_keep_rows_of_16_bits():
+    """Interpreted on a CPU too what they draw joins the pool, not a tail beside it: a prefill has the same rows."""
+    model, ids = tiny.tiny(tiny.MODELS["gqa3"], dtype="bfloat16"), tiny.prompts(5, [7, 4])
+    drawn = jaxkv.generate(model, ids, implementation="pallas", max_new_tokens=6, stop_at_eos=False)
+    whole = [[*prompt, *answer] for prompt, answer in zip(ids, drawn.tokens, strict=True)]
+    expected = jaxkv.prefill(model, whole, implementation="xla")
+    for ours, theirs in zip(tiny.segments(drawn.cache), tiny.segments(expected), strict=True):
+        assert ours.pos.tolist() == theirs.pos.tolist()
+        for name in ("k", "v"):
+            mine, its = (np.asarray(getattr(each, name), np.float32) for each in (ours, theirs))
+            np.testing.assert_allclose(mine, its, atol=0.25, err_msg=name)
+
+
 def test_a_window_longer_than_the_prompt():
     """The kernels too take prompts shorter than the observation window."""
     model = tiny.tiny(tiny.MODELS["gqa3"])

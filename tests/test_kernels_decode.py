@@ -173,10 +173,12 @@ def test_a_token_joins_and_attends(dim, dtype, group):
     check_token(0, dim, dtype, group, layer=1)
 
 
-@pytest.mark.parametrize(("dtype", "widest"), [("float32", None), ("bfloat16", 71), ("float32", 71)])
-def test_a_tokens_attention_is_added_to_scores(dtype, widest):
-    """The new row's score begins and grows too; logits lie as the rows do, or head after head."""
-    check_token(3, 80, dtype, 3, layer=1, scored=True, widest=widest)
+@pytest.mark.parametrize(
+    ("dtype", "group", "widest"), [("float32", 3, None), ("bfloat16", 3, 71), ("float32", 3, 71), ("bfloat16", 20, 71)]
+)
+def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
+    """The new row's score begins and grows too, by groups of several tiles; logits lie as rows do, or by head."""
+    check_token(3, 80, dtype, group, layer=1, scored=True, widest=widest)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -235,10 +237,7 @@ def test_scores_of_a_token_need_their_begin():
     score = jnp.zeros(given[8].shape)
     with pytest.raises(ValueError, match="begin"):
         pallas_kernels.decode_token(*given, layer=0, score=score, tiles=SMALL, interpret=True)
-    wide_group = (jnp.zeros((1, 3, 2, 17, 64)), *given[1:])
     begin = jnp.zeros((3, 2))
-    with pytest.raises(ValueError, match="17 queries"):
-        pallas_kernels.decode_token(*wide_group, layer=0, score=score, begin=begin, tiles=SMALL, interpret=True)
     picks = pallas_kernels.Picks(*[jnp.zeros((3, 1), jnp.int32)] * 5)
     with pytest.raises(ValueError, match="picks"):
         pallas_kernels.decode_token(*given, layer=0, score=score, begin=begin, picks=picks, tiles=SMALL, interpret=True)

@@ -55,8 +55,8 @@ class Program:
         config: its shape.
         layout: how segments lie in their pools.
         rolling: positions are those within the cache.
-        tail: new rows gather beside the pool while tokens are drawn, and join it later. A CPU cannot write into a
-            16-bit pool in place, so there one write for many tokens beats one per token.
+        tail: new rows gather beside the pool while tokens are drawn, and join it later. XLA cannot write into a 16-bit
+            pool in place on a CPU, so there one write for many tokens beats one per token.
         ongoing: what the policy does after each token; None if it only appends.
         reading: which layers read what; None if all read everything.
         widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
@@ -152,12 +152,14 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     settled = cache.bank is None and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
     platform = jax.default_backend() if flat.axes is None else flat.axes.platform
+    # Kernels append to the pool while they attend, interpreted ones too.
+    beside = platform == "cpu" and cache.pools[0].k.dtype.itemsize == 2 and implementation not in KERNELS
     return Program(
         graphs=flat.graphs,
         config=cache.config,
         layout=cache.layout,
         rolling=parts.rolling,
-        tail=appends and platform == "cpu" and cache.pools[0].k.dtype.itemsize == 2,
+        tail=beside and appends,
         ongoing=ongoing,
         reading=reading,
         widest=most,
