@@ -157,8 +157,15 @@ def nvdisasm():
     return found
 
 
-def stream_of(found, device):
-    """The pass over rows, as the model takes it."""
+def row_numbers(found, dim):
+    """Loads of row numbers that one pass through a kernel's loop needs where rows are picked: one number a row."""
+    body = found.code.body(found.code.hot)
+    rows = sum(each for each in map(perf_sass.width, body) if each == 16) * found.thunk.threads // (dim * 2 * 2)
+    return math.ceil(rows / found.thunk.threads)
+
+
+def stream_of(found, device, picked=False):
+    """The pass over rows, as the model takes it; with picked rows their numbers arrive before the first of them."""
     code, loop = found.code, found.code.hot
     body = code.body(loop)
     loaded = sum(map(perf_sass.width, body)) * found.thunk.threads
@@ -169,7 +176,7 @@ def stream_of(found, device):
         bytes=loaded,
         instructions=len(body),
         flight=perf_sass.left_in_flight(body) / begun * loaded,
-        rounds=perf_sass.rounds(code.operations[: loop[0]]),
+        rounds=perf_sass.rounds(code.operations[: loop[0]]) + picked,
     )
 
 
@@ -236,10 +243,13 @@ class Estimate:
         return self.rows + self.merge + self.launches * perf_gpu.LAUNCH
 
 
-def estimate(device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0):
-    """What the model makes of the two kernels and the rows of each program; `written` bytes go out with each row."""
-    stream = stream_of(rows, device)
-    each = dim * 2 * 2 + written
+def estimate(device, rows, merge, work, counts, *, group, dim, segments, launches=2, written=0, picked=False):
+    """What the model makes of the two kernels and the rows of each program; `written` bytes go out with each row.
+
+    Of picked rows numbers come in besides. The rows are taken to come as fast as neighbours do: each is some sectors.
+    """
+    stream = stream_of(rows, device, picked)
+    each = dim * 2 * 2 + written + 4 * picked
     total = sum(work)
     merging = merge_of(merge, device, segments=segments, group=group, dim=dim)
     slots = device.sms * stream.resident
@@ -280,11 +290,18 @@ def run(kernels, case, device):
     return estimate(device, rows, merge, work, counts, **shape)
 
 
-def kernel_faults(found, device):
-    """What is wrong with the pass over rows whatever the lengths are."""
+def kernel_faults(found, device, numbers=0):
+    """What is wrong with the pass over rows whatever the lengths are.
+
+    Args:
+        found: the kernel.
+        device: it runs on.
+        numbers: loads of 4 bytes that its loop may have, see `row_numbers`; none where rows are not picked.
+    """
     stream, body = stream_of(found, device), found.code.body(found.code.hot)
     wrong = [f"spills {found.spills} bytes"] if found.spills else []
-    if thin := perf_sass.narrow(body):
+    # Picked rows lie where a list says, so that a pass over them loads one number for each row; nothing else is narrow.
+    if thin := perf_sass.narrow(body, numbers):
         wrong.append(f"{thin} loads in the hot loop are narrower than 16 bytes")
     flight, wanted = stream.flight * stream.resident, IN_FLIGHT * device.little
     if flight < wanted:

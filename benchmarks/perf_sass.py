@@ -57,9 +57,10 @@ def width(operation: str) -> int:
     return next((size for mark, size in _WIDTHS.items() if mark in found[0]), 4)
 
 
-def narrow(operations: tuple[str, ...]) -> int:
-    """Loads of less than 16 bytes a thread."""
-    return sum(0 < width(each) < 16 for each in operations)
+def narrow(operations: tuple[str, ...], numbers: int = 0) -> int:
+    """Loads of less than 16 bytes a thread, but for so many asynchronous ones of 4 bytes, a row's number each."""
+    thin = [each for each in operations if 0 < width(each) < 16]
+    return len(thin) - min(numbers, sum("LDGSTS" in each and width(each) == 4 for each in thin))
 
 
 def left_in_flight(operations: tuple[str, ...]) -> int:

@@ -23,7 +23,7 @@ import perf_sass
 
 BUDGET, NEW, GROUP, DIM, HEADS = 1024, aot_sharded.NEW, 4, 128, 8
 # Launches a layer that a policy's step may take.
-LAUNCHES = {"FullKV": 12, "SnapKV": 12, "AdaKV": 12, "PyramidKV": 12, "H2O": 16, "D2O": 16, "OmniKV": 27}
+LAUNCHES = {"FullKV": 12, "SnapKV": 12, "AdaKV": 12, "PyramidKV": 12, "H2O": 16, "D2O": 16, "OmniKV": 12}
 # Temporaries, as a share of the pools; of a single sequence the logits alone are as much as 1024 rows a head.
 TEMPORARIES, FEW = 0.01, 8
 LAYERS, SMALL, LESS = 32, 8, 4
@@ -88,8 +88,26 @@ def policy_of(setting):
     return getattr(jaxkv, setting.policy)(**options)
 
 
-def lengths_of(setting, rows, batch):
-    """Segments of a layer whose pool has so many rows a head: all tokens, or the budget; AdaKV's heads differ."""
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A launch of one of our kernels: its name, rows of the pool that it is given, and how many of them are picked.
+
+    None are picked where a layer reads all: OmniKV's below the first filter, its filters, and those right behind them.
+    """
+
+    name: str
+    rows: int
+    picked: int = 0
+
+
+def lengths_of(setting, use, batch):
+    """What a layer reads of its segments: all tokens, the budget, or what is picked; AdaKV's heads differ.
+
+    The step is the first after the prompt: of the rows that are read without being picked there are none yet.
+    """
+    if use.picked:
+        return perf_decode.even(batch, HEADS, min(use.picked, setting.tokens))
+    rows = use.rows // HEADS
     mean = setting.tokens if rows >= setting.tokens else min(rows, BUDGET)
     if setting.policy == "AdaKV":
         weights = [1 + 3 * h % 10 for h in range(HEADS)]
@@ -98,17 +116,19 @@ def lengths_of(setting, rows, batch):
 
 
 def calls(text, inside):
-    """Our kernels that a token launches, in order: the thunk's name, and the rows of the pool that it is given."""
+    """Our kernels that a token launches, in order, as `Use`."""
     given = []
     for line in body_of(text):
         if 'custom_call_target="__gpu$xla.gpu.triton"' in line:
             arrays = hlo.arrays_in(line.partition("operand_layout_constraints=")[2].partition("}}")[0])
             rows = [sizes[1] for kind, sizes in arrays if kind in ("bf16", "f16") and len(sizes) == 3]
-            given.append((re.search(r', name = "(\w+)"', line)[1], max(rows, default=0)))
-    ours = {name for name, _ in given}
+            # Lists of picked rows `[B, k, T]` are the one table of three dimensions.
+            picked = [sizes[2] for kind, sizes in arrays if kind == "s32" and len(sizes) == 3]
+            given.append((re.search(r', name = "(\w+)"', line)[1], max(rows, default=0), max(picked, default=0)))
+    ours = {name for name, *_ in given}
     launched = [each.name for each in inside if plain(each.name) in ours]
-    assert [plain(name) for name in launched] == [name for name, _ in given], (launched, given)
-    return [(name, rows) for name, (_, rows) in zip(launched, given, strict=True)]
+    assert [plain(name) for name in launched] == [name for name, *_ in given], (launched, given)
+    return [Use(name, *sizes) for name, (_, *sizes) in zip(launched, given, strict=True)]
 
 
 def plain(name):
@@ -155,7 +175,9 @@ def moved(lines, pools, keys):
         elif operation != "fusion" or re.search(r"scatter|dynamic_update_slice", name):
             continue
         elif re.search(r"gemm|dot", name):
-            total += sum(sizes.get(each, 0) for each in given if sizes.get(each) in keys)
+            # A filter's scores: keys are read once more, beside attention, and a logit of each query and row goes out.
+            read = sum(sizes.get(each, 0) for each in given if sizes.get(each) in keys)
+            total += read + sizes[name] * bool(read)
         else:
             total += sizes[name] + sum(sizes.get(each, 0) for each in given if each not in carried)
     return total
@@ -175,14 +197,14 @@ def compile_loop(setting, device):
     return compiled, pools, flat
 
 
-def passed(kernels, loop, name, rows, setting, batch, device):
+def passed(kernels, loop, use, setting, batch, device):
     """An estimate of a loop's pass over rows and its merge."""
-    lengths = lengths_of(setting, rows // HEADS, batch)
-    work, counts = perf_decode.chunks_of(kernels, lengths, group=GROUP, dim=DIM, pool_rows=rows)
-    passing, merging = loop.found[name], perf_decode.pair(loop.found)[1]
+    lengths = lengths_of(setting, use, batch)
+    work, counts = perf_decode.chunks_of(kernels, lengths, group=GROUP, dim=DIM, pool_rows=use.rows)
+    passing, merging = loop.found[use.name], perf_decode.pair(loop.found)[1]
     # Logits are kept where they are to become scores.
     written = GROUP * 4 if any("STG" in each for each in passing.code.body(passing.code.hot)) else 0
-    shape = {"group": GROUP, "dim": DIM, "segments": batch * HEADS, "written": written}
+    shape = {"group": GROUP, "dim": DIM, "segments": batch * HEADS, "written": written, "picked": bool(use.picked)}
     return perf_decode.estimate(device, passing, merging, work, counts, **shape)
 
 
@@ -190,17 +212,17 @@ def attention_time(kernels, loop, setting, batch, device):
     """Seconds of a step's passes over rows and merges, and of our other kernels."""
     attention = others = 0.0
     last, known = None, {}
-    for name, rows in loop.uses:
-        if name.startswith("ragged_decode_merge"):
+    for use in loop.uses:
+        if use.name.startswith("ragged_decode_merge"):
             attention += last.merge + perf_gpu.LAUNCH
-        elif name.startswith("ragged_decode"):
-            if (name, rows) not in known:
-                known[name, rows] = passed(kernels, loop, name, rows, setting, batch, device)
-            last = known[name, rows]
+        elif use.name.startswith("ragged_decode"):
+            if use not in known:
+                known[use] = passed(kernels, loop, use, setting, batch, device)
+            last = known[use]
             attention += last.rows + perf_gpu.LAUNCH
         else:
             # Scores: a logit of each query and row, and the sum that it is added to.
-            data = batch * HEADS * BUDGET * (GROUP * 4 + 8) if name.startswith("ragged_mass") else 0
+            data = batch * HEADS * BUDGET * (GROUP * 4 + 8) if use.name.startswith("ragged_mass") else 0
             others += perf_gpu.LAUNCH + perf_gpu.SMALL + data / device.copy
     return attention, others
 
@@ -220,7 +242,7 @@ class Loop:
     def seconds(self, kernels, setting, batch, device):
         """Of a step of so many sequences, and of that its attention."""
         attention, others = attention_time(kernels, self, setting, batch, device)
-        ours = {name for name, _ in self.uses}
+        ours = {use.name for use in self.uses}
         count = lambda wanted: sum(n for each, n in zip(self.inside, self.often, strict=True) if wanted(each))  # noqa: E731
         products = count(lambda each: each.product)
         small = count(lambda each: not each.product and each.name not in ours)
@@ -281,9 +303,8 @@ def run(setting, device):
     whole = setting.layers == LAYERS
     largest = int((device.memory - held) // ((size_of(pools) + beside) / setting.batch)) if whole else 0
     time, attention = loop.seconds(pallas_kernels, setting, setting.batch, device)
-    passes = [name for name in sorted(loop.found) if plain(name) == "ragged_decode"]
-    lengths = [lengths_of(setting, rows // HEADS, setting.batch) for name, rows in loop.uses if name in passes]
-    read = sum(sum(map(sum, each)) for each in lengths)
+    passes = [use for use in loop.uses if plain(use.name) == "ragged_decode"]
+    read = sum(sum(map(sum, lengths_of(setting, use, setting.batch))) for use in passes)
     return Step(
         setting=setting,
         launches=sum(loop.often),
@@ -298,10 +319,17 @@ def run(setting, device):
         ideal=(weights + read * DIM * 2 * 2) / device.copy,
         largest=largest,
         largest_time=loop.seconds(pallas_kernels, setting, largest, device)[0] if largest else 0.0,
-        wrong=tuple(
-            f"{name}: {each}" for name in passes for each in perf_decode.kernel_faults(loop.found[name], device)
-        ),
+        wrong=wrong_with({use.name: bool(use.picked) for use in passes}, loop.found, device),
     )
+
+
+def wrong_with(passes, found, device):
+    """What is wrong with passes over rows: `passes` says by name whether a loop's kernels read picked rows."""
+    wrong = []
+    for name, picked in sorted(passes.items()):
+        numbers = perf_decode.row_numbers(found[name], DIM) if picked else 0
+        wrong += [f"{name}: {each}" for each in perf_decode.kernel_faults(found[name], device, numbers)]
+    return tuple(wrong)
 
 
 def per_layer(steps):

@@ -179,6 +179,16 @@ def test_rules_of_kernels(script):
     for said, changed in bad.items():
         wrong = decode.kernel_faults(found(script, **changed), device)
         assert len(wrong) == 1 and wrong[0].startswith(said), (said, wrong)
+    # Of picked rows the numbers are loaded, asynchronously; what else is narrow, or more than that, is found.
+    for load, numbers, many in (("LDGSTS.E [R9]", 8, 0), ("LDGSTS.E [R9]", 7, 1), ("LDGSTS.E.64 [R9]", 8, 8)):
+        picked = found(script, SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", f"{load}, desc[UR12][R48.64]"))
+        assert decode.row_numbers(picked, 128) == 1
+        wrong = decode.kernel_faults(picked, device, numbers)
+        assert [int(each.split()[0]) for each in wrong] == [many] * bool(many)
+    synchronous = found(script, SASS.replace("HMMA.16816.F32.BF16 R60, R52, R56, RZ", "LDG.E R8, [R2]"))
+    assert decode.kernel_faults(synchronous, device, numbers=1)
+    more = decode.stream_of(found(script), device, picked=True).rounds
+    assert more == decode.stream_of(found(script), device).rounds + 1
     assert decode.prefill_faults(found(script)) == []
     for text in (SASS.replace("SB0, 0x2", "SB0, 0x0"), SASS.replace("HGMMA", "HMMA")):
         assert len(decode.prefill_faults(found(script, text))) == 1
@@ -268,12 +278,20 @@ def test_text_of_a_loop(script):
     steps, sass = script("perf_steps"), script("perf_sass")
     sequence = sass.thunks(THUNKS)
     inside = [each for each in sass.loop_launches(sequence) if len(each.loops) == 1]
-    assert steps.calls(HLO, inside) == [("ragged_decode__1", 64)]
+    assert steps.calls(HLO, inside) == [steps.Use("ragged_decode__1", 64)]
+    picking = HLO.replace("bf16[2,64,128]{2,1,0}}", "bf16[2,64,128]{2,1,0}, s32[2,1,16]{2,1,0}}")
+    (use,) = steps.calls(picking, inside)
+    assert use == steps.Use("ragged_decode__1", 64, picked=16)
+    setting = steps.Setting("OmniKV", 2, 8)
+    assert steps.lengths_of(setting, use, 2) == ((8,) * 8,) * 2
+    setting = steps.Setting("OmniKV", 2, 100)
+    assert steps.lengths_of(setting, use, 2) == ((16,) * 8,) * 2
+    assert steps.lengths_of(setting, steps.Use("ragged_decode", 8 * 356), 2) == ((100,) * 8,) * 2
     (line,) = (each.line for each in sass.inner_loops(sequence))
     assert steps.trips_of(HLO, sequence) == {line: 7}
-    # What is written and read by the two fusions, weights aside, and the keys that a product reads.
+    # What is written and read by the two fusions, weights aside, the keys that a product reads, and its logits.
     keys = 2 * 64 * 128 * 2
-    assert steps.moved(steps.body_of(HLO), {keys}, {keys}) == 3 * 128 + keys
+    assert steps.moved(steps.body_of(HLO), {keys}, {keys}) == 3 * 128 + keys + 128
 
 
 def test_report(script):
