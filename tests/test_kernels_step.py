@@ -91,3 +91,51 @@ def test_the_lowest_in_one_reduction():
     assert bool((~free.any(axis=-1)).any())
     for ours, theirs in zip(*(jax.jit(each)(free, rank, pos, row) for each in (_lowest_at_once, _lowest)), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def by_score(score, pos, seen, prompt):
+    """A rule of eviction: the first two positions stay, of the others the lowest score for each token of age goes."""
+    return score / jnp.maximum(seen - pos, 1).astype(jnp.float32), (pos >= 2) & (pos < 2 * prompt)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_evict_rows(scored):
+    """Segments above their limit lose the lowest, the latest of equals; others, and rows that must stay, do not."""
+    rng = np.random.default_rng(5)
+    start = np.asarray([[0, 20, 1150], [0, 1300, 1310]], np.int32)
+    length, limit = (
+        np.asarray([[12, 1100, 9], [1200, 4, 0]], np.int32),
+        np.asarray([[11, 1099, 9], [1100, 3, 0]], np.int32),
+    )
+    recent = np.asarray([[1, 3, 1], [0, 9, 1]], np.int32)
+    k, v = (rng.normal(size=(2, 1400, 16)).astype(np.float32) for _ in range(2))
+    pos, score = np.full((2, 1400), -1, np.int32), rng.choice([0.0, 0.5, 1.0], size=(2, 1400)).astype(np.float32)
+    for b, h in np.ndindex(2, 3):
+        at = slice(start[b, h], start[b, h] + length[b, h])
+        pos[b, at] = rng.permutation(length[b, h])
+    seen, prompt = np.asarray([1200, 1300], np.int32), np.asarray([900, 400], np.int32)
+    given = [jnp.asarray(each) for each in (k, v, pos, score)]
+    given = given if scored else [*given[:3], None]
+    tables = [jnp.asarray(each) for each in (start, length, limit, recent, seen, prompt)]
+    found = pallas_kernels.evict_rows(*given, *tables, weigh=by_score, interpret=True)
+    went = np.zeros((2, 3), np.int32)
+    for b, h in np.ndindex(2, 3):
+        rows = np.arange(start[b, h], start[b, h] + length[b, h])
+        mine = pos[b, rows]
+        free = (mine >= 2) & (mine < 2 * prompt[b]) & (mine < seen[b] - recent[b, h])
+        if length[b, h] <= limit[b, h] or not free.any():
+            continue
+        ranks = (score[b, rows] if scored else np.zeros(len(rows), np.float32)) / np.maximum(
+            seen[b] - mine, 1, dtype=np.float32
+        )
+        lowest = free & (ranks == ranks[free].min())
+        to, at = rows[lowest][np.argmax(mine[lowest])], rows[-1]
+        went[b, h] = 1
+        k[b, to], v[b, to], pos[b, to], score[b, to] = k[b, at], v[b, at], pos[b, at], score[b, at]
+        pos[b, at], score[b, at] = -1, 0
+    assert went.tolist() == [[1, 1, 0], [1, 1, 0]]
+    np.testing.assert_array_equal(np.asarray(found[4]), went)
+    for ours, theirs in zip(found[:3], (k, v, pos), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)
+    if scored:
+        np.testing.assert_array_equal(np.asarray(found[3]), score)
