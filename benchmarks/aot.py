@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from aot_cases import arguments
+
 SPEC = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {shared_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
@@ -47,7 +49,9 @@ KERNELS = (
     "attend",
     "attend_question",
     "compact",
-    "gather_rows",
+    "add_norm",
+    "replace_rows",
+    "evict_rows",
     "flash",
     "column_sums",
     "window_sums",
@@ -143,81 +147,6 @@ def _ptxas():
     return found
 
 
-def arguments(case):
-    """The kernel as a function, and the shapes it is compiled for."""
-    import jax
-    import jax.numpy as jnp
-    import shapes
-
-    from jaxkv import pallas_kernels
-
-    heads = next(each for each in shapes.MODELS if each.name == case.model)
-    k_heads, group, dim, dtype = heads.kv_heads, heads.group, heads.dim, jnp.dtype(case.dtype)
-    of, i32 = jax.ShapeDtypeStruct, jnp.int32
-    batch, slots, pool = 2, 8192, heads.kv_heads * 2304
-    rows, table = of((batch, pool, dim), dtype), of((batch, k_heads), i32)
-    whole, one = of((batch, k_heads, slots, dim), dtype), of((batch,), i32)
-    queries = of((batch, k_heads, group, slots, dim), dtype)
-    match case.kernel:
-        case "decode_token" | "decode_token_scored" | "decode_token_picked":
-            return token_arguments(heads, dtype, batch=batch, pool=pool, kind=case.kernel.removeprefix("decode_token"))
-        case "attend":
-            attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
-            score = of((batch, pool), jnp.float32)
-            return attend, (of((batch, k_heads, group, dim), dtype), rows, rows, table, table, score)
-        case "attend_question":
-            return pallas_kernels.attend, (of((batch, k_heads, group * 32, dim), dtype), rows, rows, table, table)
-        case "compact":
-            return pallas_kernels.compact, (whole, whole, of((batch, pool), i32))
-        case "gather_rows":
-            pools = tuple((rows, rows) for _ in range(4))
-            return pallas_kernels.gather_rows, (pools, of((4, batch, k_heads), i32), of((batch, 1024), i32))
-        case "flash":
-            return pallas_kernels.flash, (queries, whole, whole, one, one)
-        case "flash_mosaic":
-            from jaxkv.pallas_kernels import mosaic
-
-            return mosaic.flash, (queries, whole, whole, one, one)
-        case "column_sums":
-            lse = of((batch, k_heads, group, slots), jnp.float32)
-            return pallas_kernels.column_sums, (queries, whole, lse, one, one)
-        case "window_sums":
-            return pallas_kernels.window_sums, (of((batch, k_heads, group, 32, dim), dtype), whole, one, one)
-    raise ValueError(case.kernel)
-
-
-def token_arguments(heads, dtype, *, batch, pool, kind):
-    """A new token's attention, for one of four layers whose chunks are dealt together."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv import pallas_kernels
-
-    of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-    programs = pallas_kernels.programs(dim=heads.dim, itemsize=dtype.itemsize)
-
-    def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
-        chunks = pallas_kernels.deal(start, length, programs=programs)
-        if kind == "_picked":
-            options = {"picks": pallas_kernels.Picks(*more, start)}
-        else:
-            options = dict(zip(("score", "begin"), more, strict=False))
-        given = (q, kv, cos, sin, positions, counts, k, v, pos, start, chunks)
-        return pallas_kernels.decode_token(*given, layer=1, **options)
-
-    # Queries, keys and values come in two parts that are to be added up.
-    per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)
-    angle, one = of((batch, heads.dim // 2), f32), of((batch,), i32)
-    rows = of((batch, pool, heads.dim), dtype)
-    # Products come in parts, of eight sequences at least.
-    new = (4, 8)
-    shapes = (of((*new, heads.kv_heads, heads.group, heads.dim), f32), of((*new, 2, heads.kv_heads, heads.dim), f32))
-    shapes += (angle, angle, one, one, rows, rows, of((batch, pool), i32), tables, tables)
-    more = {"_scored": (of((batch, pool), f32), of(per_head, f32))}
-    more |= {"_picked": (of((batch, 1, 1024), i32), one, of((batch, 1), i32), tables)}
-    return token, (*shapes, *more.get(kind, ()))
-
-
 def run_case(case):
     """Compiles one case; returns its rows of ptxas' report, or an error."""
     dump = os.environ["JAXKV_DUMP"]
@@ -226,7 +155,17 @@ def run_case(case):
     try:
         function, shapes = arguments(case)
         compile_for(case.device, function, *shapes)
-        kernels = ("ragged_decode", "ragged_mass", "compact", "gather_rows", "flash_prefill", "column_sums", "window")
+        kernels = (
+            "ragged_decode",
+            "ragged_mass",
+            "compact",
+            "add_norm",
+            "replace_rows",
+            "evict_rows",
+            "flash_prefill",
+            "column_sums",
+            "window",
+        )
         rows = [row for row in ptxas_report(case.device, dump) if row["name"].startswith(kernels)]
         return case, rows, None if rows else "no kernel in the program"
     except Exception as error:  # One case's failure is a line of the table.

@@ -5,7 +5,7 @@ Nothing here knows of caches, policies or models: functions of arrays, which `ja
 
 from .chunks import Chunks, deal
 from .decode import attend, decode_token
-from .gather import compact, gather_rows
+from .gather import compact
 from .norm import add_norm
 from .prefill import column_sums, flash
 from .replace import evict_rows, replace_rows
@@ -24,7 +24,6 @@ __all__ = [
     "decode_token",
     "evict_rows",
     "flash",
-    "gather_rows",
     "programs",
     "replace_rows",
     "window_sums",

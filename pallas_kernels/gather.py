@@ -1,13 +1,12 @@
-"""Rows of keys and values moved in one pass: into a compressed pool, or out of pools for layers that read a choice."""
+"""Rows of keys and values moved in one pass, into a compressed pool."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from . import tuning
-from ._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows, when
+from ._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows
 from .tuning import GatherTiles
 
 
@@ -60,74 +59,6 @@ def compact(
                 jax.ShapeDtypeStruct((batch, rows, dim), v.dtype),
                 jax.ShapeDtypeStruct((batch, rows), jnp.int32),
             ],
-            launch=tiles.launch,
-            interpret=interpret,
-        )
-    )
-
-
-@partial(jax.jit, static_argnames=("tiles", "interpret"))
-def gather_rows(
-    pools: Sequence[tuple[jax.Array, jax.Array]],
-    start: jax.Array,
-    positions: jax.Array,
-    *,
-    tiles: GatherTiles | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Reads the same positions of every kv head from several layers' pools at once.
-
-    Args:
-        pools: N pairs of keys and values, each `[B, P, D]`.
-        start: `i32[N, B, K]` first row of each segment; a head's row for position t is start + t.
-        positions: `i32[B, T]`, shared by layers and heads; -1 where there is none.
-        tiles: how the work is cut; by default after the shape.
-        interpret: run on any device, to check it.
-
-    Returns:
-        Keys and values, `[N, B, K, T, D]`; rows without a position are 0.
-    """
-    layers, batch, heads = start.shape
-    count = positions.shape[1]
-    pool_rows, dim = pools[0][0].shape[1:]
-    dtype = pools[0][0].dtype
-    tiles = tiles or tuning.gather_tiles(dim=dim, itemsize=dtype.itemsize)
-    block = tiles.block
-
-    # Blocks of a program (i, n * K + h, b): positions [T] of sequence b; start of (n, b, h), a scalar; then k and v
-    # [P, D] of sequence b for every layer; out: k, v [T, D] of (n, b, h), of which it writes rows i * block on.
-    def kernel(positions_ref, start_ref, *refs):
-        *sources, k_out, v_out = refs
-        row = program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-        mine = row < count
-        position = load(positions_ref.at[row], mask=mine, other=-1)
-        real = position >= 0
-        at = jnp.where(real, start_ref[...] + position, 0)
-        for layer in range(layers):
-
-            @when(program_id(1) // heads == layer)
-            def _(layer=layer):
-                put_rows(k_out, row, mine, dim, take_rows(sources[2 * layer], at, real, dim))
-                put_rows(v_out, row, mine, dim, take_rows(sources[2 * layer + 1], at, real, dim))
-
-    pool = BlockSpec((None, pool_rows, dim), lambda i, h, b: (b, 0, 0))
-    out = BlockSpec((None, None, None, count, dim), lambda i, h, b: (h // heads, b, h % heads, 0, 0))
-    shape = jax.ShapeDtypeStruct((layers, batch, heads, count, dim), dtype)
-    return tuple(
-        call(
-            kernel,
-            positions,
-            start,
-            *(leaf for pair in pools for leaf in pair),
-            name="gather_rows",
-            grid=(-(-count // block), layers * heads, batch),
-            inputs=[
-                BlockSpec((None, count), lambda i, h, b: (b, 0)),
-                BlockSpec((None, None, None), lambda i, h, b: (h // heads, b, h % heads)),
-                *([pool] * (2 * layers)),
-            ],
-            outputs=[out, out],
-            shapes=[shape, shape],
             launch=tiles.launch,
             interpret=interpret,
         )

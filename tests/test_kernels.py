@@ -141,22 +141,6 @@ def test_compact(dtype, dim):
         assert pos[b, p] == (-1 if source[b, p] < 0 else at)
 
 
-def test_gather_rows():
-    """One choice of positions, read from two layers' pools whose segments lie elsewhere."""
-    leaves = draw(0, *[(2, 50, 80)] * 4)
-    start = np.asarray([[[0, 20], [3, 30]], [[10, 30], [0, 25]]], np.int32)
-    positions = np.asarray([[0, 3, 19, -1, 7], [5, -1, -1, 1, 2]], np.int32)
-    pools = [(leaves[0], leaves[1]), (leaves[2], leaves[3])]
-    out = pallas_kernels.gather_rows(
-        pools, jnp.asarray(start), jnp.asarray(positions), tiles=GatherTiles(block=8), interpret=True
-    )
-    for n, b, h, t in np.ndindex(2, 2, 2, 5):
-        for which in range(2):
-            at = positions[b, t]
-            want = np.zeros(80) if at < 0 else np.asarray(pools[n][which])[b, start[n, b, h] + at]
-            np.testing.assert_array_equal(np.asarray(out[which])[n, b, h, t], want)
-
-
 def test_tables_override(tmp_path, monkeypatch):
     """An entry sets what it names for its dim and itemsize alone; nonsense is refused."""
     path = tmp_path / "table.json"
