@@ -172,7 +172,8 @@ def evict(
     Args:
         pool: their pool, its scores up to date; the last row of a segment is the newest.
         segments: which ones.
-        attended: any number of each head's attention output: NaN keeps the rows as they are.
+        attended: any number of each head's attention output: NaN keeps the rows as they are. A kernel that finds the
+            row by itself needs none: it comes behind attention, as its pool does.
         heads: segments of one layer.
         ongoing: the policy's.
         walk: how their rows are reached.
