@@ -11,11 +11,7 @@ from jaxkv.attention.kernels import kernels_of
 from jaxkv.axes import Axes
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Block, Ends
-from jaxkv.models.layers import RMSNorm, products, project
-
-# Matrix products of 16 bits have so many rows at least (`jaxkv.models.layers.project`): so does the stream, that no
-# product need fill up its own.
-_MIN_ROWS = 8
+from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, products, project
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +39,8 @@ def begin(x: Float[Array, "B N E"], program: Program) -> Stream:
         The stream.
     """
     if program.streams(x.shape[1]) and x.dtype.itemsize == 2:
-        x = _padded(x, _MIN_ROWS)
+        # As many as a product has at least, so that none need fill up its own.
+        x = _padded(x, MIN_ROWS_16BIT)
     return Stream(x=x)
 
 

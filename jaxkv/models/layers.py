@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxkv.axes import Axes, total
 
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
-_MIN_ROWS_16BIT = 8
+MIN_ROWS_16BIT = 8
 # Products in parts, for a GPU of a hundred multiprocessors or so: of at most so many rows, which one tile holds; until
 # there are so many outputs in all parts; at most so many parts, and of each at least so many elements to sum over.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
@@ -43,8 +43,8 @@ def project(
     rows, outputs = x.shape[:-1], weight.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     count = flat.shape[0]
-    if x.dtype.itemsize == 2 and count < _MIN_ROWS_16BIT:
-        flat = jnp.pad(flat, ((0, _MIN_ROWS_16BIT - count), (0, 0)))
+    if x.dtype.itemsize == 2 and count < MIN_ROWS_16BIT:
+        flat = jnp.pad(flat, ((0, MIN_ROWS_16BIT - count), (0, 0)))
     matrix = weight.reshape(-1, weight.shape[-1])
     out = lax.dot_general(flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     out = total(out[:count].reshape(*rows, *outputs), over)
