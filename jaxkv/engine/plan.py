@@ -16,6 +16,7 @@ from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
@@ -221,7 +222,10 @@ def _at_once_bytes(config: ModelConfig, tokens: int, item: int) -> int:
     """What prefill computes with on top of that where it takes all prompts together."""
     # Queries in the order that cuDNN wants, and its output; or later the MLP's float32 products of a block.
     turned = 2 * tokens * config.heads * config.head_dim * item
-    return max(turned, min(tokens, TOKENS_AT_ONCE) * ((8 + item) * config.hidden + 4 * config.embed))
+    block = min(tokens, TOKENS_AT_ONCE)
+    # Of a mixture's tokens as many as an expert takes at once, and beside them the sums of all.
+    rows = block if config.experts is None else block_rows(block, config.experts.chosen, config.experts.count)
+    return max(turned, rows * (4 * (1 + config.gated) + item) * config.hidden + 4 * block * config.embed)
 
 
 @lru_cache(maxsize=256)
