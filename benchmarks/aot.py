@@ -180,7 +180,7 @@ def whole_programs(device):
 
     from jaxkv.attention import Implementation
     from jaxkv.engine.decode import step
-    from jaxkv.engine.plan import plan
+    from jaxkv.engine.plan import plan_prefill
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
     from jaxkv.policies import SnapKV
@@ -246,7 +246,7 @@ def whole_programs(device):
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(flat.blocks[0]))
     taken = memory.argument_size_in_bytes - weights + memory.temp_size_in_bytes
     taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    planned = plan(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
+    planned = plan_prefill(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
     if taken > planned.peak_bytes - planned.cache_bytes:
         faults.append(f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}")
     return lines, faults
