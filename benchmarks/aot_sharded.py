@@ -87,7 +87,7 @@ def model_of(row):
 
     make = {"70B": shapes.llama_3_70b, "405B": shapes.llama_3_405b}[row.model]
     config = make() if row.layers is None else make(row.layers)
-    spec = aot.SPEC.format(**aot.DEVICES["h100"])
+    spec = aot.gpu("h100").target
     # Slices, hosts of each, GPUs of each.
     known = {"platform": "cuda", "topology_name": "h100", "target_config": spec, "topology": f"1x{row.hosts}x8"}
     devices = np.asarray(topologies.get_topology_desc(**known).devices)
@@ -103,14 +103,14 @@ def cache_of(flat, policy, *, batch=BATCH, tokens=TOKENS):
 
     from jaxkv.cache import KVCache, Pool, State
     from jaxkv.engine.growth import first_room
-    from jaxkv.engine.plan import plan, ring_rows
+    from jaxkv.engine.plan import plan_prefill, ring_rows
     from jaxkv.engine.program import reading_state
 
     config, of, parts = flat.config, jax.ShapeDtypeStruct, policy.parts()
     layers, heads, ongoing = config.layers, config.kv_heads, parts.ongoing
     lengths = np.full(batch, tokens)
     room = first_room(parts, layers, lengths, NEW)
-    needed = plan(config, policy, lengths.tolist(), dtype=jnp.bfloat16, room=room)
+    needed = plan_prefill(config, policy, lengths.tolist(), dtype=jnp.bfloat16, room=room)
     stretches = 1 if flat.axes is None else flat.axes.size("K")
 
     def pool(mine):

@@ -61,7 +61,7 @@ def _below(slots: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class PrefillPlan:
     """Rows and bytes of one prefill.
 
     Attributes:
@@ -103,9 +103,9 @@ class Plan:
         size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
         size += f", {self.host_bytes / 1e6:.2f} MB in host memory" if self.host_bytes else ""
         size += f", peak {self.peak_bytes / 1e6:.2f} MB"
-        return f"Plan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
+        return f"PrefillPlan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
 
-    def with_copies(self, count: int) -> "Plan":
+    def with_copies(self, count: int) -> "PrefillPlan":
         """The plan with so many more prompts like the last one; bytes stay those of the others."""
         more = lambda a: np.concatenate([a, np.repeat(a[..., -1:], count, axis=-1)], axis=-1)  # noqa: E731
         rows = None if self.rows is None else more(self.rows)
@@ -124,7 +124,7 @@ class Plan:
 
 
 @settled
-def plan(
+def plan_prefill(
     config: ModelConfig,
     policy: Method | type[Method] | str,
     lengths: Sequence[int] | np.ndarray,
@@ -132,7 +132,7 @@ def plan(
     dtype=jnp.float32,
     room: int | tuple[int, ...] = 0,
     implementation: Implementation = Implementation.XLA,
-) -> Plan:
+) -> PrefillPlan:
     """Computes what prefilling prompts of these lengths takes.
 
     Args:
@@ -190,7 +190,7 @@ def plan(
     loaded = 0 if reading is None else reading.loaded * token_bytes
     # Attention wants one layer's of them in another order.
     turned = 0 if reading is None or not loaded else token_bytes * (reading.width if reading.filters else slots)
-    return Plan(
+    return PrefillPlan(
         slots=slots,
         capacity=capacity,
         room=rooms,
@@ -298,7 +298,7 @@ def _table_bytes(config: ModelConfig, ongoing: Ongoing | None, reading: Reading 
     return 4 * (numbers + config.heads * ring * config.head_dim)
 
 
-def check_memory(needed: Plan, device: jax.Device | None = None) -> None:
+def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
     """Refuses a plan that the device cannot hold, before anything is allocated.
 
     Args:

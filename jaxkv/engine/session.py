@@ -23,7 +23,7 @@ from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
-from jaxkv.engine.plan import Plan, bucket, check_memory, plan
+from jaxkv.engine.plan import PrefillPlan, bucket, check_memory, plan_prefill
 from jaxkv.engine.program import program_for
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
@@ -89,7 +89,7 @@ class Session:
         with self.clocks.making:
             self.key = jax.random.key(0) if given is None else given
 
-    def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> Plan:
+    def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
         """What prompts will need.
 
         Args:
@@ -115,12 +115,12 @@ class Session:
                 memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def _planned(self, config: ModelConfig) -> Callable[..., Plan]:
+    def _planned(self, config: ModelConfig) -> Callable[..., PrefillPlan]:
         """What plans prefills of a model of this shape."""
         by = self.implementations.prefill
-        return partial(plan, config, self.policy, dtype=self.params.dtype, implementation=by)
+        return partial(plan_prefill, config, self.policy, dtype=self.params.dtype, implementation=by)
 
-    def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
+    def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
         """What a plan takes of a device: on a mesh its part of heads and prompts, a CPU's devices together."""
         config, axes = self.params.config, self.params.axes
         if axes is None:
@@ -144,7 +144,7 @@ class Session:
         ids: Prompt | Encoded,
         *,
         new: int = 0,
-        needed: Plan | None = None,
+        needed: PrefillPlan | None = None,
         tick: Callable[..., object] = lambda layers=1.0: None,
     ) -> KVCache:
         """Runs prompts through the model, and compresses their keys and values.
@@ -178,7 +178,7 @@ class Session:
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
-    def compile_ahead(self, needed: Plan, batch: int) -> None:
+    def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
         """Compiles what `prefill` will call, so that it has not to wait; once per model and shape.
 
         Args:
