@@ -170,13 +170,19 @@ class Ends(nnx.Module):
         return project(normed, head[...]).astype(jnp.float32)
 
 
+def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
+    """Every parameter with its path, `blocks.0.attention.q` say."""
+    for name, part in enumerate(module) if isinstance(module, nnx.List) else vars(module).items():
+        if isinstance(part, nnx.Param):
+            yield f"{prefix}{name}", part
+        elif isinstance(part, (nnx.Module, nnx.List)):
+            yield from named_parameters(part, f"{prefix}{name}.")
+
+
 def parameters(module: Any) -> Iterator[Array]:
     """Every parameter's array, as it stands now; much cheaper than to take the module apart."""
-    for part in module if isinstance(module, nnx.List) else vars(module).values():
-        if isinstance(part, nnx.Param):
-            yield part.get_value()
-        elif isinstance(part, (nnx.Module, nnx.List)):
-            yield from parameters(part)
+    for _, parameter in named_parameters(module):
+        yield parameter.get_value()
 
 
 class Flat:
