@@ -253,7 +253,7 @@ def cases(quick, dtypes):
 
 def mosaic_cases(quick, dtypes):
     """What is compiled of Mosaic GPU's kernels."""
-    hopper = [device for device, name in ARCHITECTURES.items() if name == "sm_90a"]
+    hopper = [device for device in DEVICES if gpu(device).architecture == "sm_90a"]
     kinds = [(m, t) for m in MOSAIC_MODELS for t in MOSAIC_DTYPES if t in dtypes]
     found = [Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC]
     return found[:1] if quick else found
@@ -303,7 +303,7 @@ def main():
                         faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
                     if case.kernel in MOSAIC and not all(row[name] for name in INSTRUCTIONS):
                         faults.append(f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}")
-            devices = ("h100",) if args.quick else tuple(DEVICES)
+            devices = ("h100",) if args.quick else DEVICES
             wholes = (
                 [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
             )
