@@ -15,6 +15,8 @@ from jaxkv.policies.parts import Parts
 
 # Slots of each prompt that go through the projections and the MLP at once, where they are no more tokens than `most`.
 _BLOCKS, _LEAST = (2048, 1024, 512), 256
+# What XLA gives cuBLAS to work with, on Hopper.
+WORKSPACE = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,36 +53,50 @@ class Prefilling:
         return max(self.stages().values())
 
     def stages(self) -> dict[str, int]:
-        """Bytes that lie there while each of the programs runs: around the last layer, or where the most do."""
-        waiting, at_layer, at_pack = self._kept()
-        there, rows, looked = self._always(), self._rows(), self._looked()
-        found = {"layer": there + at_layer + waiting + rows + looked + self._layer()}
-        mask, scores = self._rows_of(1), 0
-        if self.parts.scorer is not None:
-            # What was observed, and what rows are ordered by; then the norms, where heads compete by them.
-            scores = self._rows_of(4 * (2 - (self.parts.scorer.rank is None and self.parts.merge is None)))
-            scores += self._rows_of(4 * self.parts.needs.norms)
-            found["score"] = there + at_layer + waiting + rows + looked + self._rows_of(4 * (2 + self._heads()))
-            found["choose"] = there + at_layer + waiting + rows + scores + mask + self._choosing()
-        if self.parts.merge is not None:
-            found["merge"] = there + waiting + at_layer + rows * 2 + mask + self._merging()
-        found["pack"] = there + waiting + at_pack + rows + mask
-        logits = 4 * self.batch * self.config.vocab
-        found["logits"] = there + sum(self.pools) + logits
+        """Bytes that lie there while each of the programs runs, for the layer below the top one and the top one."""
+        layers, rows, found = self.config.layers, self._rows(), dict[str, int]()
+        hidden = self.batch * self.slots * self.config.embed * self.item
+        for index in range(max(0, layers - 2), layers):
+            top = index == layers - 1
+            name = "top layer" if top else "layer"
+            there = self._always() + self._kept(index)
+            found[name] = there + hidden + rows + self._looked() + self._layer(top)
+            # Of the top layer a token's hidden state comes out.
+            there += rows + (0 if top else hidden)
+            found |= {f"{name}, {each}": there + more for each, more in self._afterwards(index, top).items()}
+        found["logits"] = self._always() + sum(self.pools) + 4 * self.batch * self.config.vocab
         return found
 
-    def _always(self) -> int:
-        """Hidden states, which slots are there and which stay, the table of angles, remembered queries."""
-        cells, config = self.batch * self.slots, self.config
-        masks = cells * (3 + config.kv_heads) + 4 * self.slots
-        return cells * config.embed * self.item + masks + 4 * self.slots * config.head_dim + self.rings
+    def _afterwards(self, index: int, top: bool) -> dict[str, int]:
+        """Scoring, choosing, merging and packing a layer's rows: what lies there beside them and the layers below."""
+        parts, found = self.parts, dict[str, int]()
+        scored = parts.ongoing is not None and parts.ongoing.scored
+        # What was observed, and what rows are ordered by; then the norms, where heads compete by them.
+        scores = self._rows_of(4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms)
+        mask = self._rows_of(1)
+        if parts.scorer is not None:
+            found["score"] = self._looked() + self._rows_of(4 * (2 + self._group))
+        if parts.layout.one_pool and not top:
+            return found
+        if parts.scorer is not None:
+            found["choose"] = scores + mask + self._choosing()
+        if parts.merge is not None:
+            found["merge"] = scores + mask + self._rows() + self._rows_of(8 * self.config.head_dim)
+        pool = self.pools[0] if parts.layout.one_pool else self.pools[index]
+        return found | {"pack": scores * (parts.scorer is not None) + mask + pool}
 
-    def _kept(self) -> tuple[int, int, int]:
-        """Rows of layers that wait for a pool, and pools: while the top layer runs, and while it is packed."""
-        if not self.parts.layout.one_pool:
-            return 0, sum(self.pools[:-1]), sum(self.pools)
-        held = self._rows() + self._rows_of(4 * (1 + (self.parts.merge is not None)) + 4 * self.parts.needs.norms)
-        return held * (self.config.layers - 1), 0, self.pools[0]
+    def _always(self) -> int:
+        """Which slots are there and which stay, the table of angles, remembered queries."""
+        cells = self.batch * self.slots
+        return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self.rings
+
+    def _kept(self, index: int) -> int:
+        """What is left of the layers below: pools, or rows and scores that wait for a pool."""
+        parts = self.parts
+        if not parts.layout.one_pool:
+            return sum(self.pools[:index])
+        scores = self._rows_of(4 * (1 + (parts.merge is not None)) + 4 * parts.needs.norms)
+        return index * (self._rows() + scores)
 
     def _rows_of(self, size: int) -> int:
         """So many bytes for each row of a layer."""
@@ -90,27 +106,31 @@ class Prefilling:
         """A layer's keys and values."""
         return self._rows_of(2 * self.config.head_dim * self.item)
 
-    def _heads(self) -> int:
+    @property
+    def _group(self) -> int:
+        """Query heads of a kv head here."""
         return self.config.heads // self.config.kv_heads
 
     def _looked(self) -> int:
         """What else comes out of a layer: rotated keys where the others are kept, what scoring looks at."""
         needs, config = self.parts.needs, self.config
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
-        size = config.head_dim * self.item * needs.unrotated + 4 * self._heads() * needs.sums + 4 * needs.norms
+        size = config.head_dim * self.item * needs.unrotated + 4 * self._group * needs.sums + 4 * needs.norms
         return window + self._rows_of(size)
 
-    def _layer(self) -> int:
+    def _layer(self, top: bool) -> int:
         """What a layer's program needs beside what comes out of it."""
-        config, tokens = self.config, self._block()
+        config, needs, tokens = self.config, self.parts.needs, self._block()
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
-        # cuDNN wants queries in another order.
-        turned = queries * (self.implementation is Implementation.CUDNN)
-        sums = 4 * self.batch * config.heads * self.slots * self.parts.needs.sums
-        # The residual stream, the MLP's output and its inner products are float32.
-        finish = queries + tokens * (8 * config.embed + 8 * config.hidden)
-        norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * self.parts.needs.norms
-        return max(2 * queries + turned + sums, finish, norms)
+        # Queries and output, cuDNN's queries in another order, and the log-sum-exp of each query.
+        attend = queries * (3 if self.implementation is Implementation.CUDNN else 2)
+        attend += 4 * self.batch * config.heads * self.slots
+        # Inner products of the MLP, and its output and the residual stream, are float32.
+        wide = max((8 + self.item) * config.hidden + self.item * config.embed, (8 + self.item) * config.embed)
+        norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
+        if top and not needs.sums:
+            return max(WORKSPACE, norms)
+        return max(attend, norms, 0 if top else queries + tokens * wide + WORKSPACE)
 
     def _block(self) -> int:
         """Tokens that go through the projections and the MLP at once."""
@@ -121,7 +141,3 @@ class Prefilling:
         """Scores as keys to order by, and masks: of all devices' heads, where heads look at one another."""
         heads = self.config.kv_heads if self.parts.heads.uniform else self.kv_heads
         return self.batch * heads * self.slots * 16
-
-    def _merging(self) -> int:
-        """Float32 copies of rows."""
-        return self._rows_of(8 * self.config.head_dim)
