@@ -183,11 +183,12 @@ def whole_programs(device):
     from jaxkv.engine.plan import plan_prefill
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
+    from jaxkv.planning.programs import abstract_model
     from jaxkv.policies import SnapKV
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
-    flat = shapes.abstract(config)
+    flat = abstract_model(config)
     faults, lines = [], []
     for tokens, batch in ((8192, 8), (131072, 1)):
         rows = config.kv_heads * (tokens + 256)

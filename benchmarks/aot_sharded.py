@@ -24,11 +24,11 @@ import time
 from pathlib import Path
 
 import aot
-import hlo
+from jaxkv.planning import hlo
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "aot_sharded.json"
-TOKENS, NEW, BLOCK = 131072, 256, 256
+TOKENS, NEW = 131072, 256
 BATCH = 4
 # What an H100 has, as its data sheet says it.
 MEMORY = 80e9
@@ -83,6 +83,7 @@ def model_of(row):
     from jax.experimental import topologies
 
     from jaxkv.axes import Axes
+    from jaxkv.planning.programs import abstract_model
     from jaxkv.sharding import model_mesh
 
     make = {"70B": shapes.llama_3_70b, "405B": shapes.llama_3_405b}[row.model]
@@ -92,99 +93,14 @@ def model_of(row):
     known = {"platform": "cuda", "topology_name": "h100", "target_config": spec, "topology": f"1x{row.hosts}x8"}
     devices = np.asarray(topologies.get_topology_desc(**known).devices)
     mesh = jax.sharding.Mesh(devices.reshape(1, -1), ("data", "model"))
-    return shapes.abstract(config, axes=Axes(mesh=model_mesh(mesh, config))), make().layers
+    return abstract_model(config, axes=Axes(mesh=model_mesh(mesh, config))), make().layers
 
 
-def cache_of(flat, policy, *, batch=BATCH, tokens=TOKENS):
-    """What prefill would leave: pools as the plan sizes them, shapes alone, and tables of numbers."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+def decode(flat, policy):
+    """The loop over tokens, traced, and what it writes in place."""
+    from jaxkv.planning.programs import Work, traced_loop
 
-    from jaxkv.cache import KVCache, Pool, State
-    from jaxkv.engine.growth import first_room
-    from jaxkv.engine.plan import plan_prefill, ring_rows
-    from jaxkv.engine.program import reading_state
-
-    config, of, parts = flat.config, jax.ShapeDtypeStruct, policy.parts()
-    layers, heads, ongoing = config.layers, config.kv_heads, parts.ongoing
-    lengths = np.full(batch, tokens)
-    room = first_room(parts, layers, lengths, NEW)
-    needed = plan_prefill(config, policy, lengths.tolist(), dtype=jnp.bfloat16, room=room)
-    stretches = 1 if flat.axes is None else flat.axes.size("K")
-
-    def pool(mine):
-        row = of((batch, mine * stretches, config.head_dim), jnp.bfloat16)
-        scored = ongoing is not None and ongoing.scored
-        score = of(row.shape[:2], jnp.float32) if scored else None
-        return Pool(k=row, v=row, pos=of(row.shape[:2], jnp.int32), score=score)
-
-    def rings(rows, count):
-        ring = of((batch, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)
-        return (ring,) * count if rows else ()
-
-    table, seen, state = np.ones((layers, batch, heads), np.int32), lengths.astype(np.int32), None
-    reading = parts.reading(layers, needed.slots)
-    if ongoing is not None:
-        count = 0 if ongoing.merge is None else ongoing.merge.thresholds
-        state = State(
-            prompt=seen,
-            budget=seen,
-            recent=np.ones((layers, batch), np.int32),
-            tau=np.ones((*table.shape, count), np.float32) if count else None,
-            rings=rings(ongoing.queries, layers),
-        )
-    elif reading is not None:
-        state = reading_state(parts, lengths, jnp.asarray(table), rings(reading.ring, len(reading.filters)))
-    return KVCache(
-        pools=tuple(pool(mine) for mine in needed.pool_rows(heads, stretches)),
-        start=table,
-        length=table,
-        limit=table,
-        seen=seen,
-        state=state,
-        layout=needed.layout,
-        policy=policy,
-        config=config,
-        axes=flat.axes,
-    )
-
-
-def shapes_of(tree):
-    """Arrays as shapes."""
-    import jax
-    import numpy as np
-
-    of = jax.ShapeDtypeStruct
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, of) else of(np.shape(leaf), leaf.dtype), tree)
-
-
-def decode(flat, policy, *, batch=BATCH, tokens=TOKENS, sharding=None):
-    """The loop over tokens, traced, and what it writes in place; `sharding` says where it lies if not on a mesh."""
-    import jax
-    import jax.numpy as jnp
-
-    import jaxkv
-    from jaxkv.attention import Implementation
-    from jaxkv.engine import loop
-    from jaxkv.engine.program import program_for
-
-    cache = cache_of(flat, policy, batch=batch, tokens=tokens)
-    program = program_for(flat, cache, Implementation.PALLAS)
-    if flat.axes is None:
-        # Tails are for this machine's processor, which is asked where no mesh says what the program is for.
-        program = dataclasses.replace(program, tail=False)
-    draw = loop.Draw(
-        logits=jax.ShapeDtypeStruct((batch, flat.config.vocab), jnp.float32),
-        done=jax.ShapeDtypeStruct((batch,), bool),
-        key=jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    running = loop.begin(cache, program=program, size=BLOCK)
-    given = loop.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), NEW, jaxkv.Greedy())
-    given = shapes_of(given)
-    if sharding is not None:
-        given = jax.tree.map(lambda leaf: leaf.update(sharding=sharding), given)
-    return loop._loop.trace(*given, program=program, size=BLOCK), cache.pools
+    return traced_loop(Work(flat=flat, policy=policy, batch=BATCH, tokens=TOKENS, new=NEW))
 
 
 def prefill(flat, policy):
@@ -339,7 +255,7 @@ def sources():
     from importlib import metadata
 
     files = [*ROOT.glob("jaxkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
-    files += [ROOT / "benchmarks" / name for name in ("aot.py", "aot_sharded.py", "hlo.py", "shapes.py")]
+    files += [ROOT / "benchmarks" / name for name in ("aot.py", "aot_sharded.py", "shapes.py")]
     content = hashlib.sha256(metadata.version("jaxlib").encode())
     for path in sorted(files):
         content.update(path.read_bytes())
