@@ -135,7 +135,7 @@ def _span(layers):
 def main():
     """Compiles, prints, exits with 1 if something does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="h100", choices=tuple(aot.DEVICES))
+    parser.add_argument("--device", default="h100", choices=aot.DEVICES)
     parser.add_argument("--out", type=Path, help="write the table here as well")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -88,7 +88,7 @@ def model_of(row):
 
     make = {"70B": shapes.llama_3_70b, "405B": shapes.llama_3_405b}[row.model]
     config = make() if row.layers is None else make(row.layers)
-    spec = aot.SPEC.format(**aot.DEVICES["h100"])
+    spec = aot.gpu("h100").target
     # Slices, hosts of each, GPUs of each.
     known = {"platform": "cuda", "topology_name": "h100", "target_config": spec, "topology": f"1x{row.hosts}x8"}
     devices = np.asarray(topologies.get_topology_desc(**known).devices)

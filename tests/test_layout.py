@@ -44,6 +44,8 @@ LAYERS = (
     "jaxkv.transform",
     "jaxkv.resharding",
     "jaxkv.saved",
+    # Before anything is there.
+    "jaxkv.planning",
     "jaxkv.answering",
     "jaxkv.generation",
     "jaxkv.testing",

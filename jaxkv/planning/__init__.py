@@ -1,1 +1,1 @@
-"""What a model, a policy and prompts take of GPUs that need not be there, and how fast they would be."""
+"""What a model, a policy and prompts take on GPUs that need not be there: memory, and estimates of time."""
