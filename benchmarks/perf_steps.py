@@ -16,10 +16,11 @@ import re
 
 import aot
 import aot_sharded
-from jaxkv.planning import hlo
 import perf_decode
 import perf_gpu
 import perf_sass
+
+from jaxkv.planning import hlo
 
 BUDGET, NEW, GROUP, DIM, HEADS = 1024, aot_sharded.NEW, 4, 128, 8
 # Launches a layer that a policy's step may take.

@@ -104,11 +104,12 @@ def cache_after(work: Work) -> KVCache:
     config, of, parts = flat.config, jax.ShapeDtypeStruct, policy.parts()
     layers, heads, ongoing, needed = config.layers, config.kv_heads, parts.ongoing, work.planned
 
-    def pool(mine: int) -> Any:
-        row = of((batch, mine * work.stretches, config.head_dim), work.dtype)
+    def pool(mine: int) -> Pool:
+        row: Any = of((batch, mine * work.stretches, config.head_dim), work.dtype)
         scored = ongoing is not None and ongoing.scored
-        score = of(row.shape[:2], jnp.float32) if scored else None
-        return Pool(k=row, v=row, pos=of(row.shape[:2], jnp.int32), score=score)
+        pos: Any = of(row.shape[:2], jnp.int32)
+        score: Any = of(row.shape[:2], jnp.float32) if scored else None
+        return Pool(k=row, v=row, pos=pos, score=score)
 
     def rings(rows: int, count: int) -> Any:
         ring = of((batch, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)

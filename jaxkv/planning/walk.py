@@ -6,6 +6,7 @@ is there: so the layer below the top one is walked, and the top one.
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,11 +34,13 @@ class Call:
         name: what it does.
         traced: the program, to be lowered.
         beside: bytes on one device that lie there while it runs and that it is not given.
+        seconds: that tracing took.
     """
 
     name: str
     traced: Any
     beside: int
+    seconds: float
 
 
 def weigh(tree: Any) -> int:
@@ -83,10 +86,13 @@ class _Device:
     def call(self, name: str, program: Any, *args: Any, **static: Any) -> Any:
         """Traces a program; gives the shapes of what comes out."""
         given = args if self.axes is not None else self.work.placed(args)
+        began = time.perf_counter()
         traced = program.trace(*given, **static)
+        seconds = time.perf_counter() - began
         ours = {id(leaf) for leaf in jax.tree.leaves(args)}
         others = {id(leaf): leaf for leaf in jax.tree.leaves(self.there) if id(leaf) not in ours}
-        self.calls.append(Call(name=name, traced=traced, beside=self.more + weigh(list(others.values()))))
+        beside = self.more + weigh(list(others.values()))
+        self.calls.append(Call(name=name, traced=traced, beside=beside, seconds=seconds))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), traced.out_info)
 
 
