@@ -26,6 +26,8 @@ LAYERS = (
     "jaxkv.hosts",
     "jaxkv.memory",
     # What a cache knows of its model.
+    "jaxkv.models.values",
+    "jaxkv.models.hub_keys",
     "jaxkv.models.config",
     "jaxkv.models.rope",
     "jaxkv.attention",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from jaxkv.attention import Implementation
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
 
 # Slots of each prompt that go through the projections and the MLP at once, where they are no more tokens than `most`.
@@ -125,12 +126,17 @@ class Prefilling:
         # Queries and output, cuDNN's queries in another order, and the log-sum-exp of each query.
         attend = queries * (3 if self.implementation is Implementation.CUDNN else 2)
         attend += 4 * self.batch * config.heads * self.slots
+        # Of a mixture's tokens as many go through at once as an expert takes, and beside them are the sums of all.
+        rows, sums = tokens, self.item
+        if config.experts is not None:
+            rows, sums = block_rows(tokens, config.experts.chosen, config.experts.count), 4
         # Inner products of the MLP, and its output and the residual stream, are float32.
-        wide = max((8 + self.item) * config.hidden + self.item * config.embed, (8 + self.item) * config.embed)
+        inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed
+        finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
         norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
         if top and not needs.sums:
             return max(WORKSPACE, norms)
-        return max(attend, norms, 0 if top else queries + tokens * wide + WORKSPACE)
+        return max(attend, norms, 0 if top else finish)
 
     def _block(self) -> int:
         """Tokens that go through the projections and the MLP at once."""

@@ -41,6 +41,11 @@ class Entry:
     raw: Mapping[str, Any]
 
     @property
+    def spellings(self) -> tuple[str, ...]:
+        """All of its names."""
+        return self.name, self.hub_id, *self.aliases
+
+    @property
     def config(self) -> ModelConfig:
         """Its shape."""
         return ModelConfig.from_hf(self.raw)
