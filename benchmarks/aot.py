@@ -11,12 +11,10 @@ passes 2% of the pools' bytes. Needs its own environment (.venv-aot): see the Ma
 import argparse
 import concurrent.futures
 import dataclasses
-import glob
 import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -104,34 +102,20 @@ def compile_for(device, function, *shapes, donate=()):
 
 def ptxas_report(device, dump):
     """Registers, static shared memory, spills and Hopper's instructions of every kernel in the PTX that was dumped."""
+    from jaxkv.planning.ptxas import kernels
+
     rows = []
-    for path in sorted(glob.glob(f"{dump}/**/*.ptx", recursive=True)):
-        text = Path(path).read_text()
-        if ".version" not in text:
-            continue  # XLA also leaves the empty rests of modules that it split.
-        command = [_ptxas(), "-v", f"-arch={gpu(device).architecture}", path, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"ptxas refuses {path}: {done.stderr[-2000:]}")
-        entry = None
-        for line in done.stderr.splitlines():
-            if found := re.search(r"Compiling entry function '([^']+)'", line):
-                entry = {"name": found[1], "spills": 0, "registers": 0, "shared": 0}
-                entry |= {name: text.count(code) for name, code in INSTRUCTIONS.items()}
-                rows.append(entry)
-            if entry and (found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)):
-                entry["spills"] = int(found[1]) + int(found[2])
-            if entry and (found := re.search(r"Used (\d+) registers", line)):
-                entry["registers"] = int(found[1])
-                found = re.search(r"(\d+) bytes smem", line)
-                entry["shared"] = int(found[1]) if found else 0
+    for each in kernels(dump, gpu(device).architecture, _ptxas()):
+        text = Path(each.path).read_text()
+        row = {"name": each.name, "spills": each.spills, "registers": each.registers, "shared": each.shared}
+        rows.append(row | {name: text.count(code) for name, code in INSTRUCTIONS.items()})
     return rows
 
 
 def _ptxas():
-    wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/ptxas")
-    found = next(iter(wheels), None) or shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
-    if not found:
+    from jaxkv.planning.ptxas import ptxas
+
+    if not (found := ptxas()):
         raise SystemExit("ptxas is missing: pip install nvidia-cuda-nvcc, or put a CUDA toolkit on the path")
     return found
 
@@ -172,11 +156,12 @@ def whole_programs(device):
     from jaxkv.engine.plan import plan_prefill
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
+    from jaxkv.planning.programs import abstract_model
     from jaxkv.policies import SnapKV
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
-    flat = shapes.abstract(config)
+    flat = abstract_model(config)
     faults, lines = [], []
     for tokens, batch in ((8192, 8), (131072, 1)):
         rows = config.kv_heads * (tokens + 256)
@@ -253,7 +238,7 @@ def cases(quick, dtypes):
 
 def mosaic_cases(quick, dtypes):
     """What is compiled of Mosaic GPU's kernels."""
-    hopper = [device for device, name in ARCHITECTURES.items() if name == "sm_90a"]
+    hopper = [device for device in DEVICES if gpu(device).architecture == "sm_90a"]
     kinds = [(m, t) for m in MOSAIC_MODELS for t in MOSAIC_DTYPES if t in dtypes]
     found = [Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC]
     return found[:1] if quick else found
@@ -303,7 +288,7 @@ def main():
                         faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
                     if case.kernel in MOSAIC and not all(row[name] for name in INSTRUCTIONS):
                         faults.append(f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}")
-            devices = ("h100",) if args.quick else tuple(DEVICES)
+            devices = ("h100",) if args.quick else DEVICES
             wholes = (
                 [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
             )

@@ -38,10 +38,11 @@ def measure(device):
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.engine.program import Program
     from jaxkv.models.rope import angles
+    from jaxkv.planning.programs import abstract_model
     from jaxkv.policies.protocol import Needs
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
-    flat, slots = shapes.abstract(config), bucket(TOKENS)
+    flat, slots = abstract_model(config), bucket(TOKENS)
     policy = OmniKV(filter_layers=(2, 8, 18), budget=2048, offload=True)
     reading = policy.parts().reading(config.layers, slots)
     program = Program(

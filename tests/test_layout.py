@@ -40,6 +40,7 @@ LAYERS = (
     "jaxkv.sampling",
     "jaxkv.results",
     # Sizes: arguments are refused by them.
+    "jaxkv.engine.stages",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",

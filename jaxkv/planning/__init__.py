@@ -1,1 +1,1 @@
-"""What a model, a policy and prompts take on GPUs that need not be there: memory by arithmetic, and estimates of time."""
+"""What a model, a policy and prompts take on GPUs that need not be there: memory, and estimates of time."""

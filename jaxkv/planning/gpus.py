@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from importlib import resources
+from typing import Any
 
 from jaxkv._errors import require
 
@@ -86,8 +87,12 @@ class GPU:
 def gpus() -> dict[str, GPU]:
     """Every GPU that is known, by name."""
     data = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
-    lists = lambda given: {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}  # noqa: E731
-    return {name: GPU(name=name, **lists(given)) for name, given in data.items()}
+    return {name: _gpu(name, given) for name, given in data.items()}
+
+
+def _gpu(name: str, given: dict[str, Any]) -> GPU:
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return GPU(name=name, **plain)
 
 
 def gpu_named(name: str) -> GPU:
