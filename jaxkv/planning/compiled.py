@@ -98,6 +98,7 @@ class CompiledPlan:
             the top one and the top one are looked at, where that is most. A GPU with memory to spare lets some layers
             be under way at once: that comes on top, and gives way.
         programs: all of them.
+        weights: bytes of a GPU's parameters, which are in both peaks.
         kernels: how many kernels ptxas has looked at; None where there was no ptxas.
         spills: (kernel, bytes) of those that spill registers.
         notes: what has been left out.
@@ -108,6 +109,7 @@ class CompiledPlan:
     decode: CompiledProgram
     prefill: CompiledProgram
     programs: tuple[CompiledProgram, ...]
+    weights: int
     kernels: int | None
     spills: tuple[tuple[str, int], ...]
     notes: tuple[str, ...]
@@ -190,6 +192,7 @@ def compile_plan(setting: Setting) -> CompiledPlan:
         decode=made["decode"],
         prefill=largest,
         programs=(made["decode"], *made["prefill"]),
+        weights=made["weights"],
         kernels=None if found is None else len(found),
         spills=_spills(found or []),
         notes=made["notes"],

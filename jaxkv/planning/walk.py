@@ -123,10 +123,10 @@ class _Walk:
     def _pool(self, mine: int) -> Pool:
         work, ongoing = self.work, self.parts.ongoing
         rows = (work.batch, mine * work.stretches)
-        row = self.device.array("B P D", (*rows, work.flat.config.head_dim), work.dtype)
+        row = lambda: self.device.array("B P D", (*rows, work.flat.config.head_dim), work.dtype)  # noqa: E731
         cells = lambda dtype: self.device.array("B P", rows, dtype)  # noqa: E731
         score = cells(jnp.float32) if ongoing is not None and ongoing.scored else None
-        return Pool(k=row, v=row, pos=cells(jnp.int32), score=score)
+        return Pool(k=row(), v=row(), pos=cells(jnp.int32), score=score)
 
     def _rings(self) -> list[Any]:
         config, queries = self.flat.config, prefilling._remembering(self.parts.ongoing, self.reading, self.layers)

@@ -16,7 +16,7 @@ from jaxkv.planning import hlo
 from jaxkv.planning.compiled import CompiledProgram, Sent
 from jaxkv.planning.programs import Work, abstract_model, traced_loop
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.walk import prefill_calls
+from jaxkv.planning.walk import prefill_calls, weigh
 from jaxkv.sharding import model_mesh
 
 
@@ -99,11 +99,12 @@ def programs_of(setting: Setting) -> dict[str, Any]:
         setting: what is planned for.
 
     Returns:
-        `decode`, `prefill` and `notes`; or `error` and the `program` it is about.
+        `decode`, `prefill`, `weights` and `notes`; or `error` and the `program` it is about.
     """
     name = "such GPUs"
     try:
         with on_gpus(setting) as work:
+            weights = weigh((work.flat.ends, work.flat.blocks))
             began, name = time.perf_counter(), "the decode loop"
             loop, _ = traced_loop(work)
             decode, _ = compiled_program("decode", loop, seconds=time.perf_counter() - began)
@@ -114,7 +115,7 @@ def programs_of(setting: Setting) -> dict[str, Any]:
                 prefill.append(made)
     except jax.errors.JaxRuntimeError as error:
         return {"program": name, "error": str(error).strip().splitlines()[0]}
-    return {"decode": decode, "prefill": tuple(prefill), "notes": ()}
+    return {"decode": decode, "prefill": tuple(prefill), "weights": weights, "notes": ()}
 
 
 def main(given: IO[bytes]) -> None:
