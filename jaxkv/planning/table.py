@@ -20,8 +20,18 @@ def gigabytes(size: int) -> str:
 
 
 def policy_name(policy: Method) -> str:
-    """A policy in few words: its class and what is not as usual."""
-    return brief(policy)
+    """A policy in few words: its class, its budget, and what is not as usual."""
+    shown, inner = brief(policy), policy
+    while isinstance(below := getattr(inner, "inner", None), Method):
+        inner = below
+    budget, name = inner.parts().budget, type(inner).__name__
+    if budget is None or "budget=" in shown:
+        return shown
+    given = f"budget={budget!r}"
+    if f"{name}(" not in shown:
+        # The base that is meant where nothing is said.
+        name = type(policy).__name__
+    return shown.replace(f"{name}(", f"{name}({given}, ", 1).replace(", )", ")", 1)
 
 
 def title(setting: Setting) -> str:
