@@ -23,6 +23,10 @@ _PARAMETERS = {
     "gate_up_bias": "2 F",
     "out": "E H",
     "down": "E F",
+    "up": "F E",
+    "up_bias": "F",
+    "experts_gate_up": "X 2 F E",
+    "experts_down": "X E F",
     "embedding": "V E",
     "head": "V E",
 }

@@ -26,6 +26,8 @@ LAYERS = (
     "jaxkv.hosts",
     "jaxkv.memory",
     # What a cache knows of its model.
+    "jaxkv.models.values",
+    "jaxkv.models.hub_keys",
     "jaxkv.models.config",
     "jaxkv.models.rope",
     "jaxkv.attention",
@@ -38,6 +40,7 @@ LAYERS = (
     "jaxkv.sampling",
     "jaxkv.results",
     # Sizes: arguments are refused by them.
+    "jaxkv.engine.stages",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
