@@ -117,7 +117,7 @@ def test_commands_are_taken(name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_values_between_backticks_can_be_made(name):
-    """`SnapKV(budget=256, every=64)` in a sentence has fields that exist, and is not refused."""
+    """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not refused."""
     for code in re.findall(r"(?<!`)`([A-Z]\w*(?:\([^`]*\))?)`(?!`)", re.sub(r"```.*?```", "", TEXTS[name], flags=re.S)):
         called, _, given = code.partition("(")
         if called in OTHERS or called.isupper() and not given:
@@ -125,6 +125,12 @@ def test_values_between_backticks_can_be_made(name):
         assert called in KNOWN, (name, code)
         if given and "..." not in given and "=," not in given and "=)" not in given:
             eval(code, dict(KNOWN))
+    for code in blocks_of(TEXTS[name], "python"):
+        for line in ast.parse(code).body:
+            called = line.value if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
+            if called and all(each.id in KNOWN for each in ast.walk(called) if isinstance(each, ast.Name)):
+                if isinstance(called.func, ast.Name):
+                    eval(ast.unparse(called), dict(KNOWN))
 
 
 def test_the_readme_is_short():
