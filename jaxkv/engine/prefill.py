@@ -23,7 +23,7 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked, pack
 from jaxkv.engine.choosing import Candidates, choose, of_prompt
 from jaxkv.engine.compress import Compressed, Source, compress, counted, merged, observe, unordered
-from jaxkv.engine.plan import Plan, ring_rows
+from jaxkv.engine.plan import PrefillPlan, ring_rows
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.program import reading_state
 from jaxkv.models.config import ModelConfig
@@ -105,7 +105,7 @@ def compile_ahead(
     flat: Flat,
     batch: int,
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
@@ -152,7 +152,7 @@ def compile_ahead(
     flat.compiled.add(signature)
 
 
-def _pool_rows(flat: Flat, needed: Plan) -> tuple[int, ...]:
+def _pool_rows(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
     stretches = 1 if flat.axes is None else flat.axes.size("K")
     return needed.pool_rows(flat.config.kv_heads, stretches)
 
@@ -191,7 +191,7 @@ class _Prompts(Source):
         tokens: Int[np.ndarray, "B S"],
         lengths: Int[np.ndarray, " B"],
         parts: Parts,
-        needed: Plan,
+        needed: PrefillPlan,
         key: PRNGKeyArray,
         implementation: Implementation,
         tick: Callable[[], None],
@@ -290,7 +290,7 @@ def prefill(
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
     model: str = "",
@@ -364,7 +364,7 @@ def _going_on(prompts: _Prompts, made: Compressed) -> tuple[Int[Array, "L B K"],
     return _limits(parts, targets, short, made.length), state
 
 
-def _ahead(needed: Plan, placed: Array) -> int:
+def _ahead(needed: PrefillPlan, placed: Array) -> int:
     """Layers that may be under way at once beyond the plan's: for those the device's allocator has room to spare."""
     spare = memory.allocator_bytes(placed.addressable_shards[0].device)
     if spare is None:
