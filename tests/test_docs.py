@@ -1,10 +1,12 @@
 """What pages say of jaxkv is so: links lead somewhere, names exist, examples are Python, commands are taken."""
 
 import ast
+import http.server
 import importlib
 import importlib.util
 import re
 import shlex
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,22 @@ def test_an_address_that_none_can_be_is_a_fault_as_well():
     assert "Invalid IPv6" in links.fault_of("https://[::1", DOCS / "index.md")
 
 
+def test_addresses_are_asked_where_there_is_a_network():
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(int(self.path[1:]))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answers = [links.answer_of(f"http://127.0.0.1:{server.server_port}/{code}") for code in (200, 403, 404)]
+        server.shutdown()
+    assert answers == [None, None, "HTTP 404"]
+
+
 def test_links_of_notebooks_and_pictures_are_followed(tmp_path):
     cell = (
         '{"cells": [{"cell_type": "markdown", "source": ["![x](a.svg)"]}, {"cell_type": "code", "source": ["[a](b)"]}]}'
@@ -131,6 +149,12 @@ def test_values_between_backticks_can_be_made(name):
             if called and all(each.id in KNOWN for each in ast.walk(called) if isinstance(each, ast.Name)):
                 if isinstance(called.func, ast.Name):
                     eval(ast.unparse(called), dict(KNOWN))
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
+    figures = [each for row in table.strip().splitlines()[2:] for each in re.findall(r"[\d.]+", row.split("|", 3)[3])]
+    assert len(figures) >= 20 and all(re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures)
 
 
 def test_the_readme_is_short():
