@@ -133,8 +133,10 @@ def answer_of(address: str) -> str | None:
             with urllib.request.urlopen(asked, timeout=30):
                 return None
         except urllib.error.HTTPError as error:
+            if error.code in _REFUSED:
+                return None
             if error.code in (404, 410) or not seconds:
-                return None if error.code in _REFUSED else f"HTTP {error.code}"
+                return f"HTTP {error.code}"
         except OSError as error:
             if not seconds:
                 return str(error)

@@ -25,6 +25,14 @@ def _help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     return (action.help or "") % {**vars(action), "prog": parser.prog} if action.help else ""
 
 
+def _paragraph(text: str) -> nodes.paragraph:
+    """What is between backticks is code."""
+    parts = text.split("`")
+    return nodes.paragraph(
+        "", "", *(nodes.literal("", each) if at % 2 else nodes.Text(each) for at, each in enumerate(parts))
+    )
+
+
 def _options(group: argparse._ArgumentGroup, parser: argparse.ArgumentParser) -> nodes.definition_list:
     formatter = parser._get_formatter()
     listed = nodes.definition_list()
@@ -36,7 +44,7 @@ def _options(group: argparse._ArgumentGroup, parser: argparse.ArgumentParser) ->
             term += nodes.Text(", ") if at else nodes.Text("")
             words = formatter._format_args(action, action.dest.upper()) if action.option_strings else ""
             term += nodes.literal("", f"{spelling} {words}".strip())
-        about = nodes.definition("", nodes.paragraph("", _help_of(action, parser)))
+        about = nodes.definition("", _paragraph(_help_of(action, parser)))
         listed += nodes.definition_list_item("", term, about)
     return listed
 
@@ -61,6 +69,9 @@ class CommandLine(SphinxDirective):
                 if group.description:
                     section += nodes.paragraph("", group.description)
                 section += options
+            if parser.epilog:
+                section += nodes.rubric("", "More")
+                section += nodes.literal_block(parser.epilog, parser.epilog, language="none")
             sections.append(section)
         return sections
 
