@@ -9,6 +9,7 @@ from jaxkv.engine.session import Session
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
 from jaxkv.models.config import ModelConfig
+from jaxkv.planning.planner import Plan, plan
 from jaxkv.policies import (
     D2O,
     H2O,
@@ -62,6 +63,7 @@ __all__ = [
     "MinP",
     "ModelConfig",
     "OmniKV",
+    "Plan",
     "Policy",
     "PrefillPlan",
     "PyramidInfer",
@@ -85,6 +87,7 @@ __all__ = [
     "generate",
     "load",
     "load_cache",
+    "plan",
     "prefill",
     "reshard",
     "register",
