@@ -3,7 +3,7 @@
     make aot-sharded                                            every row that is not yet in the results
     .venv-aot/bin/python benchmarks/aot_sharded.py --quick      eight layers and one policy: what CI runs
 
-The programs are the library's own, `jaxkv.engine.loop` and `jaxkv.engine.prefill`, traced for shapes: 128K tokens in
+The programs are the library's own, `jaxkv.engine.loop` and `jaxkv.engine.prompts`, traced for shapes: 128K tokens in
 each of four sequences, 2048 rows a head after them (all of them for policies that drop none), room for 256 new ones,
 attention by the Pallas kernels. Read off is what one GPU holds, and what travels between them.
 
@@ -135,7 +135,9 @@ def cache_of(flat, policy, *, batch=BATCH, tokens=TOKENS):
             rings=rings(ongoing.queries, layers),
         )
     elif reading is not None:
-        state = reading_state(parts, lengths, jnp.asarray(table), rings(reading.ring, len(reading.filters)))
+        state = reading_state(
+            lengths, parts.read.tokens(lengths, layers), jnp.asarray(table), rings(reading.ring, len(reading.filters))
+        )
     return KVCache(
         pools=tuple(pool(mine) for mine in needed.pool_rows(heads, stretches)),
         start=table,
@@ -193,13 +195,13 @@ def prefill(flat, policy):
     import jax.numpy as jnp
 
     from jaxkv.attention import Implementation
-    from jaxkv.engine import prefill as prefilling
+    from jaxkv.engine import prompts
 
     x = jax.ShapeDtypeStruct((1, TOKENS, flat.config.embed), jnp.bfloat16)
     length = jax.ShapeDtypeStruct((1,), jnp.int32)
-    table = jax.eval_shape(lambda: prefilling._angles(slots=TOKENS, config=flat.config))
+    table = jax.eval_shape(lambda: prompts._angles(slots=TOKENS, config=flat.config))
     options = {"needs": policy.parts().needs, "last": False, "implementation": Implementation.PALLAS}
-    return prefilling._layer.trace(flat.blocks[0], x, length, table, graphs=flat.graphs, **options), (x,)
+    return prompts._layer.trace(flat.blocks[0], x, length, table, graphs=flat.graphs, **options), (x,)
 
 
 def on_one(leaf, letters, axes):
