@@ -12,6 +12,7 @@ PEER := .venv-peer/bin
 AOT := .venv-aot/bin
 LATEST := .venv-latest/bin
 FOREIGN := .venv-foreign/bin
+DOCS := .venv-docs/bin
 PYTEST_FLAGS := -q -n auto --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 # The stamp's name holds a checksum, not a time: a fresh checkout gives files new times but the same content.
@@ -28,12 +29,13 @@ LATEST_STAMP := .venv-latest/.made-0.12
 FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
   namex==0.1.0 h5py==3.16.0 optree==0.20.0
 FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
+DOCS_STAMP := .venv-docs/.made-$(shell cksum < docs/requirements.txt | cut -d ' ' -f 1)
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
   loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded needle clean \
-  $(AOT_VERSIONS:%=aot-%)
+  docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
@@ -57,6 +59,7 @@ help:
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
+	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
 	@echo "make needle       find a needle in long prompts, policy by policy"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
 
@@ -149,11 +152,21 @@ needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
 	@$(FOREIGN)/python -m pytest -q tests/foreign/test_foreign.py
+
+# Warnings are errors. Pages are read anew each time: what they say of jaxkv is read from jaxkv.
+docs: $(DOCS_STAMP)
+	@$(BIN)/python docs/links.py
+	@$(BIN)/python docs/pictures/make_pictures.py --check
+	@$(DOCS)/python -m sphinx -W --keep-going -E -q -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-links: $(STAMP)
+	@$(BIN)/python docs/links.py --outside
 
 # $(PYTHON) if given, else the first Python on the path that is new enough.
 define find_python
@@ -225,6 +238,15 @@ $(FOREIGN_STAMP): | $(STAMP)
 	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(FOREIGN))/venv.pth"; \
 	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps $(FOREIGN_PACKAGES); \
 	$(FOREIGN)/python -m pip install $(PIP_FLAGS) --no-deps -e .; \
+	touch $@
+
+$(DOCS_STAMP): | $(STAMP)
+	@set -e; \
+	echo "== .venv-docs: creating, on top of .venv" >&2; \
+	rm -rf .venv-docs; \
+	$(BIN)/python -m venv .venv-docs; \
+	echo "$(call site_packages,$(BIN))" > "$(call site_packages,$(DOCS))/venv.pth"; \
+	$(DOCS)/python -m pip install $(PIP_FLAGS) --no-deps -r docs/requirements.txt; \
 	touch $@
 
 # The first Python 3.12 that there is, or nothing.

@@ -11,37 +11,17 @@ passes 2% of the pools' bytes. Needs its own environment (.venv-aot): see the Ma
 import argparse
 import concurrent.futures
 import dataclasses
-import glob
 import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from aot_cases import arguments
 
-SPEC = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {shared_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
-  l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {shared}
-  cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 driver_version: "13.0.0" runtime_version: "13.0.0" }}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{name}"
-"""
-_HOPPER = {"shared_core": 233472, "cores": 132, "fpus": 128, "l2": 52428800, "clock": 1.98, "shared": 232448}
-_HOPPER |= {"major": 9, "minor": 0}
-DEVICES = {
-    "h100": _HOPPER | {"bandwidth": 3352320000000, "memory": 84978434048, "name": "NVIDIA H100 80GB HBM3"},
-    "h200": _HOPPER | {"bandwidth": 4800000000000, "memory": 150754820096, "name": "NVIDIA H200"},
-    "a100": {"shared_core": 167936, "cores": 108, "fpus": 64, "l2": 41943040, "clock": 1.41, "shared": 166912}
-    | {"major": 8, "minor": 0, "bandwidth": 2039000000000, "memory": 85899345920, "name": "NVIDIA A100-SXM4-80GB"},
-}
-ARCHITECTURES = {"h100": "sm_90a", "h200": "sm_90a", "a100": "sm_80"}
+DEVICES = ("h100", "h200", "a100")
 KERNELS = (
     "decode_token",
     "decode_token_scored",
@@ -89,14 +69,21 @@ def _start(folder, text="false"):
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
+def gpu(device):
+    """What is known of a device; imported late, for workers set their environment before JAX starts."""
+    from jaxkv.planning.gpus import gpu_named
+
+    return gpu_named(device)
+
+
 def sharding_for(device):
     """A sharding on one abstract device."""
     import jax
     import numpy as np
     from jax.experimental import topologies
 
-    spec = SPEC.format(**DEVICES[device])
-    topology = topologies.get_topology_desc(platform="cuda", topology_name=device, target_config=spec, topology="1x1x1")
+    known = {"platform": "cuda", "topology_name": device, "target_config": gpu(device).target}
+    topology = topologies.get_topology_desc(**known, topology="1x1x1")
     mesh = jax.sharding.Mesh(np.asarray(topology.devices[:1]), ("x",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -115,34 +102,20 @@ def compile_for(device, function, *shapes, donate=()):
 
 def ptxas_report(device, dump):
     """Registers, static shared memory, spills and Hopper's instructions of every kernel in the PTX that was dumped."""
+    from jaxkv.planning.ptxas import kernels
+
     rows = []
-    for path in sorted(glob.glob(f"{dump}/**/*.ptx", recursive=True)):
-        text = Path(path).read_text()
-        if ".version" not in text:
-            continue  # XLA also leaves the empty rests of modules that it split.
-        command = [_ptxas(), "-v", f"-arch={ARCHITECTURES[device]}", path, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"ptxas refuses {path}: {done.stderr[-2000:]}")
-        entry = None
-        for line in done.stderr.splitlines():
-            if found := re.search(r"Compiling entry function '([^']+)'", line):
-                entry = {"name": found[1], "spills": 0, "registers": 0, "shared": 0}
-                entry |= {name: text.count(code) for name, code in INSTRUCTIONS.items()}
-                rows.append(entry)
-            if entry and (found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)):
-                entry["spills"] = int(found[1]) + int(found[2])
-            if entry and (found := re.search(r"Used (\d+) registers", line)):
-                entry["registers"] = int(found[1])
-                found = re.search(r"(\d+) bytes smem", line)
-                entry["shared"] = int(found[1]) if found else 0
+    for each in kernels(dump, gpu(device).architecture, _ptxas()):
+        text = Path(each.path).read_text()
+        row = {"name": each.name, "spills": each.spills, "registers": each.registers, "shared": each.shared}
+        rows.append(row | {name: text.count(code) for name, code in INSTRUCTIONS.items()})
     return rows
 
 
 def _ptxas():
-    wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/ptxas")
-    found = next(iter(wheels), None) or shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
-    if not found:
+    from jaxkv.planning.ptxas import ptxas
+
+    if not (found := ptxas()):
         raise SystemExit("ptxas is missing: pip install nvidia-cuda-nvcc, or put a CUDA toolkit on the path")
     return found
 
@@ -180,14 +153,15 @@ def whole_programs(device):
 
     from jaxkv.attention import Implementation
     from jaxkv.engine.decode import step
-    from jaxkv.engine.plan import plan
+    from jaxkv.engine.plan import plan_prefill
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import angles
+    from jaxkv.planning.programs import abstract_model
     from jaxkv.policies import SnapKV
     from jaxkv.policies.protocol import Needs
 
     config = shapes.llama_3_8b()
-    flat = shapes.abstract(config)
+    flat = abstract_model(config)
     faults, lines = [], []
     for tokens, batch in ((8192, 8), (131072, 1)):
         rows = config.kv_heads * (tokens + 256)
@@ -246,7 +220,7 @@ def whole_programs(device):
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(flat.blocks[0]))
     taken = memory.argument_size_in_bytes - weights + memory.temp_size_in_bytes
     taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    planned = plan(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
+    planned = plan_prefill(config, SnapKV(), [tokens], dtype=jnp.bfloat16, implementation=Implementation.PALLAS)
     if taken > planned.peak_bytes - planned.cache_bytes:
         faults.append(f"{device}: a prefill layer of {tokens} tokens takes {taken:,} bytes, more than {planned}")
     return lines, faults
@@ -264,7 +238,7 @@ def cases(quick, dtypes):
 
 def mosaic_cases(quick, dtypes):
     """What is compiled of Mosaic GPU's kernels."""
-    hopper = [device for device, name in ARCHITECTURES.items() if name == "sm_90a"]
+    hopper = [device for device in DEVICES if gpu(device).architecture == "sm_90a"]
     kinds = [(m, t) for m in MOSAIC_MODELS for t in MOSAIC_DTYPES if t in dtypes]
     found = [Case(kernel, *kind, device) for device in hopper for kind in kinds for kernel in MOSAIC]
     return found[:1] if quick else found
@@ -314,7 +288,7 @@ def main():
                         faults.append(f"{case}: {row['name']} spills {row['spills']} bytes")
                     if case.kernel in MOSAIC and not all(row[name] for name in INSTRUCTIONS):
                         faults.append(f"{case}: {row['name']} lacks one of {', '.join(INSTRUCTIONS)}")
-            devices = ("h100",) if args.quick else tuple(DEVICES)
+            devices = ("h100",) if args.quick else DEVICES
             wholes = (
                 [] if args.quick else [(device, *pool.submit(whole_programs, device).result()) for device in devices]
             )

@@ -38,10 +38,11 @@ def measure(device):
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.engine.program import Program
     from jaxkv.models.rope import angles
+    from jaxkv.planning.programs import abstract_model
     from jaxkv.policies.protocol import Needs
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
-    flat, slots = shapes.abstract(config), bucket(TOKENS)
+    flat, slots = abstract_model(config), bucket(TOKENS)
     policy = OmniKV(filter_layers=(2, 8, 18), budget=2048, offload=True)
     reading = policy.parts().reading(config.layers, slots)
     program = Program(
@@ -134,7 +135,7 @@ def _span(layers):
 def main():
     """Compiles, prints, exits with 1 if something does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="h100", choices=tuple(aot.DEVICES))
+    parser.add_argument("--device", default="h100", choices=aot.DEVICES)
     parser.add_argument("--out", type=Path, help="write the table here as well")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

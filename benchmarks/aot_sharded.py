@@ -3,7 +3,7 @@
     make aot-sharded                                            every row that is not yet in the results
     .venv-aot/bin/python benchmarks/aot_sharded.py --quick      eight layers and one policy: what CI runs
 
-The programs are the library's own, `jaxkv.engine.loop` and `jaxkv.engine.prompts`, traced for shapes: 128K tokens in
+The programs are the library's own, `jaxkv.engine.loop` and `jaxkv.engine.prefill`, traced for shapes: 128K tokens in
 each of four sequences, 2048 rows a head after them (all of them for policies that drop none), room for 256 new ones,
 attention by the Pallas kernels. Read off is what one GPU holds, and what travels between them.
 
@@ -24,11 +24,12 @@ import time
 from pathlib import Path
 
 import aot
-import hlo
+
+from jaxkv.planning import hlo
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "aot_sharded.json"
-TOKENS, NEW, BLOCK = 131072, 256, 256
+TOKENS, NEW = 131072, 256
 BATCH = 4
 # What an H100 has, as its data sheet says it.
 MEMORY = 80e9
@@ -75,133 +76,31 @@ def policy_of(name):
     return getattr(jaxkv, name)(**options)
 
 
-def model_of(row):
-    """The model's parameters as shapes on the GPUs, and how many layers it really has."""
-    import jax
-    import numpy as np
+def setting_of(row):
+    """What is planned for; of a prefill a single prompt."""
     import shapes
-    from jax.experimental import topologies
 
-    from jaxkv.axes import Axes
-    from jaxkv.sharding import model_mesh
+    from jaxkv.planning.gpus import gpu_named
+    from jaxkv.planning.setting import Setting
 
     make = {"70B": shapes.llama_3_70b, "405B": shapes.llama_3_405b}[row.model]
     config = make() if row.layers is None else make(row.layers)
-    spec = aot.SPEC.format(**aot.DEVICES["h100"])
-    # Slices, hosts of each, GPUs of each.
-    known = {"platform": "cuda", "topology_name": "h100", "target_config": spec, "topology": f"1x{row.hosts}x8"}
-    devices = np.asarray(topologies.get_topology_desc(**known).devices)
-    mesh = jax.sharding.Mesh(devices.reshape(1, -1), ("data", "model"))
-    return shapes.abstract(config, axes=Axes(mesh=model_mesh(mesh, config))), make().layers
+    batch = BATCH if row.program == "decode" else 1
+    given = {"gpus": 8 * row.hosts, "batch": batch, "context": TOKENS, "new": NEW}
+    return Setting(model=row.model, config=config, policy=policy_of(row.policy), gpu=gpu_named("h100"), **given)
 
 
-def cache_of(flat, policy, *, batch=BATCH, tokens=TOKENS):
-    """What prefill would leave: pools as the plan sizes them, shapes alone, and tables of numbers."""
+def traced(work, program):
+    """The loop over tokens or a layer of a prefill, traced, and what it writes in place."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
-    from jaxkv.cache import KVCache, Pool, State
-    from jaxkv.engine.growth import first_room
-    from jaxkv.engine.plan import plan, ring_rows
-    from jaxkv.engine.program import reading_state
+    from jaxkv.planning.programs import traced_loop
+    from jaxkv.planning.walk import prefill_calls
 
-    config, of, parts = flat.config, jax.ShapeDtypeStruct, policy.parts()
-    layers, heads, ongoing = config.layers, config.kv_heads, parts.ongoing
-    lengths = np.full(batch, tokens)
-    room = first_room(parts, layers, lengths, NEW)
-    needed = plan(config, policy, lengths.tolist(), dtype=jnp.bfloat16, room=room)
-    stretches = 1 if flat.axes is None else flat.axes.size("K")
-
-    def pool(mine):
-        row = of((batch, mine * stretches, config.head_dim), jnp.bfloat16)
-        scored = ongoing is not None and ongoing.scored
-        score = of(row.shape[:2], jnp.float32) if scored else None
-        return Pool(k=row, v=row, pos=of(row.shape[:2], jnp.int32), score=score)
-
-    def rings(rows, count):
-        ring = of((batch, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)
-        return (ring,) * count if rows else ()
-
-    table, seen, state = np.ones((layers, batch, heads), np.int32), lengths.astype(np.int32), None
-    reading = parts.reading(layers, needed.slots)
-    if ongoing is not None:
-        count = 0 if ongoing.merge is None else ongoing.merge.thresholds
-        state = State(
-            prompt=seen,
-            budget=seen,
-            recent=np.ones((layers, batch), np.int32),
-            tau=np.ones((*table.shape, count), np.float32) if count else None,
-            rings=rings(ongoing.queries, layers),
-        )
-    elif reading is not None:
-        state = reading_state(
-            lengths, parts.read.tokens(lengths, layers), jnp.asarray(table), rings(reading.ring, len(reading.filters))
-        )
-    return KVCache(
-        pools=tuple(pool(mine) for mine in needed.pool_rows(heads, stretches)),
-        start=table,
-        length=table,
-        limit=table,
-        seen=seen,
-        state=state,
-        layout=needed.layout,
-        policy=policy,
-        config=config,
-        axes=flat.axes,
-    )
-
-
-def shapes_of(tree):
-    """Arrays as shapes."""
-    import jax
-    import numpy as np
-
-    of = jax.ShapeDtypeStruct
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, of) else of(np.shape(leaf), leaf.dtype), tree)
-
-
-def decode(flat, policy, *, batch=BATCH, tokens=TOKENS, sharding=None):
-    """The loop over tokens, traced, and what it writes in place; `sharding` says where it lies if not on a mesh."""
-    import jax
-    import jax.numpy as jnp
-
-    import jaxkv
-    from jaxkv.attention import Implementation
-    from jaxkv.engine import loop
-    from jaxkv.engine.program import program_for
-
-    cache = cache_of(flat, policy, batch=batch, tokens=tokens)
-    program = program_for(flat, cache, Implementation.PALLAS)
-    if flat.axes is None:
-        # Tails are for this machine's processor, which is asked where no mesh says what the program is for.
-        program = dataclasses.replace(program, tail=False)
-    draw = loop.Draw(
-        logits=jax.ShapeDtypeStruct((batch, flat.config.vocab), jnp.float32),
-        done=jax.ShapeDtypeStruct((batch,), bool),
-        key=jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    running = loop.begin(cache, program=program, size=BLOCK)
-    given = loop.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), NEW, jaxkv.Greedy())
-    given = shapes_of(given)
-    if sharding is not None:
-        given = jax.tree.map(lambda leaf: leaf.update(sharding=sharding), given)
-    return loop._loop.trace(*given, program=program, size=BLOCK), cache.pools
-
-
-def prefill(flat, policy):
-    """One layer over one prompt, traced; and what it writes in place."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv.attention import Implementation
-    from jaxkv.engine import prompts
-
-    x = jax.ShapeDtypeStruct((1, TOKENS, flat.config.embed), jnp.bfloat16)
-    length = jax.ShapeDtypeStruct((1,), jnp.int32)
-    table = jax.eval_shape(lambda: prompts._angles(slots=TOKENS, config=flat.config))
-    options = {"needs": policy.parts().needs, "last": False, "implementation": Implementation.PALLAS}
-    return prompts._layer.trace(flat.blocks[0], x, length, table, graphs=flat.graphs, **options), (x,)
+    if program == "decode":
+        return traced_loop(work)
+    hidden = jax.ShapeDtypeStruct((work.batch, TOKENS, work.flat.config.embed), work.dtype)
+    return next(call.traced for call in prefill_calls(work) if call.name == "layer"), (hidden,)
 
 
 def on_one(leaf, letters, axes):
@@ -217,38 +116,36 @@ def measure(row):
     """Compiles a row; returns its figures."""
     import jax
 
+    from jaxkv.planning.worker import compiled_program, on_gpus
+
     began = time.perf_counter()
-    flat, layers = model_of(row)
-    config, axes, policy = flat.config, flat.axes, policy_of(row.policy)
-    # As in `aot.compile_for`: from JAX 0.11 on.
-    with jax.sharding.use_abstract_mesh(axes.mesh.abstract_mesh):
-        traced, written = {"decode": decode, "prefill": prefill}[row.program](flat, policy)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    traced_at = time.perf_counter()
-    compiled = lowered.compile()
-    compiled_at = time.perf_counter()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    setting = setting_of(row)
+    config = setting.config
+    with on_gpus(setting) as work:
+        axes = work.flat.axes
+        program, written = traced(work, row.program)
+        made, text = compiled_program(row.program, program, seconds=time.perf_counter() - began)
     letters = "B S E" if row.program == "prefill" else "B P D"
     local = [on_one(leaf, letters, axes) for leaf in jax.tree.leaves(written)]
     return {
         "gpus": axes.mesh.size,
         "mesh": dict(axes.mesh.shape),
         "layers": config.layers,
-        "layers_of_model": layers,
+        "layers_of_model": setting_of(dataclasses.replace(row, layers=None)).config.layers,
         "embed": config.embed,
         "head_dim": config.head_dim,
-        "batch": written[0].k.shape[0] if row.program == "decode" else 1,
+        "batch": setting.batch,
         "rows": sorted({sizes[1] for _, sizes in local}),
         "written": sum(hlo.size_of(*each) for each in local),
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
+        "arguments": made.arguments,
+        "outputs": made.outputs,
+        "temporaries": made.temporaries,
+        "peak": made.peak,
         "aliased": hlo.aliased(text),
         "copies": hlo.copies(text, set(local)),
-        "sent": [[kind, hlo.shown(arrays), count] for (kind, arrays), count in sorted(hlo.collectives(text).items())],
-        "trace_seconds": round(traced_at - began, 1),
-        "compile_seconds": round(compiled_at - traced_at, 1),
+        "sent": [[each.kind, each.arrays, each.count] for each in made.sent],
+        "trace_seconds": round(made.trace_seconds, 1),
+        "compile_seconds": round(made.compile_seconds, 1),
     }
 
 
@@ -341,7 +238,7 @@ def sources():
     from importlib import metadata
 
     files = [*ROOT.glob("jaxkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
-    files += [ROOT / "benchmarks" / name for name in ("aot.py", "aot_sharded.py", "hlo.py", "shapes.py")]
+    files += [ROOT / "benchmarks" / name for name in ("aot.py", "aot_sharded.py", "shapes.py")]
     content = hashlib.sha256(metadata.version("jaxlib").encode())
     for path in sorted(files):
         content.update(path.read_bytes())

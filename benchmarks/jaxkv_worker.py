@@ -16,7 +16,7 @@ from memory import reset_peak, status_bytes
 
 import jaxkv
 from jaxkv.engine.compilation import enable_compilation_cache
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.plan import bucket, plan_prefill
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 # Prompt tokens in all, up to which a whole run warms the process up; a larger cell warms itself.
@@ -51,7 +51,7 @@ class Cell:
         self.ids = np.load(request["prompt_ids"])
         self.policy = policy_of(request)
         self.session, lengths = jaxkv.Session(model, self.policy), [self.ids.shape[1]] * len(self.ids)
-        self.plan = jaxkv.plan(model.config, self.policy, lengths, dtype=model.dtype, room=self.room)
+        self.plan = plan_prefill(model.config, self.policy, lengths, dtype=model.dtype, room=self.room)
 
     def compile(self):
         """Compiles the prefill; the decode loop is compiled by a run of no steps before its clock starts."""

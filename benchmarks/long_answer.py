@@ -18,6 +18,7 @@ import jaxkv
 from benchmarks.against import prompts
 from benchmarks.record import RESULTS, machine, save
 from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import plan_prefill
 
 POLICIES = {
     "full": jaxkv.FullKV(),
@@ -64,7 +65,7 @@ def run(model, policy, received, prompt, new):
         "tokens_per_second": new / stats.decode_seconds,
         "tokens_per_second_with_compilation": new / (stats.decode_seconds + stats.compile_seconds),
         "allocated_bytes": stats.allocated_bytes,
-        "planned_bytes": jaxkv.plan(model.config, policy, [len(prompt)], dtype=model.dtype, room=room).cache_bytes,
+        "planned_bytes": plan_prefill(model.config, policy, [len(prompt)], dtype=model.dtype, room=room).cache_bytes,
     }
 
 

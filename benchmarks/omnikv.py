@@ -25,6 +25,7 @@ from jaxkv.cache.bank import committed
 from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.program import program_for, reading_state
 
 MODEL = "smollm2-135m-instruct"
@@ -34,7 +35,7 @@ ROOM = 64
 def cache_of(model, batch, tokens):
     """A full cache of random prompts with room for a turn, and the logits behind it."""
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, tokens)).astype(np.int32)
-    needed = jaxkv.plan(model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM)
+    needed = plan_prefill(model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM)
     cache = jaxkv.Session(model).prefill(ids, needed=needed)
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
     # makes another compile again.

@@ -140,7 +140,7 @@ def assembled(ptx):
     with tempfile.TemporaryDirectory() as folder:
         path, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         path.write_text(ptx)
-        command = [aot._ptxas(), "-v", f"-arch={aot.ARCHITECTURES['h200']}", str(path), "-o", str(cubin)]
+        command = [aot._ptxas(), "-v", f"-arch={aot.gpu('h200').architecture}", str(path), "-o", str(cubin)]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         sass = subprocess.run([nvdisasm(), "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)

@@ -16,10 +16,11 @@ import re
 
 import aot
 import aot_sharded
-import hlo
 import perf_decode
 import perf_gpu
 import perf_sass
+
+from jaxkv.planning import hlo
 
 BUDGET, NEW, GROUP, DIM, HEADS = 1024, aot_sharded.NEW, 4, 128, 8
 # Launches a layer that a policy's step may take.
@@ -188,11 +189,14 @@ def compile_loop(setting, device):
     import jax
     import shapes
 
-    flat = shapes.abstract(shapes.llama_3_8b(setting.layers))
+    from jaxkv.planning.programs import Work, abstract_model, traced_loop
+
+    flat = abstract_model(shapes.llama_3_8b(setting.layers))
     sharding = aot.sharding_for(device.name)
-    given = {"batch": setting.batch, "tokens": setting.tokens, "sharding": sharding}
+    given = {"batch": setting.batch, "tokens": setting.tokens, "new": NEW, "sharding": sharding}
+    work = Work(flat=flat, policy=policy_of(setting), **given)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-        traced, pools = aot_sharded.decode(flat, policy_of(setting), **given)
+        traced, pools = traced_loop(work)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     return compiled, pools, flat
 

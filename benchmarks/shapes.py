@@ -14,8 +14,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.program import Program
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, Flat
-from jaxkv.sharding import spec_of
+from jaxkv.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,20 +102,6 @@ def random_llama(name):
     ]
     decoder = nnx.merge(graph, jax.tree.unflatten(structure, filled))
     return LanguageModel(decoder, text=None, name=f"random-{name}")
-
-
-def abstract(config, dtype=jnp.bfloat16, axes=None):
-    """The decoder taken apart, its leaves shapes alone, where they would lie on a mesh if axes are given."""
-    decoder = Decoder(config, dtype=dtype)
-    if axes is None:
-        return Flat(decoder)
-    graph, leaves = nnx.split(decoder)
-
-    def there(path, leaf):
-        name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
-        return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
-
-    return Flat(nnx.merge(graph, jax.tree_util.tree_map_with_path(there, leaves)))
 
 
 def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):

@@ -21,6 +21,7 @@ import numpy as np
 import jaxkv
 from benchmarks import record, shapes
 from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.engine.plan import plan_prefill
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = ((64, 256), (128, 512), (256, 1024), (512, 2048))
@@ -41,7 +42,7 @@ def policy_of(name, prompt):
 def cache_bytes(model, policy, batch, prompt, new):
     """What the cache weighs in the end: FullKV's with all new rows, an evicting one's with its spare row."""
     room = 1 if policy.parts().evicts else new
-    return jaxkv.plan(model.config, policy, [prompt] * batch, dtype=model.dtype, room=room).cache_bytes
+    return plan_prefill(model.config, policy, [prompt] * batch, dtype=model.dtype, room=room).cache_bytes
 
 
 def largest_batch(model, policy, prompt, new, limit):

@@ -4,7 +4,7 @@ import jaxkv._beside  # noqa: F401  first: it says where two of our packages lie
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.rows import Rows, append, attend
-from jaxkv.engine.plan import Plan, plan
+from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.session import Session
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
@@ -62,8 +62,8 @@ __all__ = [
     "MinP",
     "ModelConfig",
     "OmniKV",
-    "Plan",
     "Policy",
+    "PrefillPlan",
     "PyramidInfer",
     "PyramidKV",
     "Random",
@@ -85,7 +85,6 @@ __all__ = [
     "generate",
     "load",
     "load_cache",
-    "plan",
     "prefill",
     "reshard",
     "register",

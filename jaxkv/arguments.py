@@ -15,7 +15,7 @@ from jaxkv.attention import Implementation, named
 from jaxkv.axes import Axes, host, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
-from jaxkv.engine.plan import plan
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
@@ -283,7 +283,7 @@ def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, ne
     """Where positions are places within the cache, those count: of a prompt while it is read, and of what is kept."""
     limit, parts = config.max_positions, policy.parts()
     if cache is None:
-        read, needed = int(lengths.max()), plan(config, policy, lengths.tolist())
+        read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())
         assert needed.rows is not None
         now, target = int(needed.rows.max()), int(parts.may_hold(lengths, needed.budget).max())
     else:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -119,7 +119,7 @@ def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
     return spec_of_letters(" ".join(names), mesh)
 
 
-def spec_of_letters(letters: str, mesh: Mesh | None = None) -> P:
+def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """Axes of a mesh for letters, those that are not split at the end left out.
 
     Args:

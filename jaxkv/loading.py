@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -21,33 +22,18 @@ from jaxkv.axes import Axes, put
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, Flat, parameters
+from jaxkv.models.decoder import Decoder, Flat, named_parameters, parameters
+from jaxkv.models.sources import Source, sources_of
 from jaxkv.sharding import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
 
 # Buffers some exporters write; the rotation is computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Our parameter -> the tensors that are stacked in it; a bias lies beside its weight.
-_ENDS = {"embedding": (_EMBEDDING,), "norm.scale": ("model.norm.weight",), "head": (_HEAD,)}
-_NORMS = {
-    "attention_norm.scale": ("input_layernorm",),
-    "mlp_norm.scale": ("post_attention_layernorm",),
-    "attention.q_norm.scale": ("self_attn.q_norm",),
-    "attention.k_norm.scale": ("self_attn.k_norm",),
-}
-_PROJECTIONS: dict[str, tuple[str, ...]] = {
-    "attention.q": ("self_attn.q_proj",),
-    "attention.kv": ("self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-}
-_BLOCK = {path: tuple(f"{each}.weight" for each in of) for path, of in (_NORMS | _PROJECTIONS).items()} | {
-    f"{path}_bias": tuple(f"{each}.bias" for each in of) for path, of in _PROJECTIONS.items()
-}
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+_HEAD = "lm_head.weight"
+# Of one parameter.
+_Parts = list[tuple[Source, StoredTensor]]
 
 
 class LanguageModel(nnx.Module):
@@ -196,8 +182,9 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
     Raises:
         ValueError: naming the tensor that is missing, left over, misshapen or not finite.
     """
-    sources = _sources(decoder)
-    places = {name for of in sources.values() for name in of}
+    sources = sources_of(decoder, str(checkpoint.config.get("model_type")), checkpoint.names)
+    parameters = dict(named_parameters(decoder))
+    places = {source.name for of in sources.values() for source in of}
     names = {name for name in checkpoint.names if not _DERIVED.search(name)}
     # Some exporters write the tied matrix twice.
     twice = decoder.head is None and _HEAD in names
@@ -207,17 +194,16 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
     with hosts.together("reading weights", mesh):
         require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
         require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
-        for path, of in sources.items():
-            shape = _at(decoder, path).get_value().shape
-            for name in of:
-                _check_stored(name, checkpoint.stored[name], shape if len(of) == 1 else shape[1:])
+        for of in sources.values():
+            for source in of:
+                _check_stored(source, checkpoint.stored[source.name])
         if twice:
-            _check_same(checkpoint.stored[_EMBEDDING], checkpoint.stored[_HEAD])
-        _check_room({path: _at(decoder, path).get_value() for path in sources}, mesh)
+            _check_same(*(checkpoint.stored[name] for name in (sources["embedding"][0].name, _HEAD)))
+        _check_room({path: each.get_value() for path, each in parameters.items()}, mesh)
         for path, of in sources.items():
-            parameter, tensors = _at(decoder, path), [checkpoint.stored[name] for name in of]
-            parameter.set_value(_read(tensors, parameter.get_value(), path, mesh))
-    _check_finite({of: _at(decoder, path).get_value() for path, of in sources.items()})
+            parts = [(source, checkpoint.stored[source.name]) for source in of]
+            parameters[path].set_value(_read(parts, parameters[path].get_value(), path, mesh))
+    _check_finite({of: parameters[path].get_value() for path, of in sources.items()})
 
 
 def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
@@ -236,74 +222,66 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
         memory.check_bytes(share, "a device's part of the model", device, remedy=remedy)
 
 
-def _read(tensors: list[StoredTensor], like: Any, path: str, mesh: Mesh | None) -> jax.Array:
+def _read(parts: _Parts, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
     """A parameter of this shape and dtype, on the default device or each device's part of it."""
     if mesh is None:
-        return jnp.array(_part(tensors, like.shape, like.dtype, (slice(None),) * len(like.shape)))
-    return _spread(tensors, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
+        return jnp.array(_part(parts, like.shape, like.dtype, (slice(None),) * len(like.shape)))
+    return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
 
 
-def _check_finite(parameters: dict[tuple[str, ...], jax.Array]) -> None:
+def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
     """Refuses tensors that are not, wherever the parameters lie that they are stacked in."""
     # All are begun before the first is waited for.
-    finite = {of: _replicated(_are_finite, value)(value) for of, value in parameters.items()}
+    finite = {of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()}
     bad: list[str] = []
     for of, rows in finite.items():
         sound = np.asarray(rows)
-        bad += [name for name, ok in zip(of, sound if len(of) > 1 else [sound.all()], strict=True) if not ok]
+        bad += [source.name for source in of if not sound[source.at]]
     remedy = "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
-    require(not bad, "weights", bad[:4], remedy)
+    require(not bad, "weights", list(dict.fromkeys(bad))[:4], remedy)
 
 
-def _part(tensors: list[StoredTensor], shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+def _part(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a part of a parameter, and nothing else of the tensors where their files allow it."""
     spans = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
-    stacked = len(tensors) > 1
-    own = spans[1:] if stacked else spans
     buffer = np.empty([len(each) for each in spans], dtype)
-    for to, part in enumerate(spans[0] if stacked else [0]):
-        tensor = tensors[part]
-        # Axes of ours that are one of the file's: those of the output, all of them in the first.
-        axes = len(own) - len(tensor.shape) + 1
-        columns = tuple(slice(each.start, each.stop) for each in own[axes:])
-        target = (buffer[to] if stacked else buffer).reshape(-1, *[len(each) for each in own[axes:]])
-        at = 0
-        for first, last in _rows(own[:axes], shape[1:] if stacked else shape):
-            whole = (first, last) == (0, tensor.shape[0]) and all(
-                (each.start, each.stop) == (0, size) for each, size in zip(columns, tensor.shape[1:], strict=True)
-            )
-            target[at : at + last - first] = tensor.read(() if whole else (slice(first, last), *columns))
-            at += last - first
+    for source, tensor in parts:
+        depth = len(source.at)
+        if not all(at in span for at, span in zip(source.at, spans, strict=False)):
+            continue
+        mine = buffer[tuple(at - span.start for at, span in zip(source.at, spans, strict=False))]
+        stretches = source.stretches(spans[depth:])
+        mine = mine.reshape([sum(last - first for first, last in axis) for axis in stretches])
+        for places in itertools.product(*map(_packed, stretches)):
+            there = tuple(slice(first, last) for first, last, _ in places)
+            whole = all((each.start, each.stop) == (0, size) for each, size in zip(there, tensor.shape, strict=True))
+            mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
     return buffer
 
 
-def _rows(spans: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where a part of several axes lies on the one that runs through them: stretches, as long as can be."""
-    if not spans:
-        return [(0, 1)]
-    inner = math.prod(shape[1 : len(spans)])
-    below = _rows(spans[1:], shape[1:]) if len(spans) > 1 else [(0, 1)]
-    if below == [(0, inner)]:
-        return [(spans[0].start * inner, spans[0].stop * inner)]
-    return [(each * inner + first, each * inner + last) for each in spans[0] for first, last in below]
+def _packed(stretches: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
+    """Stretches with where each goes, one behind the other."""
+    ends = itertools.accumulate(last - first for first, last in stretches)
+    return [(first, last, slice(end - last + first, end)) for (first, last), end in zip(stretches, ends, strict=True)]
 
 
-def _spread(tensors: list[StoredTensor], shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
+def _spread(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
     """A parameter of which each device has its part; devices with the same part share what was read."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
         if key not in read:
-            read[key] = _part(tensors, shape, dtype, index)
+            read[key] = _part(parts, shape, dtype, index)
         return read[key]
 
     return jax.make_array_from_callback(shape, where, part, dtype=dtype)
 
 
-def _are_finite(value: jax.Array) -> jax.Array:
-    """Whether a parameter is, row by row of its first axis: tensors are stacked along it."""
-    return jnp.isfinite(value).all(axis=tuple(range(1, value.ndim)))
+@functools.cache
+def _finite(depth: int) -> Callable[[jax.Array], jax.Array]:
+    """Whether a parameter is, element by element of its first axes: tensors are stacked along these."""
+    return lambda value: jnp.isfinite(value).all(axis=tuple(range(depth, value.ndim)))
 
 
 def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
@@ -324,13 +302,11 @@ def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
-def _check_stored(name: str, tensor: StoredTensor, target: tuple[int, ...]) -> None:
+def _check_stored(source: Source, tensor: StoredTensor) -> None:
     remedy = "weights are floating point; load the unquantised ones, or a GGUF"
-    require(jnp.issubdtype(tensor.dtype, jnp.floating), f"{name}.dtype", tensor.dtype.name, remedy)
-    asked = _stored_shape(name, target)
-    require(
-        tensor.shape == asked, name, tensor.shape, f"the config asks for {asked}; the weights belong to another model"
-    )
+    require(jnp.issubdtype(tensor.dtype, jnp.floating), f"{source.name}.dtype", tensor.dtype.name, remedy)
+    remedy = f"the config asks for {source.shape}; the weights belong to another model"
+    require(tensor.shape == source.shape, source.name, tensor.shape, remedy)
 
 
 def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
@@ -345,35 +321,11 @@ def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
     require(np.array_equal(first, second), "weights", _HEAD, remedy)
 
 
-def _stored_shape(name: str, target: tuple[int, ...]) -> tuple[int, ...]:
-    """How a checkpoint lays out a parameter: ours has the heads as an axis, where its rows run through all of them."""
-    outputs = target if name.endswith(".bias") or len(target) == 1 else target[:-1]
-    return (math.prod(outputs), *target[len(outputs) :])
-
-
-def _sources(decoder: Decoder) -> dict[str, tuple[str, ...]]:
-    """The tensors of each parameter that the model has."""
-    sources: dict[str, tuple[str, ...]] = dict(_ENDS)
-    for index in range(decoder.config.layers):
-        prefix = f"model.layers.{index}."
-        for path, of in _BLOCK.items():
-            sources[f"blocks.{index}.{path}"] = tuple(prefix + each for each in of)
-    return {path: of for path, of in sources.items() if _at(decoder, path) is not None}
-
-
 def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
     """Puts one decoder's parameters into another one, each device's part of them on a mesh of `model_mesh`."""
-    for path in _sources(target):
-        value, there = _at(source, path).get_value(), NamedSharding(mesh, spec_of(path, mesh))
-        _at(target, path).set_value(put(value, there))
-
-
-def _at(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        if module is None:
-            return None
-        module = module[int(part)] if part.isdigit() else getattr(module, part)
-    return module
+    values = dict(named_parameters(source))
+    for path, parameter in named_parameters(target):
+        parameter.set_value(put(values[path].get_value(), NamedSharding(mesh, spec_of(path, mesh))))
 
 
 def _fingerprint(decoder: Decoder) -> str:

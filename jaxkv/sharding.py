@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
@@ -23,12 +23,16 @@ _PARAMETERS = {
     "gate_up_bias": "2 F",
     "out": "E H",
     "down": "E F",
+    "up": "F E",
+    "up_bias": "F",
+    "experts_gate_up": "X 2 F E",
+    "experts_down": "X E F",
     "embedding": "V E",
     "head": "V E",
 }
 
 
-def spec_of(path: str, mesh: Mesh | None = None) -> P:
+def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """Which axes of the mesh a parameter's axes are split over.
 
     Args:
@@ -60,15 +64,48 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     remedy = "give a mesh with the axes 'data' and 'model', of size 1 where nothing is split"
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
     require(mesh.size > 0, "mesh", dict(mesh.shape), "give one of at least one device")
+    kv, rep = split_of(config, mesh.shape["model"])
+    devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
+    axes = (AxisType.Auto,) * len(NAMES)
+    return jax.sharding.Mesh(devices.reshape(-1, kv, rep), NAMES, axis_types=axes)
+
+
+def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
+    """What `model_mesh` makes of a mesh of so many devices, without the devices.
+
+    Args:
+        data: groups of devices that take a part of the prompts each.
+        model: devices of each, which a model is split over.
+        config: the model's shape.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: for a number of devices that does not divide the model; it names those that do.
+    """
+    return AbstractMesh((data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
+
+
+def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
+    """How many devices share the kv heads, and how many the query heads of each.
+
+    Args:
+        config: the model's shape.
+        model: devices that it is split over.
+
+    Returns:
+        Both; their product is `model`.
+
+    Raises:
+        ValueError: for a number that does not divide the model; it names those that do.
+    """
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
-    model = mesh.shape["model"]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
     require(model in fits, "mesh.model", model, remedy)
     kv = math.gcd(config.kv_heads, model)
-    devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
-    axes = (AxisType.Auto,) * len(NAMES)
-    return jax.sharding.Mesh(devices.reshape(-1, kv, model // kv), NAMES, axis_types=axes)
+    return kv, model // kv
 
 
 def _divides(config: ModelConfig, model: int) -> bool:

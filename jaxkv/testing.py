@@ -17,7 +17,7 @@ from flax import nnx
 from jaxkv._settings import settled
 from jaxkv.axes import host
 from jaxkv.cache import KVCache
-from jaxkv.engine.plan import Plan, bucket, plan
+from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
@@ -128,8 +128,8 @@ class _Case:
         return [len(prompt) for prompt in self.prompts]
 
     @functools.cached_property
-    def needed(self) -> Plan:
-        return plan(self.model.config, self.policy, self.lengths)
+    def needed(self) -> PrefillPlan:
+        return plan_prefill(self.model.config, self.policy, self.lengths)
 
     @functools.cached_property
     def cache(self) -> KVCache:

@@ -4,10 +4,13 @@ import gc
 import os
 import pathlib
 
+import annotations
 import hypothesis
 import jax
 import jaxtyping
 import pytest
+
+annotations.check("jaxkv")
 
 # It needs packages that are not in this environment: `make test-foreign`.
 collect_ignore = ["foreign"]

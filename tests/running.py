@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cache import KVCache, Turn, repack
-from jaxkv.engine.plan import bucket, plan
+from jaxkv.engine.plan import bucket, plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.text.prompts import Encoded
 
@@ -38,7 +38,7 @@ def prefill(
 ) -> tuple[KVCache, np.ndarray]:
     """Cache and logits `[B, V]` of the last tokens. `slots` replaces the bucket, and with it the query blocks."""
     session = jaxkv.Session(model, policy)
-    needed = plan(model.config, session.policy, [len(each) for each in ids], dtype=model.dtype, room=room)
+    needed = plan_prefill(model.config, session.policy, [len(each) for each in ids], dtype=model.dtype, room=room)
     cache = session.prefill(ids, needed=needed if slots is None else dataclasses.replace(needed, slots=slots))
     return cache, np.asarray(cache.logits)
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from meshes import mesh_of, model_of
 
 from jaxkv.axes import Axes, gathered, program, total
+from jaxkv.planning import hlo
 from jaxkv.sharding import model_mesh
 
 # As XLA writes it for GPUs, where what travels is begun and waited for apart.
@@ -34,8 +35,7 @@ def script(monkeypatch):
     return importlib.import_module
 
 
-def test_text(script):
-    hlo = script("hlo")
+def test_text():
     assert hlo.collectives(TEXT) == {
         ("all-reduce", (("f32", (4, 1, 8192)),)): 3,
         ("all-reduce", (("f32", (4,)), ("s32", ()))): 1,
@@ -53,8 +53,8 @@ def _scaled(x: Float[Array, "B V"], y: Float[Array, "B E"], *, axes: Axes | None
     return x + sums * gathered(x, "V", 1, axes).max(axis=1, keepdims=True)
 
 
-def test_a_compiled_program(script):
-    hlo, axes = script("hlo"), Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
+def test_a_compiled_program():
+    axes = Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
     text = _scaled.lower(jnp.ones((2, 8)), jnp.ones((2, 3)), axes=axes).compile().as_text()
     assert hlo.collectives(text) == {
         ("all-reduce", (("f32", (1, 3)),)): 1,

@@ -16,6 +16,7 @@ from test_generation import tiny as speaking
 import jaxkv
 from jaxkv import AdaKV, Greedy, KVCache, OmniKV, SnapKV, Temperature
 from jaxkv.attention import Implementation
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import EntropyLayers
 
 pytestmark = pytest.mark.usefixtures("as_users_call")
@@ -144,7 +145,7 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     one = jaxkv.generate(model, DOC, policy=policy, **DRAWING)
     assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
     long = dataclasses.replace(one, text="x" * 500)
-    plan = jaxkv.plan(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
+    plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
     for value in (out, one, out.cache, out.stats, plan, long):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
     assert "2 prompts in 64 slots; 16 rows per kv head" in repr(plan) and "tokens/s" in repr(out.stats)

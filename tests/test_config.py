@@ -54,7 +54,7 @@ def test_reals(value):
         ("tie_word_embeddings", "false", "give true or false"),
         ("attention_bias", 1, "give true or false"),
         ("mlp_bias", "no", "give true or false"),
-        ("model_type", ["llama"], "jaxkv builds llama"),
+        ("model_type", ["llama"], "jaxkv builds falcon, llama"),
         ("hidden_act", ["silu"], "jaxkv builds silu"),
         ("layer_types", 3, "only full_attention"),
         ("layer_types", [["full_attention"]], "only full_attention"),

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv.engine import growth as rooms
 from jaxkv.engine.compilation import Clock
 from jaxkv.engine.growth import MOST_AHEAD, room_for
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import LinearLayers
 
 BACKEND = "/jax/core/compile/backend_compile_duration"
@@ -67,7 +68,7 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     # What it holds is what was planned before the first token.
     lengths = [len(prompt)]
     room = rooms.first_room(POLICIES[name].parts(), model.config.layers, np.asarray(lengths), 2000)
-    planned = jaxkv.plan(model.config, POLICIES[name], lengths, room=room)
+    planned = plan_prefill(model.config, POLICIES[name], lengths, room=room)
     assert stats.allocated_bytes <= planned.cache_bytes
 
 

@@ -26,6 +26,8 @@ LAYERS = (
     "jaxkv.hosts",
     "jaxkv.memory",
     # What a cache knows of its model.
+    "jaxkv.models.values",
+    "jaxkv.models.hub_keys",
     "jaxkv.models.config",
     "jaxkv.models.rope",
     "jaxkv.attention",
@@ -38,12 +40,15 @@ LAYERS = (
     "jaxkv.sampling",
     "jaxkv.results",
     # Sizes: arguments are refused by them.
+    "jaxkv.engine.stages",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
     "jaxkv.transform",
     "jaxkv.resharding",
     "jaxkv.saved",
+    # Before anything is there.
+    "jaxkv.planning",
     "jaxkv.answering",
     "jaxkv.generation",
     "jaxkv.testing",

@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv import memory
 from jaxkv.attention import Implementation
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.plan import check_memory
+from jaxkv.engine.plan import check_memory, plan_prefill
 
 MODELS = Path(__file__).parent / "golden" / "models"
 POLICY = jaxkv.SnapKV(budget=16, window=4)
@@ -34,7 +34,7 @@ def refused(message):
 
 def test_no_memory_for_the_plan(model, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
-    needed = jaxkv.plan(model.config, POLICY, [40])
+    needed = plan_prefill(model.config, POLICY, [40])
     with refused(
         f"the plan needs {needed.peak_bytes:,} bytes .*{needed.cache_bytes:,} of them.* 1,000 free: lower the budget",
     ):
@@ -46,7 +46,7 @@ def test_no_memory_for_the_plan(model, monkeypatch):
 
 
 def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
-    needed = jaxkv.plan(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
+    needed = plan_prefill(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
     total = needed.peak_bytes + needed.host_bytes
     # On a CPU both kinds of memory are one.
     monkeypatch.setattr(memory, "machine_bytes", lambda: total - 1)
@@ -101,7 +101,7 @@ def test_no_memory_for_the_plan_of_a_mesh(monkeypatch):
 def test_prefill_runs_ahead_where_memory_allows(monkeypatch):
     """It waits for each layer unless a device's own allocator has room to spare, and gives the same whichever way."""
     model, ids = tiny.tiny(tiny.MODELS["gqa4"]), tiny.prompts(0, [40, 21])
-    needed = jaxkv.plan(model.config, POLICY, [40, 21])
+    needed = plan_prefill(model.config, POLICY, [40, 21])
     each = needed.peak_bytes - needed.cache_bytes
     waited, wait = [], jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(type(x)) or wait(x))
@@ -117,16 +117,18 @@ def test_prefill_runs_ahead_where_memory_allows(monkeypatch):
 
 
 def test_the_plan_counts_what_a_gpu_takes_all_prompts_together_for(model):
-    """Queries and output in another order for long prompts, the MLP's block for short ones; none on a CPU."""
+    """Queries and output of long prompts, the MLP's block for short ones; cuDNN has queries in another order, too."""
     config = model.config
-    tokens = 2 * 64
-    extra = [
-        jaxkv.plan(config, POLICY, [40, n], implementation=each).peak_bytes
-        for n in (40, 64)
-        for each in (Implementation.XLA, Implementation.PALLAS)
-    ]
-    block = tokens * (12 * config.hidden + 4 * config.embed)
-    assert extra[1] - extra[0] == extra[3] - extra[2] == max(block, 8 * tokens * config.heads * config.head_dim)
+    xla, pallas, cudnn = (
+        [plan_prefill(config, POLICY, [40, n], implementation=each) for n in (40, 65536)]
+        for each in (Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN)
+    )
+    tokens, queries = 2 * 64, 2 * 65536 * config.heads * config.head_dim * 4
+    hidden, kv = tokens * config.embed * 4, 2 * tokens * config.kv_heads * config.head_dim * 4
+    block = tokens * (8 * config.hidden + 8 * config.embed)
+    prefilling = [each.peak_bytes - each.cache_bytes for each in (pallas[0], pallas[1], cudnn[1])]
+    assert block + hidden + kv < prefilling[0] < 1.3 * (block + hidden + kv) + tokens * config.heads * 64
+    assert prefilling[2] - prefilling[1] == queries
+    assert all(a.peak_bytes < b.peak_bytes for a, b in zip(xla, pallas, strict=True))
     sessions = [jaxkv.Session(model, POLICY, implementation=each) for each in ("xla", "pallas")]
-    peaks = [each.plan(np.array([40, 64])).peak_bytes for each in sessions]
-    assert peaks == extra[2:]
+    assert [each.plan(np.array([40, 40])).peak_bytes for each in sessions] == [xla[0].peak_bytes, pallas[0].peak_bytes]

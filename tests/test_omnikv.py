@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv import BrutalOffload, FullKV, OmniKV, SnapKV
 from jaxkv.cache import bank as banking
 from jaxkv.engine import staged
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import Selector
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
@@ -67,7 +68,7 @@ def test_bytes_are_the_plans(offload):
     model, policy = tiny.tiny(config), OmniKV(filter_layers=(2, 8, 18), budget=16, offload=offload)
     ids = tiny.prompts(1, (256, 200))
     cache = jaxkv.prefill(model, ids, policy=policy)
-    needed = jaxkv.plan(config, policy, [256, 200])
+    needed = plan_prefill(config, policy, [256, 200])
     assert cache.nbytes == needed.cache_bytes
     assert cache.host_nbytes == needed.host_bytes
     rows = sum(leaf.nbytes for pool in cache.pools for leaf in (pool.k, pool.v))

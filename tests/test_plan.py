@@ -15,7 +15,7 @@ from tiny import segments
 import jaxkv
 from jaxkv.cache import repack
 from jaxkv.cache.layout import Layout
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.plan import bucket, plan_prefill
 from jaxkv.policies import (
     EntropyLayers,
     ExponentialLayers,
@@ -83,7 +83,7 @@ def test_buckets_are_few():
 @pytest.mark.parametrize("lengths", [(60,), (64, 38, 45)], ids=str)
 def test_bytes_are_those_promised(name, lengths):
     policy, config = POLICIES[name], model().config
-    plan = jaxkv.plan(config, policy, list(lengths))
+    plan = plan_prefill(config, policy, list(lengths))
     cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
     assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
     assert plan.slots == 64 and plan.layout is cache.layout
@@ -99,33 +99,33 @@ def test_bytes_are_those_promised(name, lengths):
 
 
 def test_dtype_and_room_are_counted():
-    plan = jaxkv.plan(model().config, EQUAL, [60], dtype="bfloat16")
+    plan = plan_prefill(model().config, EQUAL, [60], dtype="bfloat16")
     assert jaxkv.prefill(model("bfloat16"), ids(60), policy=EQUAL).nbytes == plan.cache_bytes
-    roomy = jaxkv.plan(model().config, EQUAL, [60], room=10)
+    roomy = plan_prefill(model().config, EQUAL, [60], room=10)
     copy = repack(jaxkv.prefill(model(), ids(60), policy=EQUAL), room=10)
     assert copy.nbytes == roomy.cache_bytes
 
 
 def test_adaptive_heads_weigh_what_uniform_ones_do():
-    plans = [jaxkv.plan(model().config, each, [60, 38]) for each in (EQUAL, jaxkv.AdaKV(base=EQUAL))]
+    plans = [plan_prefill(model().config, each, [60, 38]) for each in (EQUAL, jaxkv.AdaKV(base=EQUAL))]
     assert plans[0].cache_bytes == plans[1].cache_bytes and plans[0].slack_bytes == plans[1].slack_bytes == 0
 
 
 def test_plans_are_for_models_that_can_honour_the_policy():
     for policy in (jaxkv.OmniKV(filter_layers=(2, 40)), jaxkv.OmniKV(), jaxkv.BrutalOffload(resident_layers=40)):
         with pytest.raises(ValueError, match="filter_layers|resident_layers=40"):
-            jaxkv.plan(WIDE, policy, [100])
+            plan_prefill(WIDE, policy, [100])
 
 
 def test_ratios_are_of_each_prompt():
     policy = jaxkv.SnapKV(budget=0.1, window=8)
-    plan = jaxkv.plan(WIDE, policy, [600, 100, 1000])
+    plan = plan_prefill(WIDE, policy, [600, 100, 1000])
     assert plan.budget.tolist() == [60, 10, 100] and plan.forced.tolist() == [8, 8, 8]
     # Room for the longest prompt of the bucket: shapes repeat, and what they leave empty is told.
     assert plan.capacity == (102,) * 7 and plan.slots == 1024
     assert plan.slack_bytes == (3 * 102 - 170) * 7 * 2 * (2 * 4 * 4 + 4)
-    assert jaxkv.plan(WIDE, policy, [1024]).slack_bytes == 0
-    assert jaxkv.plan(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [600]
+    assert plan_prefill(WIDE, policy, [1024]).slack_bytes == 0
+    assert plan_prefill(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [600]
 
 
 PYRAMIDS = [LinearLayers(), LinearLayers(beta=14.0), GeometricLayers(), ExponentialLayers(), KVPressLayers()]
@@ -139,30 +139,30 @@ def test_capacity_holds_every_length_of_the_bucket(allocation, budget):
     rng = np.random.default_rng(0)
     for each in (policy, protected) if budget != 0.1 else (protected,):
         for low, top in ((97, 128), (129, 256), (257, 512), (1537, 1792), (7169, 8192)):
-            capacity = {jaxkv.plan(WIDE, each, [n]).capacity for n in (low, top)}
+            capacity = {plan_prefill(WIDE, each, [n]).capacity for n in (low, top)}
             assert len(capacity) == 1  # one shape for the whole bucket
             most = np.asarray(capacity.pop())
             lengths = np.unique([low, top, *rng.integers(low, top, 60)])
             # All at once: rows depend on each prompt alone.
-            forced = np.asarray([jaxkv.plan(WIDE, each, [int(n)]).forced[0] for n in lengths[:3]])
-            plan = jaxkv.plan(WIDE, each, lengths.tolist())
+            forced = np.asarray([plan_prefill(WIDE, each, [int(n)]).forced[0] for n in lengths[:3]])
+            plan = plan_prefill(WIDE, each, lengths.tolist())
             np.testing.assert_array_equal(plan.forced[:3], forced)
             assert (plan.rows <= most[:, None]).all() and (plan.rows <= lengths).all()
             assert (most <= top).all()
 
 
 def test_peak_grows_with_what_is_held():
-    short, long, batch = (jaxkv.plan(WIDE, EQUAL, lengths) for lengths in ([600], [5000], [5000, 5000]))
+    short, long, batch = (plan_prefill(WIDE, EQUAL, lengths) for lengths in ([600], [5000], [5000, 5000]))
     assert short.cache_bytes == long.cache_bytes < short.peak_bytes < long.peak_bytes < batch.peak_bytes
-    assert long.peak_bytes < jaxkv.plan(WIDE, jaxkv.FullKV(), [5000]).peak_bytes
+    assert long.peak_bytes < plan_prefill(WIDE, jaxkv.FullKV(), [5000]).peak_bytes
     # Budgets from scores wait for the last layer: all layers' rows are alive until then.
-    assert jaxkv.plan(WIDE, SHARED, [5000]).peak_bytes > jaxkv.plan(WIDE, SHARED, [5000]).full_bytes
+    assert plan_prefill(WIDE, SHARED, [5000]).peak_bytes > plan_prefill(WIDE, SHARED, [5000]).full_bytes
 
 
 def test_no_prompt_no_plan():
     for lengths in ([], [5, 0]):
         with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
-            jaxkv.plan(WIDE, EQUAL, lengths)
+            plan_prefill(WIDE, EQUAL, lengths)
 
 
 # --- repack ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from policy_table import TABLE
 import jaxkv
 from jaxkv import D2O, H2O, TOVA, AdaKV, CaM, CriticalKV, KNorm, LocalWindow, Method, OmniKV, PyramidInfer, SnapKV
 from jaxkv._values import brief
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     AdaptiveHeads,
     GroupReduce,
@@ -118,7 +119,7 @@ def test_one_row_and_all_of_them_share_no_sizes(cls):
     model, ids = tiny.tiny(GQA), tiny.prompts(1, (24,))
     for budget, rows in ((1, 1), (1.0, 24), (1, 1)):
         policy = cls(budget=budget)
-        assert all(rows <= each <= 32 for each in jaxkv.plan(GQA, policy, [24]).capacity)
+        assert all(rows <= each <= 32 for each in plan_prefill(GQA, policy, [24]).capacity)
         assert tiny.run(model, ids, policy)[0].kept.tolist() == np.full((3, 1, 2), rows).tolist()
         assert jaxkv.generate(model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False).stats.kept == rows
 
@@ -327,7 +328,7 @@ def test_budgets_of_numpy_and_others_are_plain(cls, given, plain):
     )
     if cls is SnapKV:
         # 0.2 of 600 is 120, whatever float32 makes of it.
-        rows = jaxkv.plan(GQA, dataclasses.replace(policy, min_budget="clamp"), [600]).budget[0]
+        rows = plan_prefill(GQA, dataclasses.replace(policy, min_budget="clamp"), [600]).budget[0]
         assert rows == (plain if isinstance(plain, int) else round(plain * 600))
 
 
@@ -347,12 +348,12 @@ def test_every_other_number_is_plain_too():
 
 
 def test_lengths_and_room_of_a_plan_may_be_numpys():
-    plan = jaxkv.plan(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
-    same = jaxkv.plan(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
+    plan = plan_prefill(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
+    same = plan_prefill(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
     assert same.cache_bytes == plan.cache_bytes and same.budget.tolist() == plan.budget.tolist() == [30, 20]
     for lengths in ([], [0], [2.5], np.zeros(0, np.int32)):
         with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
-            jaxkv.plan(GQA, "full", lengths)
+            plan_prefill(GQA, "full", lengths)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import tiny
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, Keep, Merge, Method, Policy, SnapKV
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     AdaptiveHeads,
     ByAge,
@@ -326,7 +327,7 @@ def test_names_and_classes_are_policies_with_their_defaults():
     model, ids = tiny.tiny(GQA), tiny.prompts(1, (40,))
     for policy in ("snapkv", "SnapKV", "snap-kv", np.str_("snapkv"), SnapKV):
         assert jaxkv.prefill(model, ids, policy=policy).policy == SnapKV()
-        assert jaxkv.plan(GQA, policy, [40]).budget.tolist() == [40]
+        assert plan_prefill(GQA, policy, [40]).budget.tolist() == [40]
         assert AdaKV(base=policy, budget=64).parts().budget == 64
     for policy in (None, "full", "FullKV", jaxkv.FullKV):
         out = jaxkv.generate(model, ids[0], policy=policy, max_new_tokens=1)
@@ -354,7 +355,7 @@ def test_what_is_no_policy(policy, message):
     for call in (
         lambda: jaxkv.prefill(model, [[1, 2]], policy=policy),
         lambda: jaxkv.generate(model, [[1, 2]], policy=policy),
-        lambda: jaxkv.plan(GQA, policy, [2]),
+        lambda: plan_prefill(GQA, policy, [2]),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             call()

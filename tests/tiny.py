@@ -6,6 +6,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cache import repack
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.testing import segments, tiny_model
 
@@ -46,7 +47,7 @@ def prompts(seed: int, lengths) -> list[list[int]]:
 def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
     """Prefills and returns the cache, the logits of each last token, and the plan."""
     session = jaxkv.Session(model, policy)
-    needed = jaxkv.plan(model.config, session.policy, [len(each) for each in ids], room=room)
+    needed = plan_prefill(model.config, session.policy, [len(each) for each in ids], room=room)
     cache = session.prefill(ids, needed=needed)
     return cache, np.asarray(cache.logits), needed
 

@@ -14,14 +14,15 @@ from jaxkv.attention.cudnn import serves
 class Implementation(enum.Enum):
     """What stands behind the door to attention.
 
-    AUTO: the fastest that the device and the policy allow.
-    XLA: plain XLA, everywhere.
-    PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
-    INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
-    CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; scores of keys, and decoding, are PALLAS: cuDNN
-        has neither them nor ragged segments.
-    MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scores of keys, and decoding, are PALLAS. Never
-        chosen by AUTO: nobody has measured it.
+    Attributes:
+        AUTO: the fastest that the device and the policy allow.
+        XLA: plain XLA, everywhere.
+        PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
+        INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
+        CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; scores of keys, and decoding, are PALLAS:
+            cuDNN has neither them nor ragged segments.
+        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scores of keys, and decoding, are PALLAS.
+            Never chosen by AUTO: nobody has measured it.
     """
 
     AUTO = "auto"

@@ -14,20 +14,20 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.decode import extend
-from jaxkv.engine.plan import Plan, ring_rows
+from jaxkv.engine.plan import PrefillPlan, ring_rows
 from jaxkv.engine.program import Program, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
 
 
-def _reading(flat: Flat, policy: Method, needed: Plan) -> Reading:
+def _reading(flat: Flat, policy: Method, needed: PrefillPlan) -> Reading:
     reading = policy.parts().reading(flat.config.layers, needed.slots)
     assert reading is not None
     return reading
 
 
-def _program(flat: Flat, policy: Method, needed: Plan, implementation: Implementation) -> tuple[Program, int]:
+def _program(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Implementation) -> tuple[Program, int]:
     """What runs a chunk, and its tokens."""
     read, reading = policy.parts().read, _reading(flat, policy, needed)
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
@@ -48,7 +48,7 @@ def compile_ahead(
     flat: Flat,
     batch: int,
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
@@ -76,7 +76,7 @@ def prefill(
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     model: str = "",
     implementation: Implementation = Implementation.XLA,
@@ -122,7 +122,7 @@ def prefill(
     return banked(cache, _reading(flat, policy, needed), needed, release=True), logits
 
 
-def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: Plan) -> KVCache:
+def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: PrefillPlan) -> KVCache:
     """A cache of no tokens, with room for the prompts in every layer."""
     config, axes, reading = flat.config, flat.axes, _reading(flat, policy, needed)
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
@@ -150,7 +150,7 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
     return settle_down(cache, axes)
 
 
-def banked(cache: KVCache, reading: Reading, needed: Plan, *, release: bool = False) -> KVCache:
+def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:
     """Moves rows to host memory, layer by layer, where they are to wait there.
 
     Args:

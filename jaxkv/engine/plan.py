@@ -7,6 +7,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from jaxkv import memory
@@ -14,7 +15,9 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation
+from jaxkv.axes import NAMES
 from jaxkv.cache.layout import Layout
+from jaxkv.engine.stages import Prefilling
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
@@ -60,8 +63,8 @@ def _below(slots: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Rows and bytes of one prefill.
+class PrefillPlan:
+    """Rows and bytes of one prefill; on a mesh bytes are those of one device.
 
     Attributes:
         slots: S, the prompts' bucket.
@@ -102,9 +105,9 @@ class Plan:
         size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
         size += f", {self.host_bytes / 1e6:.2f} MB in host memory" if self.host_bytes else ""
         size += f", peak {self.peak_bytes / 1e6:.2f} MB"
-        return f"Plan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
+        return f"PrefillPlan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
 
-    def with_copies(self, count: int) -> "Plan":
+    def with_copies(self, count: int) -> "PrefillPlan":
         """The plan with so many more prompts like the last one; bytes stay those of the others."""
         more = lambda a: np.concatenate([a, np.repeat(a[..., -1:], count, axis=-1)], axis=-1)  # noqa: E731
         rows = None if self.rows is None else more(self.rows)
@@ -123,7 +126,7 @@ class Plan:
 
 
 @settled
-def plan(
+def plan_prefill(
     config: ModelConfig,
     policy: Method | type[Method] | str,
     lengths: Sequence[int] | np.ndarray,
@@ -131,7 +134,8 @@ def plan(
     dtype=jnp.float32,
     room: int | tuple[int, ...] = 0,
     implementation: Implementation = Implementation.XLA,
-) -> Plan:
+    mesh: Mesh | AbstractMesh | None = None,
+) -> PrefillPlan:
     """Computes what prefilling prompts of these lengths takes.
 
     Args:
@@ -141,6 +145,7 @@ def plan(
         dtype: of the cache.
         room: rows to leave behind every segment; one number, or one for each layer.
         implementation: what computes attention: those of a GPU take all prompts together, and more memory.
+        mesh: from `sharding.model_mesh` or `abstract_mesh`, one of whose devices bytes are counted for.
 
     Returns:
         The plan; shapes in it depend on the lengths' buckets only.
@@ -169,27 +174,8 @@ def plan(
     capacity = _capacity(parts, buckets, layers, heads)
     # Pools of offloaded layers hold what comes after the prompt; no array is ever empty.
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
-    item = jnp.dtype(dtype).itemsize
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
-    ongoing = parts.ongoing
-    row_bytes = 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
-    tables = len(lengths) * _table_bytes(config, ongoing, reading)
-    pool_rows = capacity[0] if parts.layout.one_pool else heads * sum(capacity)
-    promised = heads * (layers * budget if rows is None else rows.sum(axis=0)).sum()
-    spare = heads * sum(rooms) * len(lengths)
-    cache_bytes = (pool_rows * len(lengths) + spare) * row_bytes + tables
-    layer_kv = 2 * len(lengths) * heads * slots * config.head_dim * item
-    held = layers if parts.layers.from_scores else 1
-    prefilling = (held + bool(away) + 1) * layer_kv + _activation_bytes(config, parts, len(lengths), slots, item)
-    if implementation is not Implementation.XLA:
-        prefilling += _at_once_bytes(config, len(lengths) * slots, item)
-    # Prompts in chunks are whole on the device until their last chunk.
-    whole = len(away) * layer_kv * (parts.read is not None and parts.read.by_chunks)
-    token_bytes = len(lengths) * 2 * heads * config.head_dim * item
-    loaded = 0 if reading is None else reading.loaded * token_bytes
-    # Attention wants one layer's of them in another order.
-    turned = 0 if reading is None or not loaded else token_bytes * (reading.width if reading.filters else slots)
-    return Plan(
+    planned = PrefillPlan(
         slots=slots,
         capacity=capacity,
         room=rooms,
@@ -198,30 +184,84 @@ def plan(
         rows=rows,
         budget=budget,
         forced=forced,
+        cache_bytes=0,
+        full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * jnp.dtype(dtype).itemsize,
+        slack_bytes=0,
+        peak_bytes=0,
+    )
+    return _weighed(planned, config, parts, reading, len(lengths), jnp.dtype(dtype).itemsize, implementation, mesh)
+
+
+def _weighed(
+    planned: PrefillPlan,
+    config: ModelConfig,
+    parts: Parts,
+    reading: Reading | None,
+    prompts: int,
+    item: int,
+    implementation: Implementation,
+    mesh: Mesh | AbstractMesh | None,
+) -> PrefillPlan:
+    """A plan with its bytes: of all prompts and heads, or of what one device of a mesh has of them."""
+    groups, stretches, copies = (1, 1, 1) if mesh is None else (mesh.shape[name] for name in NAMES)
+    batch, mine = -(-prompts // groups), config.on_one_of(stretches, stretches * copies)
+    slots, away = planned.slots, () if reading is None else reading.offloaded
+    row_bytes = row_bytes_of(config, parts, item)
+    pools = [rows * batch * row_bytes for rows in planned.pool_rows(config.kv_heads, stretches)]
+    tables = batch * _table_bytes(mine, parts.ongoing, reading)
+    cache_bytes = sum(pools) + tables
+    layer_kv = 2 * batch * mine.kv_heads * slots * config.head_dim * item
+    if implementation is Implementation.XLA:
+        held = config.layers if parts.layers.from_scores else 1
+        prefilling = (held + bool(away) + 1) * layer_kv + _activation_bytes(mine, parts, batch, slots, item)
+    else:
+        work = Prefilling(
+            config=mine,
+            parts=parts,
+            batch=batch,
+            slots=slots,
+            item=item,
+            pools=pools,
+            rings=batch * 4 * mine.head_dim * mine.heads * _rings(mine, parts.ongoing, reading),
+            kv_heads=config.kv_heads,
+            most=TOKENS_AT_ONCE,
+            implementation=implementation,
+        )
+        prefilling = work.peak + tables - cache_bytes + bool(away) * layer_kv
+    # Prompts in chunks are whole on the device until their last chunk.
+    whole = len(away) * layer_kv * (parts.read is not None and parts.read.by_chunks)
+    token_bytes = batch * 2 * mine.kv_heads * config.head_dim * item
+    loaded = 0 if reading is None else reading.loaded * token_bytes
+    # Attention wants one layer's of them in another order.
+    turned = 0 if reading is None or not loaded else token_bytes * (reading.width if reading.filters else slots)
+    filled = config.layers * planned.budget if planned.rows is None else planned.rows.sum(axis=0)
+    spare = batch * mine.kv_heads * sum(planned.room)
+    promised = -(-int(config.kv_heads * filled.sum()) // (groups * stretches))
+    return dataclasses.replace(
+        planned,
         cache_bytes=cache_bytes,
-        full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * item,
-        slack_bytes=int((pool_rows * len(lengths) - promised) * row_bytes),
+        full_bytes=-(-planned.full_bytes // (groups * stretches)),
+        slack_bytes=max(0, sum(pools) - (promised + spare) * row_bytes),
         peak_bytes=cache_bytes + max(loaded + turned, prefilling) + whole,
         host_bytes=len(away) * layer_kv,
         loaded_bytes=loaded,
     )
 
 
+def row_bytes_of(config: ModelConfig, parts: Parts, item: int) -> int:
+    """Bytes of a row of a pool: key and value, position, and the score where the policy goes on observing."""
+    ongoing = parts.ongoing
+    return 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
+
+
 def _activation_bytes(config: ModelConfig, parts: Parts, batch: int, slots: int, item: int) -> int:
-    """What prefill computes with beside the rows of the layers that it holds."""
-    # Hidden states and queries of all prompts (a CPU holds one prompt's queries), and the table of angles.
+    """What a CPU's prefill computes with beside the rows of the layers that it holds."""
+    # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
     each = (config.embed + config.heads * config.head_dim) * item + config.kv_heads * 12
     activations = batch * slots * each + 4 * slots * config.head_dim
     activations += 4 * batch * slots * config.heads * parts.needs.sums
     # Merging compares float32 copies of one layer's rows.
     return activations + 8 * batch * config.kv_heads * slots * config.head_dim * (parts.merge is not None)
-
-
-def _at_once_bytes(config: ModelConfig, tokens: int, item: int) -> int:
-    """What prefill computes with on top of that where it takes all prompts together."""
-    # Queries in the order that cuDNN wants, and its output; or later the MLP's float32 products of a block.
-    turned = 2 * tokens * config.heads * config.head_dim * item
-    return max(turned, min(tokens, TOKENS_AT_ONCE) * ((8 + item) * config.hidden + 4 * config.embed))
 
 
 @lru_cache(maxsize=256)
@@ -281,20 +321,25 @@ def ring_rows(queries: int) -> int:
     return queries + LOOK
 
 
+def _rings(config: ModelConfig, ongoing: Ongoing | None, reading: Reading | None) -> int:
+    """Queries of each head that a sequence's cache remembers, of all layers together."""
+    if ongoing is not None:
+        return config.layers * ring_rows(ongoing.queries) if ongoing.queries else 0
+    return len(reading.filters) * ring_rows(reading.ring) if reading is not None and reading.ring else 0
+
+
 def _table_bytes(config: ModelConfig, ongoing: Ongoing | None, reading: Reading | None) -> int:
     """Bytes of one sequence's tables of segments, and of what the policy remembers of it."""
     layers, segments = config.layers, config.layers * config.kv_heads
-    numbers, ring = 1 + 3 * segments, 0
+    numbers = 1 + 3 * segments
     if ongoing is not None:
         numbers += 2 + layers + segments * (0 if ongoing.merge is None else ongoing.merge.thresholds)
-        ring = layers * ring_rows(ongoing.queries) if ongoing.queries else 0
     elif reading is not None:
         numbers += 2 + layers + segments
-        ring = len(reading.filters) * ring_rows(reading.ring) if reading.ring else 0
-    return 4 * (numbers + config.heads * ring * config.head_dim)
+    return 4 * (numbers + config.heads * _rings(config, ongoing, reading) * config.head_dim)
 
 
-def check_memory(needed: Plan, device: jax.Device | None = None) -> None:
+def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
     """Refuses a plan that the device cannot hold, before anything is allocated.
 
     Args:

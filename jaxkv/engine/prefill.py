@@ -22,7 +22,7 @@ from jaxkv.cache.packing import Unpacked, pack
 from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import Compressed, compress, counted, merged, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table, by_length
-from jaxkv.engine.plan import Plan
+from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.program import reading_state
 from jaxkv.engine.prompts import Prompts, embed, observed, pool_rows_of, run_layer, table_of
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -63,7 +63,7 @@ def compile_ahead(
     flat: Flat,
     batch: int,
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> None:
@@ -115,7 +115,7 @@ def prefill(
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
     model: str = "",
@@ -156,7 +156,7 @@ def read(
     lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
     told: ByLength,
     policy: Method,
-    needed: Plan,
+    needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
     model: str = "",

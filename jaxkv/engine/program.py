@@ -88,7 +88,8 @@ class Program:
 
     def streams(self, tokens: int) -> bool:
         """Whether kernels add and norm hidden states between products, when so many tokens come at once."""
-        return self.implementation in KERNELS and tokens == 1 and not (self.reading and self.reading.offloaded)
+        kernels = self.implementation in KERNELS and self.config.alternates
+        return kernels and tokens == 1 and not (self.reading and self.reading.offloaded)
 
     def chooses(self, layer: int, tokens: int) -> bool:
         """Whether a layer chooses what those above it read when so many tokens come at once."""

@@ -21,7 +21,7 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table
-from jaxkv.engine.plan import Plan, ring_rows
+from jaxkv.engine.plan import PrefillPlan, ring_rows
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -72,7 +72,7 @@ def run_layer(
     )
 
 
-def pool_rows_of(flat: Flat, needed: Plan) -> tuple[int, ...]:
+def pool_rows_of(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
     """P of each pool; on a mesh, of each stretch of heads."""
     stretches = 1 if flat.axes is None else flat.axes.size("K")
     return needed.pool_rows(flat.config.kv_heads, stretches)
@@ -113,7 +113,7 @@ class Prompts(Source):
         tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
         lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
         parts: Parts,
-        needed: Plan,
+        needed: PrefillPlan,
         told: ByLength,
         key: PRNGKeyArray,
         implementation: Implementation,
@@ -214,7 +214,7 @@ class Prompts(Source):
         require(not layers, "scores", "NaN", remedy + "that is not finite")
 
 
-def _ahead(needed: Plan, placed: Array) -> int:
+def _ahead(needed: PrefillPlan, placed: Array) -> int:
     """Layers that may be under way at once beyond the plan's: for those the device's allocator has room to spare."""
     if is_traced(placed):
         return 0

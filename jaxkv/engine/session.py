@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments, hosts, memory
@@ -23,11 +24,10 @@ from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
-from jaxkv.engine.plan import Plan, bucket, check_memory, plan
+from jaxkv.engine.plan import PrefillPlan, bucket, check_memory, plan_prefill
 from jaxkv.engine.program import program_for
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
-from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
@@ -89,7 +89,7 @@ class Session:
         with self.clocks.making:
             self.key = jax.random.key(0) if given is None else given
 
-    def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> Plan:
+    def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
         """What prompts will need.
 
         Args:
@@ -103,40 +103,34 @@ class Session:
             MemoryError: naming the plan's bytes, if they are not there.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        of = self._planned(config)
-        needed = of(lengths.tolist(), room=first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        room = first_room(policy.parts(), config.layers, lengths, new) if new else 0
+        needed = self._planned(lengths, room)
         mesh = None if axes is None else axes.mesh
         device = None if mesh is None else mesh.local_devices[0]
         with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # It grows to that on the way, where a refusal would cost the answer.
-                grown = self._share(of(lengths.tolist(), room=bucket(new)), lengths)
+                grown = self._share(self._planned(lengths, bucket(new)), lengths)
                 memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def _planned(self, config: ModelConfig) -> Callable[..., Plan]:
-        """What plans prefills of a model of this shape."""
-        by = self.implementations.prefill
-        return partial(plan, config, self.policy, dtype=self.params.dtype, implementation=by)
+    def _planned(
+        self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...], mesh: Mesh | None = None
+    ) -> PrefillPlan:
+        """The plan of a prefill: of all of it, or of what a mesh's device has to do."""
+        options: dict[str, Any] = {"dtype": self.params.dtype, "implementation": self.implementations.prefill}
+        return plan_prefill(self.params.config, self.policy, lengths.tolist(), room=room, mesh=mesh, **options)
 
-    def _share(self, needed: Plan, lengths: Int[np.ndarray, " B"]) -> Plan:
+    def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
         """What a plan takes of a device: on a mesh its part of heads and prompts, a CPU's devices together."""
-        config, axes = self.params.config, self.params.axes
+        axes = self.params.axes
         if axes is None:
             return needed
-        heads, groups = axes.size("K"), axes.size("B")
-        of = [*lengths.tolist(), *lengths[-1:].tolist() * missing(len(lengths), axes)]
-        local = config.on_one_of(heads, axes.size("H"))
-        mine = self._planned(local)(of, room=needed.room)
-        # What heads compete for may all go to those of one device: its pools have room for more than its share.
-        more = sum(needed.pool_rows(config.kv_heads, heads)) - sum(mine.pool_rows(config.kv_heads // heads))
-        more *= len(of) * (2 * config.head_dim * self.params.dtype.itemsize + 8)
-        of_group = lambda size: -(-(size + more) // groups) * axes.in_one_memory  # noqa: E731
-        of_all = {name: of_group(getattr(mine, name)) for name in ("cache_bytes", "peak_bytes")}
-        # What waits does so beside each device that asks for it, in the memory of each process' machine.
-        waits = -(-needed.host_bytes * axes.size("G") // axes.processes)
-        return dataclasses.replace(mine, **of_all, host_bytes=waits)
+        mine = self._planned(lengths, needed.room, axes.mesh)
+        of_all = {name: getattr(mine, name) * axes.in_one_memory for name in ("cache_bytes", "peak_bytes")}
+        # What waits does so beside each device that asks for it, in the memory of its process' machine.
+        return dataclasses.replace(mine, **of_all, host_bytes=mine.host_bytes * len(axes.mesh.local_devices))
 
     @settled
     def prefill(
@@ -144,7 +138,7 @@ class Session:
         ids: Prompt | Encoded,
         *,
         new: int = 0,
-        needed: Plan | None = None,
+        needed: PrefillPlan | None = None,
         tick: Callable[..., object] = lambda layers=1.0: None,
     ) -> KVCache:
         """Runs prompts through the model, and compresses their keys and values.
@@ -178,7 +172,7 @@ class Session:
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
-    def compile_ahead(self, needed: Plan, batch: int) -> None:
+    def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
         """Compiles what `prefill` will call, so that it has not to wait; once per model and shape.
 
         Args:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.axes import Axes, first, total
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import GatedMLP, RMSNorm, _value, empty, products, project
+from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, _value, empty, products, project
+from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
 
 # One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
@@ -42,10 +43,10 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
         self.axes: Axes | None = None
-        self.attention_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
+        self.attention_norm = _norm(config, dtype)
         self.attention = Attention(config, dtype=dtype)
-        self.mlp_norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype)
+        self.mlp_norm: Any = None if config.shared_norm else _norm(config, dtype)
+        self.mlp = _mlp(config, dtype)
 
     def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         """Hidden states as queries, keys and values are made of them."""
@@ -85,9 +86,31 @@ class Block(nnx.Module):
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
         """Adds the attention's output and the MLP to the residual stream."""
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
+        if self.config.parallel:
+            return self._finish_parallel(x, merged)
         added = project(merged, self.attention.out[...], _value(self.attention.out_bias), wide=True, over=self.axes)
         wide = x.astype(jnp.float32) + added
         return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
+
+    def _finish_parallel(self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"]) -> Float[Array, "B N E"]:
+        """Of both products the devices' parts are added up at once, and biases once to what comes of it."""
+        normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
+        added = total(project(merged, self.attention.out[...], wide=True) + self.mlp.part(normed), self.axes)
+        for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
+            added = added if bias is None else added + bias[...].astype(jnp.float32)
+        return (x.astype(jnp.float32) + added).astype(x.dtype)
+
+
+# Who looks into what these make has asked `config.alternates` what it is.
+def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
+    return (LayerNorm if config.layer_norm else RMSNorm)(config.embed, eps=config.norm_eps, dtype=dtype)
+
+
+def _mlp(config: ModelConfig, dtype: jnp.dtype) -> Any:
+    if config.experts is not None:
+        return MixtureMLP(config.embed, config.hidden, config.experts, dtype=dtype)
+    kind = GatedMLP if config.gated else GeluMLP
+    return kind(config.embed, config.hidden, bias=config.mlp_bias, dtype=dtype)
 
 
 def _parts(x: Float[Array, "M 1 E"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "n M ..."]:
@@ -104,7 +127,7 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype(dtype)
         self.embedding = empty(config.vocab, config.embed, dtype=dtype)
         self.blocks = nnx.List([Block(config, dtype=dtype) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype)
+        self.norm = _norm(config, dtype)
         self.head = None if config.tied else empty(config.vocab, config.embed, dtype=dtype)
 
     @property
@@ -147,13 +170,19 @@ class Ends(nnx.Module):
         return project(normed, head[...]).astype(jnp.float32)
 
 
+def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
+    """Every parameter with its path, `blocks.0.attention.q` say."""
+    for name, part in enumerate(module) if isinstance(module, nnx.List) else vars(module).items():
+        if isinstance(part, nnx.Param):
+            yield f"{prefix}{name}", part
+        elif isinstance(part, (nnx.Module, nnx.List)):
+            yield from named_parameters(part, f"{prefix}{name}.")
+
+
 def parameters(module: Any) -> Iterator[Array]:
     """Every parameter's array, as it stands now; much cheaper than to take the module apart."""
-    for part in module if isinstance(module, nnx.List) else vars(module).values():
-        if isinstance(part, nnx.Param):
-            yield part.get_value()
-        elif isinstance(part, (nnx.Module, nnx.List)):
-            yield from parameters(part)
+    for _, parameter in named_parameters(module):
+        yield parameter.get_value()
 
 
 class Flat:

@@ -1,4 +1,4 @@
-"""The pieces of a decoder: linear maps stored as rows [out, in], RMS norm, the gated MLP."""
+"""The pieces of a decoder: linear maps stored as rows [out, in], norms, dense MLPs."""
 
 import jax
 import jax.numpy as jnp
@@ -94,18 +94,49 @@ class RMSNorm(nnx.Module):
         return (wide * scale.astype(jnp.float32)).astype(scale.dtype)
 
 
-class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); gate and up lie in one parameter `[2, F, E]`."""
+class LayerNorm(nnx.Module):
+    """Layer norm over the last axis, with a bias, in float32 (arXiv:1607.06450)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.scale = empty(width, dtype=dtype)
+        self.bias = empty(width, dtype=dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        """Norms the last axis of rows of any float dtype; the result has the parameters'."""
+        wide, scale, bias = x.astype(jnp.float32), self.scale[...], self.bias[...]
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(scale.dtype)
+
+
+class DenseMLP(nnx.Module):
+    """down(hidden(x)), one for all tokens; what is hidden differs."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
-        self.gate_up = empty(2, hidden, width, dtype=dtype)
         self.down = empty(width, hidden, dtype=dtype)
-        self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
         """Applies the MLP row by row; the result is float32, for the residual stream to be added to."""
         return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
+
+    def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+        """What this device's part of F makes of the result, without the bias, for who adds up the devices' himself."""
+        return project(self.hidden(x), self.down[...], wide=True)
+
+    def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
+        """What is projected down, in x's dtype."""
+        raise NotImplementedError
+
+
+class GatedMLP(DenseMLP):
+    """down(silu(gate(x)) * up(x)); gate and up lie in one parameter `[2, F, E]`."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
+        super().__init__(width, hidden, bias=bias, dtype=dtype)
+        self.gate_up = empty(2, hidden, width, dtype=dtype)
+        self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
         """What is projected down, in x's dtype."""
@@ -113,6 +144,20 @@ class GatedMLP(nnx.Module):
         both = project(x, self.gate_up[...], _value(self.gate_up_bias), wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+class GeluMLP(DenseMLP):
+    """down(gelu(up(x))), the exact GELU; up is `[F, E]`."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
+        super().__init__(width, hidden, bias=bias, dtype=dtype)
+        self.up = empty(hidden, width, dtype=dtype)
+        self.up_bias = empty(hidden, dtype=dtype) if bias else None
+
+    def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
+        """What is projected down, in x's dtype."""
+        up = project(x, self.up[...], _value(self.up_bias), wide=True)
+        return jax.nn.gelu(up, approximate=False).astype(x.dtype)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:

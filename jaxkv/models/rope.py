@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.config import LinearRope, Llama3Rope, Rope, YarnRope
+from jaxkv.models.values import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:

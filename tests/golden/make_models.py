@@ -26,14 +26,20 @@ import torch
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging
 
@@ -80,6 +86,24 @@ LLAMA3 = rope(
 YARN = rope(10000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 LLAMA, MISTRAL = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM)
 QWEN2, QWEN3 = (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
+FALCON, MIXTRAL = (FalconConfig, FalconForCausalLM), (MixtralConfig, MixtralForCausalLM)
+QWEN3_MOE = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+
+
+def falcon(query, **more):
+    """Returns Falcon's fields for ``query`` query heads; it has no ``intermediate_size``, and would write it down."""
+    own = {"intermediate_size": None, "ffn_hidden_size": 64, "rope_parameters": rope(10000.0)}
+    return {"num_attention_heads": query, **own, **more}
+
+
+QWEN3_EXPERTS = dict(
+    head_dim=16,
+    rope_parameters=rope(1000000.0),
+    intermediate_size=96,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=4,
+)
 
 SPECS = {
     "llama_mha": (LLAMA, heads(4, 4, rope_parameters=rope(10000.0))),
@@ -103,7 +127,18 @@ SPECS = {
         heads(4, 2, head_dim=16, rope_parameters=rope(1000000.0), use_sliding_window=False, tie_word_embeddings=True),
     ),
     "llama_bf16": (LLAMA, heads(6, 2, rope_parameters=rope(100000.0))),
+    "falcon_7b": (FALCON, falcon(6, tie_word_embeddings=True)),
+    "falcon_40b": (FALCON, falcon(4, num_kv_heads=2, new_decoder_architecture=True)),
+    "falcon_serial": (FALCON, falcon(4, multi_query=False, parallel_attn=False, bias=True)),
+    "mixtral": (
+        MIXTRAL,
+        heads(4, 2, rope_parameters=rope(1000000.0), num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "qwen3_moe": (QWEN3_MOE, heads(4, 2, norm_topk_prob=True, **QWEN3_EXPERTS)),
+    "qwen3_moe_fused": (QWEN3_MOE, heads(4, 2, norm_topk_prob=False, **QWEN3_EXPERTS)),
 }
+# Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
+FUSED = ("qwen3_moe_fused",)
 # Written with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype), as most published folders are.
 OLD_STYLE = ("llama_mha", "llama_llama3", "llama_yarn", "qwen2")
 SHARDED = {"llama_gqa_sharded": "llama_gqa"}
@@ -113,9 +148,9 @@ def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 parameter.copy_(1.0 + 0.3 * torch.randn_like(parameter))
-            elif name.endswith("bias") or "embed_tokens" in name:
+            elif name.endswith("bias") or "embed" in name:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.25 * torch.randn_like(parameter))
@@ -160,7 +195,10 @@ def main():
     arrays = {"lengths": np.array(LENGTHS, np.int32)}
     for index, (name, ((config_class, model_class), fields)) in enumerate(SPECS.items()):
         torch.manual_seed(1000 + index)
-        model = model_class(config_class(**{**BASE, **fields})).eval()
+        given = {**BASE, **fields}
+        if given["intermediate_size"] is None:
+            del given["intermediate_size"]
+        model = model_class(config_class(**given)).eval()
         randomise(model)
         folder = MODELS / name
         if name == "llama_bf16":
@@ -170,7 +208,7 @@ def main():
             # A copy: .to() would also round the rotary frequencies of the model that is compared below.
             save(copy.deepcopy(model).to(torch.bfloat16), folder)
         else:
-            save(model, folder)
+            save(model, folder, **({"save_original_format": False} if name in FUSED else {}))
         if name in OLD_STYLE:
             to_old_style(folder)
 

@@ -1,0 +1,71 @@
+"""`command-line` shows a command's options as its parser has them, so that the page cannot go stale."""
+
+import argparse
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from jaxkv.cli import _parser
+
+
+def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """The subcommands.
+
+    Returns:
+        Each one's parser, and its line of help, by name.
+    """
+    subparsers = next(action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    about = {each.dest: each.help or "" for each in subparsers._choices_actions}
+    return {name: (parser, about[name]) for name, parser in subparsers.choices.items()}
+
+
+def _help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    return (action.help or "") % {**vars(action), "prog": parser.prog} if action.help else ""
+
+
+def _options(group: argparse._ArgumentGroup, parser: argparse.ArgumentParser) -> nodes.definition_list:
+    formatter = parser._get_formatter()
+    listed = nodes.definition_list()
+    for action in group._group_actions:
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+            continue
+        term = nodes.term()
+        for at, spelling in enumerate(action.option_strings or [formatter._format_args(action, action.dest)]):
+            term += nodes.Text(", ") if at else nodes.Text("")
+            words = formatter._format_args(action, action.dest.upper()) if action.option_strings else ""
+            term += nodes.literal("", f"{spelling} {words}".strip())
+        about = nodes.definition("", nodes.paragraph("", _help_of(action, parser)))
+        listed += nodes.definition_list_item("", term, about)
+    return listed
+
+
+class CommandLine(SphinxDirective):
+    """All commands, a section each."""
+
+    def run(self) -> list[nodes.Node]:
+        """Sphinx' hook."""
+        sections: list[nodes.Node] = []
+        for name, (parser, about) in commands().items():
+            section = nodes.section(ids=[nodes.make_id(f"jaxkv-{name}")], names=[f"jaxkv {name}"])
+            section += nodes.title("", f"jaxkv {name}")
+            section += nodes.paragraph("", f"{about[:1].upper()}{about[1:]}.")
+            for group in parser._action_groups:
+                options = _options(group, parser)
+                if not len(options):
+                    continue
+                titles = {"positional arguments": "Arguments", "options": "Options"}
+                title = titles.get(group.title or "", (group.title or "").capitalize())
+                section += nodes.rubric("", title)
+                if group.description:
+                    section += nodes.paragraph("", group.description)
+                section += options
+            sections.append(section)
+        return sections
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Sphinx' hook."""
+    app.add_directive("command-line", CommandLine)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,81 @@
+"""Pages that are files of the repository: `{include}` takes notebooks too, and links lead to the page of a file.
+
+Files lie where their readers look for them (a README beside its code); a page of two lines includes one.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+HERE = Path(__file__).parent.parent
+ROOT = HERE.parent
+# Files of the repository by the page that shows them.
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
+    "pallas_kernels/README.md": "kernels.md",
+    **{f"benchmarks/results/{path.name}": f"results/{path.name}" for path in (HERE / "results").glob("*.md")},
+    **{f"notebooks/{path.stem}.ipynb": f"notebooks/{path.name}" for path in (HERE / "notebooks").glob("*.md")},
+}
+_LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+
+
+def as_markdown(notebook: str) -> str:
+    """A notebook's cells, one after the other.
+
+    Args:
+        notebook: its JSON.
+
+    Returns:
+        Markdown, with code in blocks.
+    """
+    texts = []
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        texts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+    return "\n\n".join(texts) + "\n"
+
+
+def leading_to_pages(text: str, folder: Path, page: Path) -> str:
+    """Links to files that have a page lead there; those to other files of the repository are kept.
+
+    Args:
+        text: Markdown.
+        folder: where its links begin.
+        page: the page that it is shown on.
+
+    Returns:
+        The text, its links as from the page.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        file = (folder / match[1]).resolve()
+        if not file.is_relative_to(ROOT):
+            return match[1]
+        shown = PAGES.get(str(file.relative_to(ROOT)))
+        return os.path.relpath(HERE / shown if shown else file, page.parent)
+
+    return _LINK.sub(replaced, text)
+
+
+def _read(app: Sphinx, name: str, text: list[str]) -> None:
+    page = Path(app.env.doc2path(name))
+    text[0] = leading_to_pages(text[0], page.parent, page)
+
+
+def _include(app: Sphinx, path: Path, _: str, text: list[str]) -> None:
+    file = HERE / path
+    if file.suffix == ".ipynb":
+        text[0] = as_markdown(text[0])
+    text[0] = leading_to_pages(text[0], file.resolve().parent, Path(app.env.doc2path(app.env.docname)))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Sphinx' hook."""
+    app.connect("source-read", _read)
+    app.connect("include-read", _include)
+    return {"parallel_read_safe": True}

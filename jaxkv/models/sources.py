@@ -1,0 +1,177 @@
+"""Where a parameter's numbers lie in the checkpoints of its family: which tensors, and which part of each."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Decoder, named_parameters
+
+_LLAMA_ENDS = {"embedding": "model.embed_tokens.weight", "norm.scale": "model.norm.weight", "head": "lm_head.weight"}
+_FALCON_ENDS = {
+    "embedding": "transformer.word_embeddings.weight",
+    "norm.scale": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+    "head": "lm_head.weight",
+}
+# Our parameter -> the tensors that are stacked in it; a bias lies beside its weight.
+_LLAMA = {
+    "attention_norm.scale": ("input_layernorm",),
+    "mlp_norm.scale": ("post_attention_layernorm",),
+    "attention.q_norm.scale": ("self_attn.q_norm",),
+    "attention.k_norm.scale": ("self_attn.k_norm",),
+    "attention.q": ("self_attn.q_proj",),
+    "attention.kv": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": ("self_attn.o_proj",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+_FALCON = {
+    "attention.out": ("self_attention.dense",),
+    "mlp.up": ("mlp.dense_h_to_4h",),
+    "mlp.down": ("mlp.dense_4h_to_h",),
+}
+# What Mixtral and the others call a mixture, and in it the gate's, the upward and the downward projection.
+_MIXTURES = {
+    "block_sparse_moe": ("w1", "w3", "w2"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """What of a parameter lies in one tensor, and where.
+
+    Attributes:
+        name: the tensor's.
+        axes: the tensor's axes, each as those of ours that run through it, the slowest first.
+        at: which one of the parameter's first axes it is; nothing where it has them all.
+        pick: of each of those axes, from the first on, what belongs to the parameter: a number for one that the
+            parameter does not have; all of those that are left out.
+    """
+
+    name: str
+    axes: tuple[tuple[int, ...], ...]
+    at: tuple[int, ...] = ()
+    pick: tuple[int | range, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(math.prod(each) for each in self.axes)
+
+    def stretches(self, spans: list[range]) -> list[list[tuple[int, int]]]:
+        """Where a part of the parameter lies in the tensor.
+
+        Args:
+            spans: of each of the parameter's axes behind `at`, which part.
+
+        Returns:
+            For each of the tensor's axes stretches, from one element to before another, as long as can be.
+        """
+        sizes = [size for axis in self.axes for size in axis]
+        rest, there = iter(spans), []
+        for axis, size in enumerate(sizes):
+            pick = self.pick[axis] if axis < len(self.pick) else range(size)
+            if isinstance(pick, int):
+                there.append(range(pick, pick + 1))
+            else:
+                span = next(rest)
+                there.append(pick[span.start : span.stop])
+        ends = itertools.accumulate(map(len, self.axes))
+        return [_stretches(there[end - len(axis) : end], axis) for axis, end in zip(self.axes, ends, strict=True)]
+
+
+def _stretches(spans: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where a part of several axes lies on the one that runs through them."""
+    inner = math.prod(shape[1:])
+    below = _stretches(spans[1:], shape[1:]) if len(spans) > 1 else [(0, 1)]
+    if below == [(0, inner)]:
+        return [(spans[0].start * inner, spans[0].stop * inner)]
+    return [(each * inner + first, each * inner + last) for each in spans[0] for first, last in below]
+
+
+def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str, tuple[Source, ...]]:
+    """The tensors of each parameter that a model has.
+
+    Args:
+        decoder: the parameters, as shapes or filled.
+        family: the checkpoint's `model_type`.
+        names: of the tensors that it has: mixtures are written in more than one way.
+
+    Returns:
+        Sources by the parameter's path; of one parameter all are at places of as many axes.
+    """
+    ends = _FALCON_ENDS if family == "falcon" else _LLAMA_ENDS
+    found: dict[str, tuple[Source, ...]] = {}
+    for path, parameter in named_parameters(decoder):
+        shape = parameter.get_value().shape
+        if path in ends:
+            found[path] = (_plain(ends[path], shape),)
+            continue
+        _, index, inner = path.split(".", 2)
+        if family == "falcon":
+            found[path] = tuple(_falcon(inner, f"transformer.h.{index}.", shape, decoder.config))
+        elif inner in ("mlp.router", "mlp.experts_gate_up", "mlp.experts_down"):
+            found[path] = tuple(_mixture(inner, f"model.layers.{index}.", shape, family, names))
+        else:
+            found[path] = tuple(_stacked(_LLAMA, inner, f"model.layers.{index}.", shape))
+    return found
+
+
+def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:
+    """A tensor that has one axis for all of the output's axes, and one for the input's if it is no bias."""
+    vector = name.endswith(".bias") or len(shape) == 1
+    return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
+
+
+def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source]:
+    kind = "bias" if inner.endswith("_bias") else "weight"
+    of = table[inner.removesuffix("_bias")]
+    for index, each in enumerate(of):
+        name = f"{prefix}{each}.{kind}"
+        yield _plain(name, shape) if len(of) == 1 else _plain(name, shape[1:], (index,))
+
+
+def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
+    kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
+    part, _, name = inner.rpartition(".")
+    if name.removesuffix("_bias") in ("q", "kv"):
+        # One tensor has every kv head's queries, then its key, then its value.
+        outputs = (config.kv_heads, config.group + 2, config.head_dim)
+        fused = f"{prefix}self_attention.query_key_value.{kind}"
+        axes = (outputs,) if kind == "bias" else (outputs, (config.embed,))
+        if name.startswith("q"):
+            yield Source(name=fused, axes=axes, pick=(range(config.kv_heads), range(config.group)))
+            return
+        for index in range(2):
+            yield Source(name=fused, axes=axes, at=(index,), pick=(range(config.kv_heads), config.group + index))
+    elif part.endswith("_norm"):
+        # Two norms of the same hidden states are named otherwise than one, or one after the other.
+        both = config.parallel and not config.shared_norm
+        names = ("ln_attn", "ln_mlp") if both else ("input_layernorm", "post_attention_layernorm")
+        yield _plain(f"{prefix}{names[part == 'mlp_norm']}.{kind}", shape)
+    else:
+        yield from _stacked(_FALCON, inner, prefix, shape)
+
+
+def _mixture(inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]) -> Iterator[Source]:
+    # As transformers 5 has them in memory: all experts in one tensor. The hub's files have a tensor for each.
+    fused = f"{prefix}mlp.experts.gate_up_proj" in names
+    called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"
+    gate, up, down = _MIXTURES[called]
+    if inner == "mlp.router":
+        yield _plain(f"{prefix}{called}.gate.weight", shape)
+        return
+    experts, each, upwards = shape[0], f"{prefix}{called}.experts", inner == "mlp.experts_gate_up"
+    if fused:
+        axes = ((experts,), shape[1:-1], shape[-1:])
+        yield Source(name=f"{each}.{'gate_up' if upwards else 'down'}_proj", axes=axes)
+        return
+    for expert in range(experts):
+        if upwards:
+            for index, name in enumerate((gate, up)):
+                yield _plain(f"{each}.{expert}.{name}.weight", shape[2:], (expert, index))
+        else:
+            yield _plain(f"{each}.{expert}.{down}.weight", shape[1:], (expert,))

@@ -1,0 +1,138 @@
+"""GPUs by name: what their data sheets say, and what a compiler must know of them."""
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+from importlib import resources
+from typing import Any
+
+from jaxkv._errors import require
+
+_COUNTED = re.compile(r"(.+?)x(\d+)")
+_TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2} clock_rate_ghz: {ghz} device_memory_size: {reported} shared_memory_per_block_optin: {shared}
+  cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 driver_version: "13.0.0" runtime_version: "13.0.0" }}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{description}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPU:
+    """A kind of GPU.
+
+    Attributes:
+        name: as users write it.
+        description: as the driver names it.
+        aliases: other spellings of the name.
+        memory: bytes, the data sheet's decimal gigabytes; drivers report some percent more, which goes to contexts,
+            communication buffers and what an allocator cannot use.
+        reported: bytes that the driver reports.
+        bandwidth: of the memory, bytes/s.
+        products: dense bfloat16 matrix products with float32 sums, FLOP/s.
+        link: to another GPU of the host, bytes/s in one direction: NVLink, or PCIe where there is none.
+        network: to a GPU of another host, bytes/s in one direction, as NVIDIA's own systems have it.
+        per_host: GPUs of a host.
+        capability: CUDA's compute capability, (major, minor).
+        cores: multiprocessors.
+        fpus: float32 lanes of each.
+        clock: boost clock, Hz.
+        l2: bytes of the L2 cache.
+        shared_core: bytes of shared memory of a multiprocessor.
+        shared: bytes of it that a block can ask for.
+        threads: that a multiprocessor holds.
+        sources: where the numbers are from.
+    """
+
+    name: str
+    description: str
+    aliases: tuple[str, ...]
+    memory: int
+    reported: int
+    bandwidth: int
+    products: int
+    link: int
+    network: int
+    per_host: int
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    clock: int
+    l2: int
+    shared_core: int
+    shared: int
+    threads: int
+    sources: tuple[str, ...]
+
+    @property
+    def architecture(self) -> str:
+        """What ptxas calls it, `sm_90a` say."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}{'a' * (major >= 9)}"
+
+    @property
+    def target(self) -> str:
+        """XLA's target config, by which it compiles for a GPU that is not there."""
+        major, minor = self.capability
+        return _TARGET.format(major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self))
+
+
+@functools.cache
+def gpus() -> dict[str, GPU]:
+    """Every GPU that is known, by name."""
+    data = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
+    return {name: _gpu(name, given) for name, given in data.items()}
+
+
+def _gpu(name: str, given: dict[str, Any]) -> GPU:
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return GPU(name=name, **plain)
+
+
+def gpu_named(name: str) -> GPU:
+    """Looks a GPU up.
+
+    Args:
+        name: in any case, `h100` say, or one of its other spellings.
+
+    Returns:
+        The GPU.
+
+    Raises:
+        ValueError: for one that is not known; the message offers the nearest names.
+    """
+    known = {spelling: gpu for gpu in gpus().values() for spelling in (gpu.name, *gpu.aliases)}
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
+    near = difflib.get_close_matches(plain, known, n=2, cutoff=0.5)
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    require(plain in known, "gpus", name, f"no such GPU; known ones: {', '.join(gpus())}{meant}")
+    return known[plain]
+
+
+def gpus_named(given: str) -> tuple[GPU, int]:
+    """Reads how many GPUs of which kind.
+
+    Args:
+        given: `h100x8`, or `h100` for one.
+
+    Returns:
+        The GPU, and how many.
+
+    Raises:
+        ValueError: for none of them, and for a GPU that is not known.
+    """
+    if not isinstance(given, str):
+        raise TypeError(f"gpus={given!r}: give a kind and how many, 'h100x8' say")
+    counted = _COUNTED.fullmatch(given.strip().lower())
+    # Names have letters and digits of their own: rtx4090.
+    if counted is None or given.strip().lower() in gpus():
+        return gpu_named(given), 1
+    name, count = counted.groups()
+    require(0 < len(count) <= 6 and int(count) > 0, "gpus", given, f"give 1 or more of them, {name}x8 say")
+    return gpu_named(name), int(count)

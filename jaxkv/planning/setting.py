@@ -1,0 +1,88 @@
+"""What is planned for: a model, a policy, prompts, and the GPUs that are to take them."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxkv._errors import require
+from jaxkv._values import count, plain
+from jaxkv.models.config import ModelConfig
+from jaxkv.planning.gpus import GPU
+from jaxkv.policies.policy import Method
+from jaxkv.sharding import abstract_mesh
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A question to plan.
+
+    Attributes:
+        model: the model's name.
+        config: its shape.
+        policy: the compression, with all that it takes from the model.
+        gpu: the kind of GPU.
+        gpus: how many, all hosts together.
+        data: groups that they form, each with the whole model and a part of the prompts.
+        batch: prompts.
+        context: tokens of each.
+        new: tokens that are drawn after each.
+        dtype: of weights, activations and cache.
+    """
+
+    model: str
+    config: ModelConfig
+    policy: Method
+    gpu: GPU
+    gpus: int = 1
+    data: int = 1
+    batch: int = 1
+    context: int
+    new: int = 256
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        count(self, "gpus", 1, "give 1 GPU or more")
+        count(self, "data", 1, "give 1 group or more")
+        count(self, "batch", 1, "give 1 prompt or more")
+        count(self, "context", 1, "every prompt needs at least one token")
+        count(self, "new", 0, "give 0 tokens or more")
+        dtype = plain(self.dtype)
+        name = dtype if isinstance(dtype, str) else getattr(jnp.dtype(dtype), "name", None)
+        require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
+        object.__setattr__(self, "dtype", name)
+        remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
+        require(self.gpus % self.data == 0, "mesh.data", self.data, remedy)
+        limit = self.config.max_positions
+        remedy = f"{self.model} was made for {limit} positions: give at most that many"
+        require(self.context <= limit, "context", self.context, remedy)
+        # Refuses what does not divide the model.
+        _ = self.mesh
+
+    @property
+    def hosts(self) -> int:
+        """Machines that the GPUs are in."""
+        return -(-self.gpus // self.gpu.per_host)
+
+    @property
+    def split(self) -> int:
+        """GPUs of a group, over which the model is split."""
+        return self.gpus // self.data
+
+    @functools.cached_property
+    def mesh(self) -> AbstractMesh:
+        """As `sharding.model_mesh` would make it: "data", "kv" and "rep"."""
+        return abstract_mesh(self.data, self.split, self.config)
+
+    @property
+    def local(self) -> ModelConfig:
+        """What a GPU has of the model's shape."""
+        return self.config.on_one_of(self.mesh.shape["kv"], self.split)
+
+    @property
+    def sequences(self) -> int:
+        """Prompts of a group: copies of the last one fill those that are short of one."""
+        return -(-self.batch // self.data)

@@ -1,0 +1,128 @@
+"""The process that compiles: it reads a setting, and writes what the compiler says of its programs."""
+
+import contextlib
+import pickle
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxkv.axes import Axes
+from jaxkv.planning import hlo
+from jaxkv.planning.compiled import CompiledProgram, Sent
+from jaxkv.planning.programs import Work, abstract_model, traced_loop
+from jaxkv.planning.setting import Setting
+from jaxkv.planning.walk import prefill_calls, weigh
+from jaxkv.sharding import model_mesh
+
+
+@contextlib.contextmanager
+def on_gpus(setting: Setting) -> Iterator[Work]:
+    """A setting's model as shapes on its GPUs.
+
+    Args:
+        setting: what is planned for.
+
+    Yields:
+        What programs are traced for, while they are.
+    """
+    hosts = setting.hosts if setting.gpus % setting.hosts == 0 else 1
+    known = {"platform": "cuda", "topology_name": setting.gpu.name, "target_config": setting.gpu.target}
+    # Slices, hosts of each, GPUs of each.
+    described = topologies.get_topology_desc(**known, topology=f"1x{hosts}x{setting.gpus // hosts}")
+    devices: Any = np.asarray(described.devices)
+    axes = sharding = None
+    if setting.gpus > 1:
+        mesh = model_mesh(Mesh(devices.reshape(setting.data, setting.split), ("data", "model")), setting.config)
+        axes = Axes(mesh=mesh)
+    else:
+        mesh = Mesh(devices, ("x",))
+        sharding = NamedSharding(mesh, PartitionSpec())
+    work = Work(
+        flat=abstract_model(setting.config, setting.dtype, axes),
+        policy=setting.policy,
+        # Copies of the last prompt fill groups that are short of one.
+        batch=setting.sequences * setting.data,
+        tokens=setting.context,
+        new=max(1, setting.new),
+        sharding=sharding,
+    )
+    # From JAX 0.11 on, kernels are lowered for the device of the mesh at hand; without one they ask for a GPU.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield work
+
+
+def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float = 0.0) -> tuple[CompiledProgram, str]:
+    """Compiles a program.
+
+    Args:
+        name: what it is called.
+        traced: the program, for arrays on GPUs.
+        beside: bytes that lie on a GPU besides.
+        seconds: that tracing took.
+
+    Returns:
+        What the compiler says of it, and the program as it wrote it.
+    """
+    began = time.perf_counter()
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    traced_at = time.perf_counter()
+    compiled = lowered.compile()
+    ended = time.perf_counter()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    sent = [
+        Sent(kind=kind, arrays=hlo.shown(arrays), bytes=sum(hlo.size_of(*each) for each in arrays), count=count)
+        for (kind, arrays), count in sorted(hlo.collectives(text).items())
+    ]
+    made = CompiledProgram(
+        name=name,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        beside=beside,
+        sent=tuple(sent),
+        trace_seconds=seconds + traced_at - began,
+        compile_seconds=ended - traced_at,
+    )
+    return made, text
+
+
+def programs_of(setting: Setting) -> dict[str, Any]:
+    """Compiles a setting's programs; what the compiler refuses is named.
+
+    Args:
+        setting: what is planned for.
+
+    Returns:
+        `decode`, `prefill`, `weights` and `notes`; or `error` and the `program` it is about.
+    """
+    name = "such GPUs"
+    try:
+        with on_gpus(setting) as work:
+            weights = weigh((work.flat.ends, work.flat.blocks))
+            began, name = time.perf_counter(), "the decode loop"
+            loop, _ = traced_loop(work)
+            decode, _ = compiled_program("decode", loop, seconds=time.perf_counter() - began)
+            name, prefill = "a prefill's programs", []
+            for call in prefill_calls(work):
+                name = f"a prefill's program: {call.name}"
+                made, _ = compiled_program(call.name, call.traced, beside=call.beside, seconds=call.seconds)
+                prefill.append(made)
+    except jax.errors.JaxRuntimeError as error:
+        return {"program": name, "error": str(error).strip().splitlines()[0]}
+    return {"decode": decode, "prefill": tuple(prefill), "weights": weights, "notes": ()}
+
+
+def main(given: IO[bytes]) -> None:
+    """Compiles what it is given, and writes the result where it is told."""
+    began = time.perf_counter()
+    setting, result = pickle.load(given), pickle.load(given)
+    made = programs_of(setting) | {"seconds": time.perf_counter() - began}
+    part = result.with_suffix(".part")
+    part.write_bytes(pickle.dumps(made))
+    part.rename(result)

@@ -1,0 +1,164 @@
+"""Families beside Llama's: what their configs say, and what is refused of them by name."""
+
+import pytest
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.values import Experts
+
+# As published: every key but those that name classes and versions of libraries.
+FALCON_7B = {
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "bias": False,
+    "bos_token_id": 11,
+    "eos_token_id": 11,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4544,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "parallel_attn": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 65024,
+}
+FALCON_40B = FALCON_7B | {
+    "hidden_size": 8192,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+}
+MIXTRAL = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    "published, count",
+    [
+        (FALCON_7B, 6_921_720_704),
+        (FALCON_40B, 41_303_293_952),
+        # The hub's files hold the tied matrix twice.
+        (FALCON_40B | {"tie_word_embeddings": False}, 41_835_970_560),
+        (MIXTRAL, 46_702_792_704),
+        (QWEN3_30B, 30_532_122_624),
+    ],
+    ids=["falcon-7b", "falcon-40b", "falcon-40b-twice", "mixtral-8x7b", "qwen3-30b-a3b"],
+)
+def test_published_counts_of_parameters(published, count):
+    assert Decoder(ModelConfig.from_hf(published), dtype="bfloat16").nbytes == 2 * count
+
+
+def test_what_is_read():
+    seven, forty = ModelConfig.from_hf(FALCON_7B), ModelConfig.from_hf(FALCON_40B)
+    assert (seven.kv_heads, seven.group, seven.head_dim, seven.hidden) == (1, 71, 64, 4 * 4544)
+    assert (forty.kv_heads, forty.group, forty.shared_norm) == (8, 16, False)
+    for each in (seven, forty):
+        assert each.parallel and each.layer_norm and not each.gated and each.tied and not each.alternates
+    assert seven.shared_norm
+    assert ModelConfig.from_hf(FALCON_40B | {"num_ln_in_parallel_attn": 1}).shared_norm
+    old = ModelConfig.from_hf(FALCON_7B | {"multi_query": False, "parallel_attn": False, "bias": True})
+    assert (old.kv_heads, old.parallel, old.shared_norm) == (71, False, False)
+    assert old.qkv_bias and old.out_bias and old.mlp_bias
+    mixtral, qwen = ModelConfig.from_hf(MIXTRAL), ModelConfig.from_hf(QWEN3_30B)
+    assert mixtral.experts == Experts(count=8, chosen=2) and mixtral.hidden == 14336 and not mixtral.qk_norm
+    assert qwen.experts == Experts(count=128, chosen=8) and qwen.hidden == 768 and qwen.qk_norm
+    later = {key: value for key, value in QWEN3_30B.items() if key not in ("num_experts", "norm_topk_prob")}
+    assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(
+        count=64, chosen=8, normalised=False
+    )
+
+
+@pytest.mark.parametrize(
+    "published, keys, message",
+    [
+        (FALCON_7B, {"alibi": True}, "alibi=True: .*rotary"),
+        (FALCON_7B, {"activation": "relu"}, "activation='relu': .*gelu only"),
+        (
+            FALCON_7B,
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm=True",
+        ),
+        (FALCON_7B, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2: .*new_decoder_architecture"),
+        (FALCON_40B, {"parallel_attn": False}, "parallel_attn=False: .*new_decoder_architecture"),
+        (FALCON_7B, {"multi_query": False, "num_kv_heads": 1}, "num_kv_heads=1: .*give 71"),
+        (FALCON_7B, {"bias": "yes"}, "bias='yes': give true or false"),
+        (FALCON_7B, {"layer_norm_epsilon": 0}, "layer_norm_epsilon=0"),
+        (FALCON_7B, {"intermediate_size": 4}, "config=.*intermediate_size"),
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096: .*not built"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "chosen=9: a block has 8 experts"),
+        (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0: give a positive integer"),
+        (QWEN3_30B, {"decoder_sparse_step": 2}, "decoder_sparse_step=2: .*differ from layer to layer"),
+        (QWEN3_30B, {"mlp_only_layers": [0]}, "mlp_only_layers=.*differ from layer to layer"),
+        (QWEN3_30B, {"norm_topk_prob": 1}, "norm_topk_prob=1: give true or false"),
+        (QWEN3_30B, {"num_experts": None}, "num_local_experts=None: the model's config must give it"),
+        (QWEN3_30B, {"shared_expert_intermediate_size": 8}, "config=.*shared_expert_intermediate_size"),
+        (QWEN3_30B, {"model_type": "gemma2"}, "model_type='gemma2': jaxkv builds falcon, llama"),
+    ],
+)
+def test_what_is_refused(published, keys, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(published | keys)

@@ -1,0 +1,106 @@
+"""Estimates of speed, against the performance model's committed tables."""
+
+from pathlib import Path
+
+import pytest
+
+import jaxkv
+from jaxkv.models.config import ModelConfig
+from jaxkv.planning.gpus import gpu_named
+from jaxkv.planning.setting import Setting
+from jaxkv.planning.speed import APPENDS, CHOOSES, EVICTS, MERGES, all_reduce, estimate
+
+MODEL = (Path(__file__).parents[1] / "benchmarks/results/gpu_model.md").read_text()
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 128001,
+}
+CONFIG = ModelConfig.from_hf(LLAMA)
+BLOCK = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
+WEIGHTS = 2 * (32 * BLOCK + 2 * 128256 * 4096 + 4096)
+FILTERS = {"filter_layers": (2, 8, 18)}
+
+
+def table(*names: str) -> list[dict[str, str]]:
+    """Rows of the table whose columns begin so."""
+    lines = MODEL.splitlines()
+    begin = lines.index(next(line for line in lines if line.startswith(f"| {' | '.join(names)} |")))
+    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]  # noqa: E731
+    rows = []
+    for line in lines[begin + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        rows.append(dict(zip(cells(lines[begin]), cells(line), strict=True)))
+    return rows
+
+
+def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
+    options = {} if policy == "FullKV" else {"budget": 1024} | (FILTERS if policy == "OmniKV" else {})
+    given = {"gpu": gpu_named("h200"), "new": 0} | more
+    method = getattr(jaxkv, policy)(**options)
+    return Setting(model="8b", config=CONFIG, policy=method, batch=batch, context=context, **given)
+
+
+STEPS = table("sequences x tokens", "policy", "ideal, ms")
+LARGEST = table("policy", "bytes of a sequence, MB", "largest batch")
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['policy']}, {row['sequences x tokens']}")
+def test_steps_of_the_model(row):
+    batch, tokens = map(int, row["sequences x tokens"].split(" x "))
+    found = estimate(setting_of(row["policy"], batch, tokens), WEIGHTS)
+    assert found.tokens == pytest.approx(float(row["tokens/s"]), rel=0.15)
+    assert found.step == pytest.approx(batch / found.tokens)
+    # Bytes at copy bandwidth are the same arithmetic on both sides, but for what filters read twice.
+    more = 0.2 if row["policy"] == "OmniKV" else 0.01
+    assert found.weights + found.rows == pytest.approx(float(row["ideal, ms"]) / 1000, rel=more)
+
+
+def test_the_largest_batches_of_the_model():
+    told = [row for row in LARGEST if row["tokens/s"] != "-"]
+    assert len(told) >= 4
+    for row in told:
+        batch = int(row["largest batch"])
+        found = estimate(setting_of(row["policy"], batch, 32768), WEIGHTS)
+        assert found.tokens == pytest.approx(float(row["tokens/s"]), rel=0.15), row
+
+
+def test_launches_of_the_model():
+    counted = {"H2O": EVICTS, "D2O": MERGES, "OmniKV": CHOOSES}
+    rows = table("policy", "sequences", "launches a layer")
+    assert len(rows) >= 14
+    for row in rows:
+        mine = counted.get(row["policy"], APPENDS)
+        assert abs(mine.layer - float(row["launches a layer"])) <= 1, row
+        assert mine.of(32) == pytest.approx(int(row["a step"].split()[0]), rel=0.1), row
+
+
+def test_what_is_split_over_gpus():
+    one = estimate(setting_of("SnapKV", 8, 32768), WEIGHTS)
+    four = estimate(setting_of("SnapKV", 8, 32768, gpus=4), WEIGHTS // 4)
+    assert one.sent == 0 and four.sent == pytest.approx(65 * (6.6e-6 + 6 * 0.6e-6 + 2 * 1.5 * 4 * 8 * 4096 / 450e9))
+    assert one.tokens < four.tokens < 4 * one.tokens and four.rows == pytest.approx(one.rows / 4)
+    # Groups that share nothing draw side by side.
+    apart = estimate(setting_of("SnapKV", 8, 32768, gpus=4, data=4), WEIGHTS)
+    assert apart.step == pytest.approx(estimate(setting_of("SnapKV", 2, 32768), WEIGHTS).step)
+    assert all_reduce(setting_of("SnapKV", 1, 64, gpus=8), 1) < all_reduce(
+        setting_of("SnapKV", 1, 64, gpus=8, gpu=gpu_named("l4")), 1
+    )
+
+
+def test_answers_that_grow_and_rows_that_are_fetched():
+    step = lambda policy, new: estimate(setting_of(policy, 8, 4096, new=new), WEIGHTS).step  # noqa: E731
+    assert step("SnapKV", 2048) > step("SnapKV", 0) and step("H2O", 2048) == step("H2O", 0)
+    away = jaxkv.OmniKV(budget=1024, offload=True, **FILTERS)
+    setting = Setting(model="8b", config=CONFIG, policy=away, gpu=gpu_named("h200"), context=4096)
+    assert estimate(setting, WEIGHTS) is None
