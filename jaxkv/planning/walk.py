@@ -20,9 +20,9 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine import choosing, compress
 from jaxkv.engine import prompts as prompting
-from jaxkv.engine.prefill import logits_of
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.plan import ring_rows
+from jaxkv.engine.prefill import logits_of
 from jaxkv.planning.programs import Work
 from jaxkv.policies.protocol import Observed
 
