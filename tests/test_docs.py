@@ -1,0 +1,164 @@
+"""What pages say of jaxkv is so: links lead somewhere, names exist, examples are Python, commands are taken."""
+
+import ast
+import http.server
+import importlib
+import importlib.util
+import re
+import shlex
+import threading
+from pathlib import Path
+
+import pytest
+
+import jaxkv
+import jaxkv.policies
+from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
+from jaxkv.cli import _parser as of_jaxkv
+from jaxkv.cli.policy_options import policy_from
+from jaxkv.policies.registry import POLICIES
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+KNOWN = {**vars(jaxkv.policies), **vars(jaxkv)}
+# Capitals between backticks that are no names of ours.
+OTHERS = {"ValueError", "RuntimeError", "DIR", "SRC", "DST", "LICENSE", "WORD", "FILE"}
+
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+links = loaded("links")
+
+
+def blocks_of(text, *kinds):
+    return [code for kind, code in re.findall(r"^```([a-z ]*)\n(.*?)^```", text, flags=re.S | re.M) if kind in kinds]
+
+
+def test_every_link_leads_somewhere():
+    assert links.main([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("other.md", None),
+        ("other.md#two-words-gguf", None),
+        ("other.md#again-1", None),
+        ("#here", None),
+        ("https://arxiv.org/abs/2404.14469", None),
+        ("missing.md", "no such file"),
+        ("other.md#three", "no such heading"),
+        ("#there", "no such heading"),
+        (".", "a folder"),
+        ("https://nowhere", "no address"),
+        ("htps://arxiv.org", "no address"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_named(tmp_path, monkeypatch, target, fault):
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    monkeypatch.setattr(links, "PAGES", ("*.md",))
+    (tmp_path / "other.md").write_text("# Two *words*: `GGUF`\n\n## Again\n\n## Again\n")
+    page = tmp_path / "page.md"
+    page.write_text(f"# Here\n\n`[code](nowhere.md)` and [a link]({target}).\n")
+    assert [where for _, where in links.links_of(page.read_text())] == [target]
+    found = links.fault_of(target, page)
+    assert found is None if fault is None else fault in found
+    assert links.main([]) == (fault is not None)
+
+
+def test_an_address_that_none_can_be_is_a_fault_as_well():
+    assert "Invalid IPv6" in links.fault_of("https://[::1", DOCS / "index.md")
+
+
+def test_addresses_are_asked_where_there_is_a_network():
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(int(self.path[1:]))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        answers = [links.answer_of(f"http://127.0.0.1:{server.server_port}/{code}") for code in (200, 403, 404)]
+        server.shutdown()
+    assert answers == [None, None, "HTTP 404"]
+
+
+def test_links_of_notebooks_and_pictures_are_followed(tmp_path):
+    cell = (
+        '{"cells": [{"cell_type": "markdown", "source": ["![x](a.svg)"]}, {"cell_type": "code", "source": ["[a](b)"]}]}'
+    )
+    (tmp_path / "n.ipynb").write_text(cell)
+    assert links.links_of(links.text_of(tmp_path / "n.ipynb")) == [(1, "a.svg")]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/policies.md"])
+def test_every_policy_is_in_the_tables(name):
+    rows = re.findall(r"^\| `(\w+)` \|(?: `(\w+)` \|)?.*\|(.*)\|$", TEXTS[name], flags=re.M)
+    papers = {cls: paper for cls, _, paper in rows if cls in KNOWN}
+    assert set(papers) == {cls.__name__ for cls in POLICIES.values()}
+    for policy, cls in POLICIES.items():
+        identifier = re.findall(r"\d{4}\.\d{5}", cls.paper or "")
+        assert all(each in papers[cls.__name__] for each in identifier), policy
+    assert all(not named or POLICIES[named].__name__ == cls for cls, named, _ in rows if cls in KNOWN)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_examples_are_python_and_name_what_exists(name):
+    for code in blocks_of(TEXTS[name], "python", "python run", "python hosts"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jaxkv":
+                assert hasattr(jaxkv, node.attr), (name, node.attr)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxkv"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, each.name) for each in node.names), (name, ast.unparse(node))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_commands_are_taken(name):
+    lines = [line for code in blocks_of(TEXTS[name], "", "sh") for line in code.replace("\\\n", "").splitlines()]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[:3] == ["python", "-m", "jaxkv.checkpoints"]:
+            of_checkpoints().parse_args(words[3:])
+        if words[:1] == ["jaxkv"]:
+            options = of_jaxkv().parse_args(words[1:])
+            if words[1] == "generate":
+                policy_from(options)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_values_between_backticks_can_be_made(name):
+    """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not refused."""
+    for code in re.findall(r"(?<!`)`([A-Z]\w*(?:\([^`]*\))?)`(?!`)", re.sub(r"```.*?```", "", TEXTS[name], flags=re.S)):
+        called, _, given = code.partition("(")
+        if called in OTHERS or called.isupper() and not given:
+            continue
+        assert called in KNOWN, f"{name}: {code} is no name of jaxkv or jaxkv.policies"
+        if given and "..." not in given and "=," not in given and "=)" not in given:
+            eval(code, dict(KNOWN))
+    for code in blocks_of(TEXTS[name], "python"):
+        for line in ast.parse(code).body:
+            called = line.value if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
+            if called and all(each.id in KNOWN for each in ast.walk(called) if isinstance(each, ast.Name)):
+                if isinstance(called.func, ast.Name):
+                    eval(ast.unparse(called), dict(KNOWN))
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
+    figures = [each for row in table.strip().splitlines()[2:] for each in re.findall(r"[\d.]+", row.split("|", 3)[3])]
+    assert len(figures) >= 20 and all(re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures)
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
