@@ -128,7 +128,7 @@ def answer_of(address: str) -> str | None:
         The fault, or None.
     """
     asked = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (links.py of jaxkv)"})
-    for seconds in (2, 10, 0):
+    for seconds in (3, 0):
         try:
             with urllib.request.urlopen(asked, timeout=30):
                 return None

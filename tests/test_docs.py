@@ -13,7 +13,8 @@ import pytest
 
 import jaxkv
 import jaxkv.policies
-from jaxkv.cli import _parser
+from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
+from jaxkv.cli import _parser as of_jaxkv
 from jaxkv.cli.policy_options import policy_from
 from jaxkv.policies.registry import POLICIES
 
@@ -86,7 +87,7 @@ def test_addresses_are_asked_where_there_is_a_network():
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         answers = [links.answer_of(f"http://127.0.0.1:{server.server_port}/{code}") for code in (200, 403, 404)]
         server.shutdown()
     assert answers == [None, None, "HTTP 404"]
@@ -127,8 +128,10 @@ def test_commands_are_taken(name):
     lines = [line for code in blocks_of(TEXTS[name], "", "sh") for line in code.replace("\\\n", "").splitlines()]
     for line in lines:
         words = shlex.split(line, comments=True)
+        if words[:3] == ["python", "-m", "jaxkv.checkpoints"]:
+            of_checkpoints().parse_args(words[3:])
         if words[:1] == ["jaxkv"]:
-            options = _parser().parse_args(words[1:])
+            options = of_jaxkv().parse_args(words[1:])
             if words[1] == "generate":
                 policy_from(options)
 
@@ -140,7 +143,7 @@ def test_values_between_backticks_can_be_made(name):
         called, _, given = code.partition("(")
         if called in OTHERS or called.isupper() and not given:
             continue
-        assert called in KNOWN, (name, code)
+        assert called in KNOWN, f"{name}: {code} is no name of jaxkv or jaxkv.policies"
         if given and "..." not in given and "=," not in given and "=)" not in given:
             eval(code, dict(KNOWN))
     for code in blocks_of(TEXTS[name], "python"):

@@ -7,18 +7,22 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from jaxkv.cli import _parser
+from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
+from jaxkv.cli import _parser as of_jaxkv
 
 
 def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
-    """The subcommands.
+    """The subcommands of both programs.
 
     Returns:
-        Each one's parser, and its line of help, by name.
+        Each one's parser, and its line of help, by what is typed.
     """
-    subparsers = next(action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
-    about = {each.dest: each.help or "" for each in subparsers._choices_actions}
-    return {name: (parser, about[name]) for name, parser in subparsers.choices.items()}
+    found = {}
+    for program in (of_jaxkv(), of_checkpoints()):
+        subparsers = next(action for action in program._actions if isinstance(action, argparse._SubParsersAction))
+        about = {each.dest: each.help or "" for each in subparsers._choices_actions}
+        found |= {f"{program.prog} {name}": (parser, about[name]) for name, parser in subparsers.choices.items()}
+    return found
 
 
 def _help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
@@ -56,8 +60,8 @@ class CommandLine(SphinxDirective):
         """Sphinx' hook."""
         sections: list[nodes.Node] = []
         for name, (parser, about) in commands().items():
-            section = nodes.section(ids=[nodes.make_id(f"jaxkv-{name}")], names=[f"jaxkv {name}"])
-            section += nodes.title("", f"jaxkv {name}")
+            section = nodes.section(ids=[nodes.make_id(name)], names=[name])
+            section += nodes.title("", name)
             section += nodes.paragraph("", f"{about[:1].upper()}{about[1:]}.")
             for group in parser._action_groups:
                 options = _options(group, parser)
