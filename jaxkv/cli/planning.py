@@ -8,8 +8,9 @@ from jaxkv.cli.files import Target
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, whole
 from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
-from jaxkv.cli.streams import to_stdout
+from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture, table
+from jaxkv.planning.compiled import plugin
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.planner import Plan, known_model, planned, setting_of
 from jaxkv.policies import Method
@@ -91,6 +92,9 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan]:
     sizes = {name: getattr(options, name) for name in names}
     # All are checked before the first is compiled.
     asked = [setting_of(known, options.gpus, options.mesh, policy=each, **sizes) for each in policies]
+    if options.compile:
+        plugin()
+        to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
     return [planned(*each, compile=options.compile) for each in asked]
 
 

@@ -133,6 +133,9 @@ def compared(plans: Sequence[Any]) -> str:
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
+    for each in plans:
+        if each.compiled is not None:
+            lines += ["", policy_name(each.setting.policy), *_compiled(each)]
     notes = dict.fromkeys(note for each in plans for note in each.notes)
     lines += ["", "Speeds are estimates: nothing has run on a GPU.", *(f"Note: {note}." for note in notes)]
     return "\n".join(lines)
@@ -181,6 +184,6 @@ def record(plan: Any) -> dict[str, Any]:
         "notes": list(plan.notes),
     }
     if plan.compiled is not None:
-        found["compiled"] = dataclasses.asdict(plan.compiled)
-        found["compiled"] |= {name: getattr(plan.compiled, name).peak for name in ("prefill", "decode")}
+        peaks = {f"{name}_peak_bytes": getattr(plan.compiled, name).peak for name in ("prefill", "decode")}
+        found["compiled"] = peaks | dataclasses.asdict(plan.compiled)
     return found
