@@ -6,9 +6,11 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.rows import Rows, append, attend
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.session import Session
+from jaxkv.exporting import export
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
 from jaxkv.models.config import ModelConfig
+from jaxkv.planning.planner import Plan, plan
 from jaxkv.policies import (
     D2O,
     H2O,
@@ -62,6 +64,7 @@ __all__ = [
     "MinP",
     "ModelConfig",
     "OmniKV",
+    "Plan",
     "Policy",
     "PrefillPlan",
     "PyramidInfer",
@@ -82,9 +85,11 @@ __all__ = [
     "attend",
     "compress",
     "compress_layers",
+    "export",
     "generate",
     "load",
     "load_cache",
+    "plan",
     "prefill",
     "reshard",
     "register",

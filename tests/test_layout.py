@@ -17,6 +17,7 @@ LAYERS = (
     "pallas_kernels",
     "checkpoints",
     "jaxkv._beside",
+    "jaxkv._drawing",
     "jaxkv._errors",
     "jaxkv._settings",
     "jaxkv._values",
@@ -49,6 +50,7 @@ LAYERS = (
     "jaxkv.saved",
     # Before anything is there.
     "jaxkv.planning",
+    "jaxkv.exporting",
     "jaxkv.answering",
     "jaxkv.generation",
     "jaxkv.testing",

@@ -19,7 +19,7 @@ PAGES = {
     "README.md": "index.md",
     "pallas_kernels/README.md": "kernels.md",
     **{f"benchmarks/results/{path.name}": f"results/{path.name}" for path in (HERE / "results").glob("*.md")},
-    **{f"notebooks/{path.stem}.ipynb": f"notebooks/{path.name}" for path in (HERE / "notebooks").glob("*.md")},
+    **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")},
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
@@ -62,6 +62,20 @@ def leading_to_pages(text: str, folder: Path, page: Path) -> str:
     return _LINK.sub(replaced, text)
 
 
+def _pages_of_notebooks(app: Sphinx) -> None:
+    """A new notebook is a page by itself."""
+    folder = HERE / "notebooks"
+    folder.mkdir(exist_ok=True)
+    wanted = {
+        path.stem: f"```{{include}} ../../notebooks/{path.name}\n```\n" for path in ROOT.glob("notebooks/*.ipynb")
+    }
+    for page in folder.glob("*.md"):
+        if page.stem not in wanted:
+            page.unlink()
+    for name, text in wanted.items():
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
+
+
 def _read(app: Sphinx, name: str, text: list[str]) -> None:
     page = Path(app.env.doc2path(name))
     text[0] = leading_to_pages(text[0], page.parent, page)
@@ -76,6 +90,7 @@ def _include(app: Sphinx, path: Path, _: str, text: list[str]) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx' hook."""
+    app.connect("builder-inited", _pages_of_notebooks)
     app.connect("source-read", _read)
     app.connect("include-read", _include)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
+"""The command line: `jaxkv generate`, `jaxkv plan`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
 
 import argparse
 import importlib.metadata
@@ -12,6 +12,7 @@ from jax.errors import JaxRuntimeError
 from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
+from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
 from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
@@ -29,6 +30,9 @@ examples:
 
   no compression, plain text instead of a chat, sampled:
     jaxkv generate --policy full --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.9 --seed 1
+
+  whether a model, a policy and prompts fit on GPUs that are not there:
+    jaxkv plan --model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4 --policy adakv --budget 2048
 
   which models and policies there are:
     jaxkv models
@@ -156,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     filters = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
     filters.set_defaults(run=print_filters)
     add_filter_options(filters)
+    planning = commands.add_parser("plan", help="what fits on GPUs that need not be there", epilog=NOTES, **told)
+    planning.set_defaults(run=print_plan)
+    add_plan_options(planning)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=print_models)
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")
