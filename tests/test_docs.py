@@ -132,7 +132,7 @@ def test_commands_are_taken(name):
             of_checkpoints().parse_args(words[3:])
         if words[:1] == ["jaxkv"]:
             options = of_jaxkv().parse_args(words[1:])
-            if words[1] == "generate":
+            if words[1] in ("generate", "plan") and not getattr(options, "compare", None):
                 policy_from(options)
 
 
