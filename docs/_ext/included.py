@@ -36,7 +36,7 @@ def as_markdown(notebook: str) -> str:
     texts = []
     for cell in json.loads(notebook)["cells"]:
         source = "".join(cell["source"])
-        texts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        texts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
     return "\n\n".join(texts) + "\n"
 
 
