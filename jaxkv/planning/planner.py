@@ -22,7 +22,7 @@ from jaxkv.policies.registry import POLICIES, as_policy
 # Budgets are offered in such steps, and policies in this order where the one that was asked for does not fit.
 _STEP, _LEAST_BUDGET, _USUAL_BUDGET = 64, 128, 2048
 _OTHERS = ("snapkv", "adakv", "h2o")
-_MOST_BATCH = 1 << 16
+_FEW, _MOST_BATCH = 8, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,8 +244,10 @@ def fits(setting: Setting) -> bool:
 
 def largest_batch(setting: Setting) -> int:
     """The most prompts of this length that fit; 0 where none does."""
-    of = lambda batch: dataclasses.replace(setting, batch=batch)  # noqa: E731
-    return _largest(lambda batch: fits(of(batch)), _MOST_BATCH)
+    of = lambda batch: fits(dataclasses.replace(setting, batch=batch))  # noqa: E731
+    # Few prompts go through the MLP in blocks of as many tokens as one of them: 5 can take less than 4.
+    few = next((batch for batch in range(_FEW * setting.data, 0, -1) if of(batch)), 0)
+    return _largest(of, _MOST_BATCH, few) if few == _FEW * setting.data else few
 
 
 def largest_context(setting: Setting) -> int:
@@ -266,9 +268,9 @@ def _before(length: int) -> int:
     return low
 
 
-def _largest(sound: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` for which all is well, if it is for those below; 0 for none."""
-    low, high = 0, 1
+def _largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
+    """The largest number up to `most` for which all is well, if it is for those below; `low` where not beyond it."""
+    high = max(1, 2 * low)
     while high <= most and sound(high):
         low, high = high, 2 * high
     high = min(high, most + 1)

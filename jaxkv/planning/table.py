@@ -1,15 +1,12 @@
-"""Plans as people read them: a text, a table of several, a record."""
+"""Plans as people read them: a text, a table of several, a record. A `Plan` prints itself with these."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxkv._values import brief
 from jaxkv.planning.setting import Setting
 from jaxkv.policies.policy import Method
-
-if TYPE_CHECKING:
-    from jaxkv.planning.planner import Plan
 
 HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "estimated tokens/s")
 
@@ -46,7 +43,7 @@ def _prompts(setting: Setting) -> str:
     return f"{prompts}, {setting.new:,} new tokens each"
 
 
-def verdict(plan: "Plan") -> str:
+def verdict(plan: Any) -> str:
     """Whether it fits, and by how much."""
     memory, peak = plan.setting.gpu.memory, plan.sizes.peak
     if plan.fits:
@@ -55,7 +52,7 @@ def verdict(plan: "Plan") -> str:
     return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each GPU"
 
 
-def described(plan: "Plan") -> str:
+def described(plan: Any) -> str:
     """All of a plan, line by line."""
     setting, sizes, memory = plan.setting, plan.sizes, plan.setting.gpu.memory
     rows = f"{sizes.kept:,.0f} of {setting.context:,} rows a head; uncompressed {gigabytes(sizes.full)}"
@@ -85,7 +82,7 @@ def described(plan: "Plan") -> str:
     return "\n".join(lines)
 
 
-def _largest(plan: "Plan") -> str:
+def _largest(plan: Any) -> str:
     setting = plan.setting
     batch = f"{plan.largest_batch:,}" if plan.largest_batch else "none"
     most = f"{plan.largest_context:,}" if plan.largest_context else "none"
@@ -94,7 +91,7 @@ def _largest(plan: "Plan") -> str:
     return f"Largest batch of such prompts: {batch}. Longest context of {of}: {most}{limit}."
 
 
-def _speed(plan: "Plan") -> list[str]:
+def _speed(plan: Any) -> list[str]:
     found = plan.speed
     if found is None:
         return ["No estimate of speed: rows come from host memory, which is another machine's part."]
@@ -102,7 +99,7 @@ def _speed(plan: "Plan") -> list[str]:
     return [f"Estimated, never measured on a GPU: {step}."]
 
 
-def _compiled(plan: "Plan") -> list[str]:
+def _compiled(plan: Any) -> list[str]:
     """What the compiler says, and how far arithmetic was off."""
     compiled, sizes = plan.compiled, plan.sizes
     assert compiled is not None
@@ -117,7 +114,7 @@ def _compiled(plan: "Plan") -> list[str]:
     return lines
 
 
-def compared(plans: Sequence["Plan"]) -> str:
+def compared(plans: Sequence[Any]) -> str:
     """Several policies for one setting, a row each.
 
     Args:
@@ -141,7 +138,7 @@ def compared(plans: Sequence["Plan"]) -> str:
     return "\n".join(lines)
 
 
-def _row(plan: "Plan") -> tuple[str, ...]:
+def _row(plan: Any) -> tuple[str, ...]:
     return (
         policy_name(plan.setting.policy),
         gigabytes(plan.cache),
@@ -153,7 +150,7 @@ def _row(plan: "Plan") -> tuple[str, ...]:
     )
 
 
-def record(plan: "Plan") -> dict[str, Any]:
+def record(plan: Any) -> dict[str, Any]:
     """A plan as JSON can have it; sizes in bytes."""
     setting, sizes = plan.setting, plan.sizes
     found: dict[str, Any] = {
