@@ -44,7 +44,8 @@ def cache_of(model, batch, tokens):
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    state = committed(reading_state(policy.parts(), np.asarray(cache.seen), cache.length))
+    reads = policy.parts().read.tokens(np.asarray(cache.seen), cache.config.layers)
+    state = committed(reading_state(cache.seen, reads, cache.length))
     return dataclasses.replace(cache, policy=policy, state=state)
 
 

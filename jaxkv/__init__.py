@@ -6,6 +6,7 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.rows import Rows, append, attend
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.session import Session
+from jaxkv.exporting import export
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
 from jaxkv.models.config import ModelConfig
@@ -84,6 +85,7 @@ __all__ = [
     "attend",
     "compress",
     "compress_layers",
+    "export",
     "generate",
     "load",
     "load_cache",

@@ -3,11 +3,13 @@
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._errors import require
@@ -229,3 +231,57 @@ def shortened(text: str, most: int = 60) -> str:
         The text, or its beginning and three dots.
     """
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a part of a trace, of which no number is known."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def namespace(*of: Any) -> Any:
+    """What computes with these: `jax.numpy` if one of them is JAX's, else `numpy`."""
+    return jnp if any(isinstance(each, jax.Array) for each in of) else np
+
+
+def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
+    """The least numbers at which something is no longer so, by bisection to the last bit of 64.
+
+    Args:
+        low: where it is so.
+        high: where it is not.
+        below: whether it is so.
+
+    Returns:
+        The numbers, arrays as those given are.
+    """
+    xp = namespace(low, high)
+
+    def halve(_: Any, ends: tuple[Any, Any]) -> tuple[Any, Any]:
+        middle = (ends[0] + ends[1]) / 2
+        under = below(middle)
+        return xp.where(under, middle, ends[0]), xp.where(under, ends[1], middle)
+
+    if is_traced(low) or is_traced(high):
+        return jax.lax.fori_loop(0, 200, halve, (low, high))[1]
+    ends = (low, high)
+    for at in range(200):
+        ends = halve(at, ends)
+    return ends[1]
+
+
+def share_of(rows: Any, share: float) -> Any:
+    """A share of so many rows in whole ones, the next smaller number: of the decimal that was written.
+
+    Args:
+        rows: whole numbers of 32 bits, any array.
+        share: in [0, 1].
+
+    Returns:
+        As many rows.
+    """
+    whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
+    # Digit by digit from the last: floors of floors are exact, and no number leaves 32 bits.
+    part = rows * 0
+    for digit in reversed(digits):
+        part = (rows * int(digit) + part) // 10
+    return rows * int(whole) + part

@@ -163,7 +163,7 @@ def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Arr
     Returns:
         The array.
     """
-    if axes is None:
+    if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
     return put(array, where(letters, array.shape, axes))
@@ -172,6 +172,11 @@ def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Arr
 def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
     """Where an array of these letters is to lie: the `device` of `jnp.zeros`, None for the default one."""
     return None if axes is None else _there(axes.mesh, letters, tuple(shape))
+
+
+def inside() -> bool:
+    """Whether what is being traced is the code of one device of a mesh."""
+    return set(NAMES) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,6 +256,8 @@ class Door:
     ):
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
+        # Within another program its options are that one's.
+        self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
         self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler)
         run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
         # Profiles call it as they do without a mesh.
@@ -262,10 +269,19 @@ class Door:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Runs the program."""
         axes = self._axes(options)
-        if axes is None:
-            return self._plain(*args, **options)
+        if axes is None or inside():
+            nested = self._nested and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+            return (self._nested if nested else self._plain)(*args, **options)
         given, rest, static = self._bound(axes, args, options)
         return self._split(given, rest, **static)
+
+    def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+        """A function of what the program may write and of the other arrays, by name; and both. Shapes will do."""
+        axes = self._axes(options)
+        given, rest, static = self._bound(axes, args, options)
+        if axes is not None:
+            return functools.partial(self._run, **static), given, rest
+        return lambda given, rest: self._fn(**given, **rest, **dict(static["statics"])), given, rest
 
     def trace(self, *args: Any, **options: Any) -> Any:
         """The program, traced for these arguments; shapes will do, of devices too that are not there."""
@@ -288,19 +304,19 @@ class Door:
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
-    def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints = hints_of(self._fn)
         arrays = {
-            name: _as_said(value, hints.get(name), axes)
+            name: value if axes is None else _as_said(value, hints.get(name), axes)
             for name, value in bound.arguments.items()
             if name not in self._static
         }
         given = {name: value for name, value in arrays.items() if name in self._given}
         rest = {name: value for name, value in arrays.items() if name not in self._given}
-        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
         statics = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
+        ins = () if axes is None else tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
         return given, rest, {"axes": axes, "ins": ins, "statics": statics}
 
     def _run(

@@ -297,7 +297,7 @@ def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, 
         numbers = (each.astype(np.int64) for each in (budget, length, forced))
         budget, length, forced = numbers
         rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=claims)
-        return np.stack([rows, parts.recents(rows, length, forced, claims)]).astype(np.int32)
+        return np.stack([rows, parts.recents(rows, length, forced, claims, budget)]).astype(np.int32)
 
     given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
     if known(*given):

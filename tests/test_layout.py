@@ -50,6 +50,7 @@ LAYERS = (
     "jaxkv.saved",
     # Before anything is there.
     "jaxkv.planning",
+    "jaxkv.exporting",
     "jaxkv.answering",
     "jaxkv.generation",
     "jaxkv.testing",

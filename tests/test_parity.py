@@ -13,7 +13,7 @@ import running
 
 import jaxkv
 from jaxkv import AdaKV, PyramidKV, SnapKV, StreamingLLM
-from jaxkv.engine import prefill as prefilling
+from jaxkv.engine import prompts
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 pytestmark = pytest.mark.real
@@ -64,7 +64,7 @@ class Run:
 
 @functools.cache
 def run(case):
-    model, scores, original = running.smollm2(), [], prefilling.observe
+    model, scores, original = running.smollm2(), [], prompts.observe
 
     def recording(*args, **options):
         result = original(*args, **options)
@@ -72,7 +72,7 @@ def run(case):
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefilling, "observe", recording)
+        patch.setattr(prompts, "observe", recording)
         cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case))
     kept = running.kept(cache, len(IDS))[:, 0]
     step1, tokens = running.greedy_after_one(model, cache, 32)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, program, where
+from jaxkv.axes import Axes, inside, program, where
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, segment_of_row
 
@@ -153,6 +153,7 @@ def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: boo
     Returns:
         The pool.
     """
+    axes = None if inside() else axes
     cells = (batch, rows if axes is None else rows * axes.size("K"))
     wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
     return Pool(

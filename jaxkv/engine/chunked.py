@@ -133,7 +133,8 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
     start = jnp.concatenate([placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows])
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
-    nothing = jnp.zeros_like(start)
+    nothing, read = jnp.zeros_like(start), policy.parts().read
+    assert read is not None
     cache = KVCache(
         axes=axes,
         pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, axes=axes) for each in rows),
@@ -141,7 +142,7 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=reading_state(policy.parts(), lengths, nothing, rings),
+        state=reading_state(lengths, read.tokens(np.asarray(lengths), config.layers), nothing, rings),
         layout=needed.layout,
         policy=policy,
         config=config,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv.axes import Axes, everywhere, first, gathered, where
+from jaxkv.axes import Axes, everywhere, first, gathered, inside, where
 from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
 from jaxkv.cache.pools import Pool, append
@@ -71,9 +71,9 @@ def begin(cache: KVCache, *, program: Program, size: int) -> Running:
     Returns:
         What `decode` takes.
     """
-    config, batch = program.config, cache.seen.shape[0]
-    shape = (batch, config.kv_heads, size, config.head_dim)
-    zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, program.axes))  # noqa: E731
+    config, batch, axes = program.config, cache.seen.shape[0], None if inside() else program.axes
+    shape = (batch, cache.start.shape[2], size, config.head_dim)
+    zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))  # noqa: E731
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
     return Running(cache=cache, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
 

@@ -19,28 +19,26 @@ from jaxkv.policies.reading import WHOLE, Reading
 
 
 def reading_state(
-    parts: Parts,
-    lengths: Int[np.ndarray, " B"],
+    prompt: Int[np.ndarray, " B"] | Int[Array, " B"],
+    reads: Int[np.ndarray, " B"] | Int[Array, " B"],
     choosable: Int[Array, "L B K"],
     rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
     """What a policy remembers that drops nothing and reads little.
 
     Args:
-        parts: of the policy; they say how many tokens are read.
-        lengths: tokens of each prompt.
+        prompt: tokens of each prompt.
+        reads: how many of them are read.
         choosable: rows of each prompt's segments that lie on the device.
         rings: the filters' last queries.
 
     Returns:
         The state behind the prompts.
     """
-    assert parts.read is not None
-    layers = choosable.shape[0]
     return State(
-        prompt=jnp.asarray(lengths, jnp.int32),
-        budget=jnp.asarray(parts.read.tokens(np.asarray(lengths), layers), jnp.int32),
-        recent=jnp.zeros((layers, len(lengths)), jnp.int32),
+        prompt=jnp.asarray(prompt, jnp.int32),
+        budget=jnp.asarray(reads, jnp.int32),
+        recent=jnp.zeros(choosable.shape[:2], jnp.int32),
         choosable=jnp.copy(choosable),
         rings=rings,
     )
@@ -140,25 +138,60 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
         What is static about it.
     """
     parts = cache.policy.parts()
-    ongoing = parts.ongoing
-    most, reading = None, None
-    if cache.state is not None:
-        slots = bucket(int(host(cache.state.prompt).max()))
-        reading = parts.reading(cache.config.layers, slots)
-    if ongoing is not None and cache.layout.one_pool and cache.state is not None:
-        most = widest(parts, slots, cache.config.layers)
+    known = parts.ongoing is not None and cache.layout.one_pool and cache.state is not None
+    return program_of(
+        flat,
+        parts,
+        cache.pools[0].k.dtype,
+        slots=0 if cache.state is None else bucket(int(host(cache.state.prompt).max())),
+        holds=int(host(cache.length).max()) if known else 0,
+        banked=cache.bank is not None,
+        platform=jax.default_backend() if flat.axes is None else flat.axes.platform,
+        implementation=implementation,
+    )
+
+
+def program_of(
+    flat: Flat,
+    parts: Parts,
+    dtype: jnp.dtype,
+    *,
+    slots: int,
+    holds: int = 0,
+    banked: bool = False,
+    platform: str,
+    implementation: Implementation = Implementation.XLA,
+) -> Program:
+    """The program that decodes on top of caches of a policy.
+
+    Args:
+        flat: the decoder's parameters.
+        parts: of the policy.
+        dtype: of pools.
+        slots: the prompts' bucket, for policies that remember prompts.
+        holds: rows of the fullest segment where layers share a pool, if they are more than the policy keeps.
+        banked: rows wait in host memory.
+        platform: where it will run.
+        implementation: what computes attention over the cache's segments.
+
+    Returns:
+        What is static about it.
+    """
+    ongoing, most = parts.ongoing, None
+    reading = parts.reading(flat.config.layers, slots)
+    if ongoing is not None and parts.layout.one_pool:
+        most = widest(parts, slots, flat.config.layers)
         # Several tokens at once are only added: until rows have gone for them, segments are wider than that.
-        most = None if most is not None and int(host(cache.length).max()) >= most else most
+        most = None if most is not None and holds >= most else most
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
-    settled = cache.bank is None and (reading is None or not reading.include_generated)
+    settled = not banked and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
-    platform = jax.default_backend() if flat.axes is None else flat.axes.platform
     # Kernels append to the pool while they attend, interpreted ones too.
-    beside = platform == "cpu" and cache.pools[0].k.dtype.itemsize == 2 and implementation not in KERNELS
+    beside = platform == "cpu" and dtype.itemsize == 2 and implementation not in KERNELS
     return Program(
         graphs=flat.graphs,
-        config=cache.config,
-        layout=cache.layout,
+        config=flat.config,
+        layout=parts.layout,
         rolling=parts.rolling,
         tail=beside and appends,
         ongoing=ongoing,

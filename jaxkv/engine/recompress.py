@@ -1,16 +1,18 @@
 """A cache compressed once more: its policy chooses anew among the rows of prompt and answer, in order of position."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._values import Value
-from jaxkv.axes import Axes, host, place, program, settle_down
+from jaxkv._values import Value, is_traced, namespace
+from jaxkv.axes import Axes, gathered, host, most_of_devices, place, program, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
@@ -65,14 +67,15 @@ class _Layer:
     key: PRNGKeyArray
 
 
-def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
+def due(cache: KVCache) -> Any:
     """Which sequences must be compressed again.
 
     Args:
         cache: any cache.
 
     Returns:
-        Sequences with `every` rows, or more, beyond their budget; where rows go one by one, any beyond it.
+        `bool[B]`, where the cache's numbers are: sequences with `every` rows, or more, beyond their budget; where rows
+        go one by one, any beyond it.
     """
     parts = cache.policy.parts()
     if parts.ongoing is None:
@@ -80,26 +83,45 @@ def due(cache: KVCache) -> Bool[np.ndarray, " B"]:
     return beyond(cache) >= (parts.every or 1)
 
 
-def beyond(cache: KVCache) -> Int[np.ndarray, " B"]:
-    """Rows that each sequence's fullest segment holds beyond its limit; negative while there is room to grow."""
+def beyond(cache: KVCache) -> Any:
+    """Rows `[B]` that each sequence's fullest segment holds beyond its limit; negative while there is room to grow."""
+    if is_traced(cache.length):
+        return most_of_devices((cache.length - cache.limit).max(axis=(0, 2)), "K", cache.axes)
     return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """Sizes of what a program takes and gives whose numbers are not known when it is made.
+
+    Attributes:
+        rows: of each pool; on a mesh, of each of its stretches.
+        slots: rows that a segment holds at most.
+    """
+
+    rows: tuple[int, ...]
+    slots: int
 
 
 class _Held(Source):
     """The layers of a cache: the source of what `compress` chooses from."""
 
-    def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"]):
+    def __init__(
+        self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None = None
+    ):
         """Looks at budgets and sizes."""
         parts = cache.policy.parts()
         assert parts.scorer is not None and parts.ongoing is not None
         self.flat, self.cache, self.key, self.room = flat, cache, key, room
         self.indices, self.wants, self.axes = range(len(room)), _rows(parts, cache), flat.axes
         assert cache.state is not None
-        forced = parts.keep.counts(host(cache.seen), host(cache.state.prompt))
+        self.fixed, xp = fixed, namespace(self.wants)
+        forced = parts.keep.counts(_there(cache.seen), _there(cache.state.prompt))
         # What those that stay anyway leave of each layer's rows.
-        left = np.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
+        left = xp.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
         # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
-        self.recents = np.minimum(host(cache.state.recent), left)
+        self.recents = xp.minimum(_there(cache.state.recent), left)
+        slots = min(bucket(int(host(cache.seen).max())), _widest(cache)) if fixed is None else fixed.slots
         self.static = _Static(
             graphs=flat.graphs,
             ongoing=parts.ongoing,
@@ -107,7 +129,7 @@ class _Held(Source):
             heads=parts.heads,
             layout=cache.layout,
             # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
-            slots=min(bucket(int(host(cache.seen).max())), _widest(cache)),
+            slots=slots,
         )
 
     def candidates(self, index: int) -> Candidates:
@@ -122,6 +144,8 @@ class _Held(Source):
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """What is wanted, or where sequences hold more that are not due a size that repeats: waits for what is kept."""
+        if self.fixed is not None:
+            return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         of = slice(group[0], group[-1] + 1)
         stretches, capacity = self.cache.stretches, capacity_of(self.static.heads)
         heads = kept.shape[2] // stretches
@@ -155,7 +179,14 @@ class _Held(Source):
         )
 
 
-def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int[np.ndarray, " L"] = 0) -> KVCache:
+def recompress(
+    flat: Flat,
+    cache: KVCache,
+    *,
+    key: PRNGKeyArray,
+    room: int | Int[np.ndarray, " L"] = 0,
+    fixed: Fixed | None = None,
+) -> KVCache:
     """Compresses the sequences that are due; the others stay as they are, moved into the new buffers.
 
     Args:
@@ -163,18 +194,19 @@ def recompress(flat: Flat, cache: KVCache, *, key: PRNGKeyArray, room: int | Int
         cache: a cache of a policy that goes on after the prompt; unchanged.
         key: for policies that draw.
         room: rows to leave behind every segment of the result.
+        fixed: sizes, for a cache whose numbers are traced.
 
     Returns:
         The new cache, each of whose pools is as small as its fullest sequence allows.
     """
     parts, state = cache.policy.parts(), cache.state
     assert state is not None
-    held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)))
+    held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed)
     now = place(due(cache), "B", flat.axes)
     made = compress(held, parts, key=key, room=held.room, due=now)
     target = made.length
     if parts.heads.uniform:
-        target = place(np.broadcast_to(held.wants[..., None], target.shape), "L B K", flat.axes, jnp.int32)
+        target = place(_spread(held.wants, target), "L B K", flat.axes, jnp.int32)
     made_anew = dataclasses.replace(
         cache,
         pools=made.pools,
@@ -193,17 +225,29 @@ def _widest(cache: KVCache) -> int:
     return cache.layout.widest(most, cache.start.shape[2] // cache.stretches)
 
 
-def _rows(parts: Parts, cache: KVCache) -> Int[np.ndarray, "L B"]:
+def _spread(wants: Any, like: Array) -> Any:
+    return namespace(wants).broadcast_to(wants[..., None], like.shape)
+
+
+def _there(table: Array) -> Any:
+    """Numbers on the host, in 64 bits; or as they are traced."""
+    return table if is_traced(table) else host(table).astype(np.int64)
+
+
+def _rows(parts: Parts, cache: KVCache) -> Any:
     """What each layer is to hold: limits, or for schedules over layers what they say of the text so far."""
-    limit = host(cache.limit).astype(np.int64)
+    limit, traced = _there(cache.limit), is_traced(cache.limit)
     if parts.evicts or parts.layers.from_scores or cache.state is None:
         # Heads of different budgets share their layer's rows.
-        return limit.sum(axis=2) // limit.shape[2]
-    on_host = lambda table: host(table).astype(np.int64)  # noqa: E731
-    seen, budget = on_host(cache.seen), on_host(cache.state.budget)
-    forced = parts.keep.counts(seen, on_host(cache.state.prompt))
-    now = np.maximum(np.minimum(budget, seen), forced)
-    return parts.layers.rows(now, seen, forced, layers=len(limit), window=parts.keep.window, weights=None)
+        of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
+        return of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
+    seen, budget, xp = _there(cache.seen), _there(cache.state.budget), namespace(limit)
+    forced = parts.keep.counts(seen, _there(cache.state.prompt))
+    now = xp.maximum(xp.minimum(budget, seen), forced)
+    with jax.enable_x64(True) if traced else contextlib.nullcontext():
+        of = (now, seen, forced)
+        rows = parts.layers.rows(*of, layers=len(limit), window=parts.keep.window, weights=None)
+        return rows.astype(limit.dtype)
 
 
 def _taken(layer: _Layer, static: _Static) -> Unpacked:

@@ -216,6 +216,12 @@ class Flat:
         """A copy of a model, or what is pickled of it, leaves this behind: it takes its own arrays apart."""
         return type(None), ()
 
+    def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":
+        """The same decoder around other leaves, traced ones say."""
+        other = object.__new__(Flat)
+        vars(other).update(vars(self), ends=ends, blocks=blocks)
+        return other
+
     def is_of(self, decoder: Decoder) -> bool:
         """Whether these are still the decoder's arrays: whoever trains it replaces them."""
         now = tuple(parameters(decoder))

@@ -123,8 +123,9 @@ def cache_after(work: Work) -> KVCache:
         tau: Any = np.ones((*table.shape, count), np.float32) if count else None
         recent: Any = np.ones((layers, batch), np.int32)
         state = State(prompt=seen, budget=seen, recent=recent, tau=tau, rings=rings(ongoing.queries, layers))
-    elif reading is not None:
-        state = reading_state(parts, seen, jnp.asarray(table), rings(reading.ring, len(reading.filters)))
+    elif reading is not None and parts.read is not None:
+        reads, kept = parts.read.tokens(seen, layers), rings(reading.ring, len(reading.filters))
+        state = reading_state(seen, reads, jnp.asarray(table), kept)
     return KVCache(
         pools=tuple(pool(mine) for mine in needed.pool_rows(heads, work.stretches)),
         start=table,

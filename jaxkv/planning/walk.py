@@ -19,9 +19,10 @@ from jaxkv.cache import packing
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine import choosing, compress
-from jaxkv.engine import prefill as prefilling
+from jaxkv.engine import prompts as prompting
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.plan import ring_rows
+from jaxkv.engine.prefill import logits_of
 from jaxkv.planning.programs import Work
 from jaxkv.policies.protocol import Observed
 
@@ -113,11 +114,11 @@ class _Walk:
         prompts = jax.eval_shape(lambda forced, length: of_prompt(None, forced, length), self.forced, self.length)
         self.prompts: Candidates = device.keep("prompts", device.settled(prompts))
         self.inside = device.keep("whole", device.array("B _ S", (batch, heads, slots), jnp.bool_))
-        table = jax.eval_shape(lambda: prefilling._angles(slots=slots, config=flat.config))
+        table = jax.eval_shape(lambda: prompting._angles(slots=slots, config=flat.config))
         self.table = device.keep("table", device.settled(table))
         device.keep("rings", self._rings())
         tokens = device.array("B S", (batch, slots), jnp.int32)
-        x = device.call("embed", prefilling._embed, flat.ends, tokens, graphs=flat.graphs)
+        x = device.call("embed", prompting.embed, flat.ends, tokens, graphs=flat.graphs)
         self.x = device.keep("x", device.array("B S E", x.shape, x.dtype))
 
     def _pool(self, mine: int) -> Pool:
@@ -129,7 +130,7 @@ class _Walk:
         return Pool(k=row(), v=row(), pos=cells(jnp.int32), score=score)
 
     def _rings(self) -> list[Any]:
-        config, queries = self.flat.config, prefilling._remembering(self.parts.ongoing, self.reading, self.layers)
+        config, queries = self.flat.config, prompting._remembering(self.parts.ongoing, self.reading, self.layers)
         shape = lambda n: (self.work.batch, config.kv_heads, config.group, ring_rows(n), config.head_dim)  # noqa: E731
         return [self.device.array("B K G R D", shape(n), jnp.float32) for n in queries if n]
 
@@ -139,7 +140,7 @@ class _Walk:
         # Of a pool for all layers there is nothing until they have all been looked at; their rows wait for it.
         device.keep("pools", [] if one_pool else self.pools[:index])
         last = index == self.layers - 1
-        run = prefilling._top_layer if last else prefilling._layer
+        run = prompting._top_layer if last else prompting._layer
         options = {"graphs": flat.graphs, "needs": parts.needs, "last": last}
         given = (flat.blocks[index], self.x, self.length, self.table)
         name = "top layer" if last else "layer"
@@ -223,7 +224,7 @@ class _Walk:
     def logits(self) -> None:
         """The logits of each prompt's last token."""
         self.device.keep("pools", self.pools)
-        self.device.call("logits", prefilling._logits, self.flat.ends, self.x, graphs=self.flat.graphs)
+        self.device.call("logits", logits_of, self.flat.ends, self.x, graphs=self.flat.graphs)
 
 
 def prefill_calls(work: Work) -> Iterator[Call]:

@@ -1,16 +1,19 @@
-"""How a budget spreads over layers: exact integer schedules, computed on the host."""
+"""How a budget spreads over layers: exact integer schedules, computed on the host, or within a program."""
 
 import dataclasses
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv._values import Value, real
+from jaxkv._values import Value, halved, is_traced, namespace, real
 
-Counts = Int[np.ndarray, " N"]
+# Numbers of N prompts, and of their L layers: numpy's on the host; or JAX's and traced, with 64 bits switched on.
+Counts = Any
+Table = Any
+Reals = Any
 
 
 @runtime_checkable
@@ -64,9 +67,7 @@ class LayerBudgets(Protocol):
             What `rows` turns into numbers.
         """
 
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head of each layer.
 
         Args:
@@ -87,14 +88,14 @@ class LayerBudgets(Protocol):
     def widest(self, budget: Counts, length: Counts) -> Counts:
         """The most rows per kv head that any one layer can get, whatever the claims."""
 
-    def recents(self, budget: Counts, length: Counts, weights: np.ndarray) -> Int[np.ndarray, "L N"] | None:
+    def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
         """Most recent rows of each layer, where they follow from the layers' claims; None where they do not."""
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Layers that go on growing where others drop a row for every new one."""
 
 
-def round_to_sum(values: Float[np.ndarray, "L N"], total: Counts, most: Counts) -> Int[np.ndarray, "L N"]:
+def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
     """Clamps real targets to [0, most] by a common shift that keeps the sum, and rounds by largest remainder.
 
     Args:
@@ -105,18 +106,17 @@ def round_to_sum(values: Float[np.ndarray, "L N"], total: Counts, most: Counts) 
     Returns:
         Integers with exactly this sum; ties of remainders go to the lowest layer.
     """
-    total, most = np.asarray(total, np.int64), np.asarray(most, np.int64)
-    values = np.asarray(values, np.float64)
-    # The sum of clipped values grows with the shift: bisect for it. 200 halvings reach the last bit.
-    low, high = -values.max(axis=0) - 1.0, most - values.min(axis=0) + 1.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        under = np.clip(values + middle, 0, most).sum(axis=0) < total
-        low, high = np.where(under, middle, low), np.where(under, high, middle)
-    return round_remainders(np.clip(values + high, 0, most), total, most)
+    xp = namespace(values, total, most)
+    total, most = xp.asarray(total, xp.int64), xp.asarray(most, xp.int64)
+    values, sums, ends = (xp.asarray(each, xp.float64) for each in (values, total, most))
+    # The sum of clipped values grows with the shift.
+    shifted = lambda shift: xp.clip(values + shift, 0.0, ends)  # noqa: E731
+    low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
+    high = halved(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
+    return round_remainders(shifted(high), total, most)
 
 
-def round_remainders(real: Float[np.ndarray, "L N"], total: Counts, most: Counts) -> Int[np.ndarray, "L N"]:
+def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
     """Rounds to integers of a given sum by largest remainder.
 
     Args:
@@ -127,13 +127,26 @@ def round_remainders(real: Float[np.ndarray, "L N"], total: Counts, most: Counts
     Returns:
         The integers; ties of remainders go to the lowest layer.
     """
-    floor = np.floor(real + 1e-9).astype(np.int64)
-    fraction = np.round(real - floor, 9)
+    xp = namespace(real, total, most)
+    floor = xp.floor(real + 1e-9)
+    fraction = xp.round(real - floor, 9)
+    floor = floor.astype(xp.int64)
     missing = total - floor.sum(axis=0)
-    fraction = np.where(floor >= most, -1.0, fraction)
-    order = np.argsort(-fraction, axis=0, kind="stable")
-    rank = np.argsort(order, axis=0, kind="stable")
-    return floor + (rank < missing)
+    fraction = xp.where(floor >= most, -1.0, fraction)
+    order = xp.argsort(-fraction, axis=0, stable=True)
+    rank = xp.argsort(order, axis=0, stable=True)
+    return floor + (rank < missing).astype(xp.int64)
+
+
+def finite(weights: np.ndarray | Array | None) -> Reals:
+    """Every layer's claim in float64, refused where it is known not to be finite."""
+    if weights is None:
+        raise TypeError("these layer budgets need every layer's weight")
+    xp = namespace(weights)
+    values = xp.asarray(weights, xp.float64)
+    sound = is_traced(values) or bool(np.isfinite(values).all())
+    require(sound, "weights", "not finite", "the model's attention is not finite: check it")
+    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +164,7 @@ class Exact(Value):
         """See `LayerBudgets.widest`."""
         return np.asarray(length, np.int64)
 
-    def recents(self, budget: Counts, length: Counts, weights: np.ndarray) -> Int[np.ndarray, "L N"] | None:
+    def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
         """They are a share of each layer's rows; see `LayerBudgets.recents`."""
         return None
 
@@ -183,11 +196,10 @@ class _HostLayers(Exact):
 class UniformLayers(_HostLayers):
     """Every layer keeps as many."""
 
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """The budget, in every layer; see `LayerBudgets.rows`."""
-        return np.broadcast_to(np.asarray(budget, np.int64), (layers, len(budget)))
+        xp = namespace(budget)
+        return xp.broadcast_to(xp.asarray(budget, xp.int64), (layers, *np.shape(budget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,26 +211,26 @@ class _Decreasing(_HostLayers):
     def __post_init__(self) -> None:
         real(self, "beta", "give at least 1 (uniform); the paper uses 14 to 20", low=1, high=1e30)
 
-    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+    def shape(self, base: Any, depth: Any) -> Reals:
         """Targets at depth 0 (bottom layer) to 1 (top layer), of any positive sum."""
         raise TypeError(f"{type(self).__name__} has no schedule")
 
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """The schedule over the rows that are not forced; see `LayerBudgets.rows`."""
-        base = np.asarray(budget, np.int64) - forced
-        depth = np.arange(layers)[:, None] / max(layers - 1, 1)
-        shape = self.shape(base.astype(np.float64), depth)
-        total = np.maximum(shape.sum(axis=0), 1e-300)
-        return forced + round_to_sum(shape * (layers * base / total), layers * base, length - forced)
+        xp = namespace(budget)
+        base = xp.asarray(budget, xp.int64) - forced
+        depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
+        shape = self.shape(base.astype(xp.float64), depth)
+        total = xp.maximum(shape.sum(axis=0), 1e-300)
+        wanted = shape * ((layers * base).astype(xp.float64) / total)
+        return forced + round_to_sum(wanted, layers * base, length - forced)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearLayers(_Decreasing):
     """PyramidKV's arithmetic sequence (arXiv:2406.02069, eq. 1), its sum kept exactly."""
 
-    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+    def shape(self, base: Any, depth: Any) -> Reals:
         """A straight line."""
         top = base / self.beta
         bottom = 2 * base - top
@@ -229,7 +241,7 @@ class LinearLayers(_Decreasing):
 class GeometricLayers(_Decreasing):
     """A geometric sequence with the linear one's ratio between its ends (Table 5 of PyramidKV)."""
 
-    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+    def shape(self, base: Any, depth: Any) -> Reals:
         """A constant ratio from layer to layer."""
         return base * (1 / (2 * self.beta - 1)) ** depth
 
@@ -248,10 +260,10 @@ class ExponentialLayers(_Decreasing):
         super().__post_init__()
         real(self, "rate", "give a positive rate of decay", low=0, high=1e30, above=True)
 
-    def shape(self, base: Float[np.ndarray, " N"], depth: Float[np.ndarray, "L 1"]) -> Float[np.ndarray, "L N"]:
+    def shape(self, base: Any, depth: Any) -> Reals:
         """Fast at the bottom, flat at the top."""
         top = base / self.beta
-        return top + (2 * base - 2 * top) * np.exp(-self.rate * depth)
+        return top + (2 * base - 2 * top) * namespace(depth).exp(-self.rate * depth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,20 +276,14 @@ class _FromScores(Exact):
         """The mean over heads."""
         return heads.mean(axis=-1)
 
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """In proportion to the weights, over the rows that are not forced; see `LayerBudgets.rows`."""
-        if weights is None:
-            raise TypeError(f"{type(self).__name__} needs every layer's weight")
-        weights = np.asarray(weights, np.float64)
-        require(
-            bool(np.isfinite(weights).all()), "weights", "not finite", "the model's attention is not finite: check it"
-        )
-        base = np.asarray(budget, np.int64) - forced
+        xp, weights = namespace(weights), finite(weights)
+        base = xp.asarray(budget, xp.int64) - forced
         total = weights.sum(axis=0)
-        share = np.where(total > 0, weights / np.where(total > 0, total, 1.0), 1 / layers)
-        return forced + round_to_sum(share * (layers * base), layers * base, length - forced)
+        share = xp.where(total > 0, weights / xp.where(total > 0, total, 1.0), 1 / layers)
+        wanted = share * (layers * base).astype(xp.float64)
+        return forced + round_to_sum(wanted, layers * base, length - forced)
 
 
 def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, "B K S"]:
@@ -336,9 +342,7 @@ class _Published(_HostLayers):
     def __post_init__(self) -> None:
         real(self, "beta", "give at least 1 (uniform); the paper uses 14 to 20", low=1, high=1e30)
 
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """The published arithmetic, prompt by prompt; rows that stay anyway always fit. See `LayerBudgets.rows`."""
         columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
         return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))

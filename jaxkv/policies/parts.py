@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, plain, real
+from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, namespace, plain, real, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
-from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.budgets import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.protocol import Needs, Scorer, check_scorer
 from jaxkv.policies.reading import Reading, Reads
@@ -98,25 +98,29 @@ class Keep(Value):
         position = jnp.arange(slots, dtype=jnp.int32) if traced else np.arange(slots)
         return _inside(position, self._spans(length, length)) & (position < length)
 
-    def counts(self, lengths: Int[np.ndarray, " N"], prompts: Int[np.ndarray, " N"] | None = None) -> Any:
+    def counts(self, lengths: Any, prompts: Any = None) -> Any:
         """How many rows stay of texts of these lengths, without a mask of them.
 
         Args:
-            lengths: tokens of each text.
+            lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
             prompts: those of its prompt, where more has come since: spans are the prompt's.
 
         Returns:
-            `i64[N]`.
+            `[N]` rows, where the lengths are.
         """
-        lengths = np.asarray(lengths, np.int64)
-        spans = self._spans(lengths if prompts is None else np.asarray(prompts, np.int64), lengths)
-        first = np.stack([np.maximum(first, np.zeros_like(lengths)) for first, _ in spans])
-        last = np.stack([np.minimum(last, lengths) for _, last in spans])
-        order = np.argsort(first, axis=0, kind="stable")
-        first, last = (np.take_along_axis(edge, order, axis=0) for edge in (first, last))
+        xp = namespace(lengths)
+        lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
+        spans = self._spans(lengths if prompts is None else xp.asarray(prompts, lengths.dtype), lengths)
+        first = xp.stack([xp.maximum(first, xp.zeros_like(lengths)) for first, _ in spans])
+        last = xp.stack([xp.minimum(last, lengths) for _, last in spans])
+        order = xp.argsort(first, axis=0, stable=True)
+        first, last = (xp.take_along_axis(edge, order, axis=0) for edge in (first, last))
         # Spans may overlap: each counts from where those before it have ended.
-        ended = np.maximum.accumulate(last, axis=0)
-        return last[0] + np.maximum(last[1:] - np.maximum(first[1:], ended[:-1]), 0).sum(axis=0)
+        ended, count = last[0], last[0]
+        for begin, end in zip(first[1:], last[1:], strict=True):
+            count = count + xp.maximum(end - xp.maximum(begin, ended), 0)
+            ended = xp.maximum(ended, end)
+        return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
@@ -355,32 +359,31 @@ class Parts(Value):
 
     def recents(
         self,
-        rows: Int[np.ndarray, "L B"],
-        length: Int[np.ndarray, " B"],
-        forced: Int[np.ndarray, " B"],
-        weights: Float[np.ndarray, "L B"] | None = None,
-    ) -> Int[np.ndarray, "L B"]:
+        rows: Table,
+        length: Counts,
+        forced: Counts,
+        weights: Any = None,
+        budget: Counts | None = None,
+    ) -> Table:
         """Most recent rows that stay in each layer.
 
         Args:
-            rows: rows per kv head of each layer.
-            length: tokens of each prompt.
-            forced: rows that stay anyway.
-            weights: the layers' claims, where budgets follow from them.
+            rows: `[L, B]` rows per kv head of each layer; they and the others on the host, or traced.
+            length: `[B]` tokens of each prompt.
+            forced: `[B]` rows that stay anyway.
+            weights: `[L, B]` the layers' claims, where budgets follow from them.
+            budget: `[B]` rows per kv head, averaged over layers, likewise.
 
         Returns:
             At least the window, at most what the others that must stay leave.
         """
-        window = self.keep.window
-        left = np.maximum(np.asarray(rows) - (np.asarray(forced) - window), 0)
-        if weights is not None and self.keep.recent:
-            own = self.layers.recents(self.budgets(length, forced, strict=False), length, weights)
+        xp, window = namespace(rows), self.keep.window
+        left = xp.maximum(rows - (forced - window), 0)
+        if weights is not None and budget is not None and self.keep.recent:
+            own = self.layers.recents(budget, length, weights)
             if own is not None:
-                return np.clip(own, window, np.maximum(left, window))
-        share = Fraction(repr(self.keep.recent))
-        # Python's numbers: the decimals of 1 / 3 times a thousand rows are beyond 64 bits.
-        recent = (left.astype(object) * share.numerator // share.denominator).astype(np.int64)
-        return np.maximum(window, recent)
+                return xp.clip(own, window, xp.maximum(left, window))
+        return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
         """The parts by name, for people to read."""

@@ -2,15 +2,15 @@
 
 import dataclasses
 import enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv._values import choice, plain, real
-from jaxkv.policies.budgets import Counts, Exact, round_remainders, round_to_sum
+from jaxkv._values import choice, halved, is_traced, namespace, plain, real
+from jaxkv.policies.budgets import Counts, Exact, Reals, Table, finite, round_remainders, round_to_sum
 
 # No layer falls below this share of the prompt, as in the published code.
 _LEAST = 100
@@ -95,62 +95,61 @@ class VarianceLayers(Exact):
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
-    def rows(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: np.ndarray | None
-    ) -> Int[np.ndarray, "L N"]:
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """See `LayerBudgets.rows`; at least a hundredth of the prompt and one row that can be chosen, where it fits."""
-        columns = [
-            self._one(int(c), int(n), int(f), w, layers)
-            for c, n, f, w in zip(budget, length, forced, checked(weights).T, strict=True)
-        ]
-        return np.stack(columns, axis=1)
+        stat = finite(weights)
+        xp = namespace(stat)
+        budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
+        # Prompts below their budget stay whole; the arithmetic of the others has no place for them.
+        whole = budget >= length
+        two = xp.full_like(length, 2)
+        budget, long, forced = (xp.where(whole, two, each) for each in (budget, length, forced))
+        return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
-    def _one(self, budget: int, length: int, forced: int, stat: np.ndarray, layers: int) -> Int[np.ndarray, " L"]:
-        if budget >= length:
-            return np.full(layers, length)
+    def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
+        """Rows of prompts that are longer than their budget."""
+        xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
-        least = min(budget, max(forced + 1, -(-length // _LEAST)))
+        least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
         free = layers - int(dense.sum())
         left = layers * budget - (layers - free) * length
-        require(
-            least * free <= left,
-            "dense_layers",
-            self.dense_layers,
-            f"they take {(layers - free) * length} of {layers * budget} rows: name fewer of them, or raise the budget",
-        )
-        rows = np.full(layers, length)
-        if free:
-            rows[~dense] = self._spread(stat[~dense], left, length, least)
+        if not is_traced(left):
+            self._check_fits(least * free <= left, (layers - free) * length, layers * budget)
+        rows = xp.broadcast_to(length, stat.shape)
+        if not free:
+            return rows
+        spread = self._spread(stat[~dense], left, length, least)
+        if is_traced(rows):
+            return rows.at[~dense].set(spread)
+        rows = rows.copy()
+        rows[~dense] = spread
         return rows
 
-    def _spread(self, stat: np.ndarray, total: int, length: int, least: int) -> Int[np.ndarray, " L"]:
-        if self.statistic is Statistic.EXP_DECAY:
-            column = (length * np.exp(-stat) - least)[:, None]
-            sums, most = np.asarray([total - least * len(stat)]), np.asarray([length - least])
-            return least + round_to_sum(column, sums, most)[:, 0]
-        real = _scaled(self._claims(stat), total, least, length)
-        return round_remainders(real[:, None], np.asarray([total]), np.asarray([length]))[:, 0]
+    def _check_fits(self, fits: Any, taken: Any, total: Any) -> None:
+        low = np.flatnonzero(~np.asarray(fits))
+        at = int(low[0]) if low.size else 0
+        remedy = f"they take {taken[at]} of {total[at]} rows: name fewer of them, or raise the budget"
+        require(not low.size, "dense_layers", self.dense_layers, remedy)
 
-    def _claims(self, stat: np.ndarray) -> Float[np.ndarray, " L"]:
+    def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
+        xp = namespace(stat)
+        if self.statistic is Statistic.EXP_DECAY:
+            wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
+            return least + round_to_sum(wanted, total - least * len(stat), length - least)
+        return round_remainders(_scaled(self._claims(stat), total, least, length), total, length)
+
+    def _claims(self, stat: Reals) -> Reals:
+        xp = namespace(stat)
         match self.statistic:
             case Statistic.UNIFORM:
-                return np.ones_like(stat)
+                return xp.ones_like(stat)
             case Statistic.RECIPROCAL:
-                return 1 / np.maximum(stat, 1e-12)
+                return 1 / xp.maximum(stat, 1e-12)
             case Statistic.LAYER_ZSCORE:
-                if np.ptp(stat) == 0 or stat.std() == 0:
-                    return np.ones_like(stat)
-                return np.exp(-(stat - stat.mean()) / stat.std())
-        return np.exp(-(stat - stat.min()))
-
-
-def checked(weights: np.ndarray | None) -> Float[np.ndarray, "L N"]:
-    """Every layer's statistic in float64, refused where it is not finite."""
-    if weights is None:
-        raise TypeError("these layer budgets need every layer's statistic")
-    values = np.asarray(weights, np.float64)
-    require(bool(np.isfinite(values).all()), "weights", "not finite", "the model's attention is not finite: check it")
-    return values
+                off = stat.std(axis=0)
+                flat = (stat.max(axis=0) == stat.min(axis=0)) | (off == 0)
+                return xp.where(flat, 1.0, xp.exp(-(stat - stat.mean(axis=0)) / xp.where(flat, 1.0, off)))
+        return xp.exp(-(stat - stat.min(axis=0)))
 
 
 def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, " L"]:
@@ -162,23 +161,22 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
     return mask
 
 
-def _scaled(claims: np.ndarray, total: int, least: int, most: int) -> Float[np.ndarray, " L"]:
+def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
     """clip(c * claims, least, most) for the c that gives the total; claims of nothing share what c cannot place."""
-    alive = claims >= claims.max() * 1e-300
-    reach = np.where(alive, most, least)
-    if reach.sum() <= total:
-        return reach + np.where(alive, 0.0, (total - reach.sum()) / max(1, int((~alive).sum())))
+    xp = namespace(claims)
+    total, least, most = (each.astype(xp.float64) for each in (total, least, most))
+    alive = claims >= claims.max(axis=0) * 1e-300
+    reach = xp.where(alive, most, least)
+    over = (total - reach.sum(axis=0)) / xp.maximum(1, (~alive).sum(axis=0)).astype(xp.float64)
     # In logarithms: claims may lie hundreds of orders of magnitude apart.
-    logs = np.log(np.where(alive, claims, 1.0))
-
-    def lifted(by: float) -> np.ndarray:
-        return np.where(alive, np.clip(np.exp(np.minimum(logs + by, np.log(most) + 1)), least, most), least)
-
-    low, high = np.log(least) - logs[alive].max() - 1.0, np.log(most) - logs[alive].min() + 1.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if lifted(middle).sum() < total else (low, middle)
-    return lifted(high)
+    logs = xp.log(xp.where(alive, claims, 1.0))
+    lifted = lambda by: xp.where(  # noqa: E731
+        alive, xp.clip(xp.exp(xp.minimum(logs + by, xp.log(most) + 1)), least, most), least
+    )
+    low = xp.log(least) - xp.where(alive, logs, -np.inf).max(axis=0) - 1.0
+    high = xp.log(most) - xp.where(alive, logs, np.inf).min(axis=0) + 1.0
+    high = halved(low, high, lambda middle: lifted(middle).sum(axis=0) < total)
+    return xp.where(reach.sum(axis=0) <= total, reach + xp.where(alive, 0.0, over), lifted(high))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,26 +196,28 @@ class OfficialVarianceLayers(VarianceLayers):
         real(self, "recent_share", "give a share between 0 and 1", low=0, high=1)
         super().__post_init__()
 
-    def sizes(self, budget: int, length: int, stat: np.ndarray) -> Int[np.ndarray, "2 L"]:
+    def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
         """Rows chosen by score, and most recent rows, of each layer; together the prompt where nothing is dropped."""
-        layers = len(stat)
-        rho = budget / max(1, length)
-        claims = np.exp(-(stat - stat.min()))
-        ratio = np.clip(claims / claims.sum() * layers * rho, 0.01, 1.0)
-        recent = ((length + 1) * (ratio * self.recent_share)).astype(np.int64)
-        heavy = ((length + 1) * (ratio * (1 - self.recent_share))).astype(np.int64)
-        dense = dense_mask(self.dense_layers, layers) | (heavy + recent >= length)
-        return np.stack([np.where(dense, length - recent, heavy), recent])
+        xp, layers = namespace(stat), len(stat)
+        rho = budget.astype(xp.float64) / xp.maximum(1, length).astype(xp.float64)
+        claims = xp.exp(-(stat - stat.min(axis=0)))
+        ratio = xp.clip(claims / claims.sum(axis=0) * layers * rho, 0.01, 1.0)
+        rows = (length + 1).astype(xp.float64)
+        recent = (rows * (ratio * self.recent_share)).astype(xp.int64)
+        heavy = (rows * (ratio * (1 - self.recent_share))).astype(xp.int64)
+        dense = dense_mask(self.dense_layers, layers)[:, None] | (heavy + recent >= length)
+        return xp.where(dense, length - recent, heavy), recent
 
-    def _one(self, budget: int, length: int, forced: int, stat: np.ndarray, layers: int) -> Int[np.ndarray, " L"]:
-        if budget >= length:
-            return np.full(layers, length)
-        return np.clip(self.sizes(budget, length, stat).sum(axis=0), min(forced, length), length)
+    def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
+        xp = namespace(stat)
+        heavy, recent = self.sizes(budget, length, stat)
+        return xp.clip(heavy + recent, xp.minimum(forced, length), length)
 
-    def recents(self, budget: Counts, length: Counts, weights: np.ndarray) -> Int[np.ndarray, "L N"]:
+    def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
         """Cut to integers on their own; see `LayerBudgets.recents`."""
-        columns = zip(budget, length, checked(weights).T, strict=True)
-        return np.stack([self.sizes(int(c), int(n), stat)[1] for c, n, stat in columns], axis=1)
+        stat = finite(weights)
+        xp = namespace(stat)
+        return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
         """See `LayerBudgets.bound`: the budget's sum, what the clamp adds, and the layers that keep the prompt."""

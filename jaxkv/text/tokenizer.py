@@ -150,6 +150,16 @@ class Text:
         template = read_template(folder, settings)
         return cls(tokenizer, specials=specials, eos_ids=ends, adds_bos=adds_bos, template=template, origin=str(folder))
 
+    @property
+    def begins_with(self) -> int | None:
+        """The id that every prompt starts with, if there is one."""
+        return self.bos_id if self._adds_bos else None
+
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer as a tokenizer.json holds it; None for one of another kind."""
+        to_str = getattr(self._tokenizer, "to_str", None)
+        return None if to_str is None else to_str()
+
     def encode(self, s: str, *, bos: bool) -> list[int]:
         """Encodes text; special tokens written out in it are parsed as such.
 

@@ -1,0 +1,66 @@
+"""What follows from prompts' lengths alone, before the model runs: on the host, or as a program takes it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxkv.policies.parts import Parts
+
+Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
+Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByLength:
+    """Numbers of prompts that follow from their lengths.
+
+    Attributes:
+        budget: rows per kv head, averaged over layers.
+        most: rows that the cache may grow to, see `Parts.may_hold`.
+        forced: rows that stay whatever their score.
+        rows: rows per kv head of each layer; None where they follow from the prompts' content.
+        recent: the most recent rows that stay in each layer; None likewise.
+        reads: tokens of each prompt that are read by layers that do not read everything; None where all layers do.
+    """
+
+    budget: Numbers
+    most: Numbers
+    forced: Numbers
+    rows: Table | None = None
+    recent: Table | None = None
+    reads: Numbers | None = None
+
+
+def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int) -> ByLength:
+    """What a policy makes of prompts of these lengths.
+
+    Args:
+        parts: of the policy.
+        lengths: tokens of each.
+        layers: L.
+
+    Returns:
+        Its numbers, on the host.
+
+    Raises:
+        ValueError: if the budget cannot be honoured for one of the prompts, naming it.
+    """
+    length = np.asarray(lengths, np.int64)
+    forced = parts.keep.counts(length)
+    budget = parts.budgets(length, forced)
+    rows, recent = None, None
+    if not parts.layers.from_scores:
+        rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=None)
+        rows = np.minimum(rows, length)
+        recent = parts.recents(rows, length, forced)
+    return ByLength(
+        budget=budget,
+        most=parts.may_hold(length, budget),
+        forced=forced,
+        rows=rows,
+        recent=recent,
+        reads=None if parts.read is None else np.asarray(parts.read.tokens(length, layers), np.int64),
+    )

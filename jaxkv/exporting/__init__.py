@@ -1,0 +1,5 @@
+"""Programs, weights and a manifest that run where jaxkv is not: `export`."""
+
+from jaxkv.exporting.writing import export
+
+__all__ = ["export"]

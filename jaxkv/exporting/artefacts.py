@@ -1,0 +1,122 @@
+"""One program as `jax.export` serialises it: flat arrays in, flat arrays out, and what the manifest says of them."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+
+from jaxkv._letters import hints_of, letters_at
+from jaxkv.attention.choice import KERNELS
+from jaxkv.axes import Door
+from jaxkv.exporting.programs import Setting
+
+# Kernels are calls by name to a compiler's back end, of which StableHLO promises nothing.
+UNSTABLE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+
+
+class Artefact(NamedTuple):
+    """A program that has been serialised.
+
+    Attributes:
+        data: its bytes.
+        said: what the manifest says of it.
+        out: what it gives, as shapes.
+    """
+
+    data: bytes
+    said: dict[str, Any]
+    out: Any
+
+
+class Names(NamedTuple):
+    """What leaves of a model are called, those of the ends and of each block; and a sampler's numbers."""
+
+    ends: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...]
+    sampling: tuple[str, ...] = ()
+
+
+def artefact(door: Door, args: Sequence[Any], setting: Setting, names: Names, platform: str, batch: int) -> Artefact:
+    """Traces and serialises a program.
+
+    Args:
+        door: the program.
+        args: its arguments, as shapes.
+        setting: what is static.
+        names: of the parameters.
+        platform: where it will run.
+        batch: sequences.
+
+    Returns:
+        The artefact.
+    """
+    run, given, rest = door.apart(*args, setting=setting)
+    found, tree = jax.tree_util.tree_flatten_with_path((given, rest))
+    shapes = [_struct(leaf) for _, leaf in found]
+    outs: list[Any] = []
+    fn: Any = vars(door)["__wrapped__"]
+
+    def flat(*leaves):
+        out = run(*jax.tree.unflatten(tree, leaves))
+        outs[:] = [out, jax.tree.structure(out)]
+        return tuple(jax.tree.leaves(out))
+
+    flat.__name__ = fn.__name__
+    donated = len(jax.tree.leaves(given))
+    jitted = jax.jit(flat, donate_argnums=tuple(range(donated)), keep_unused=True)
+    allowed = [jax_export.DisabledSafetyCheck.custom_call(each) for each in UNSTABLE]
+    checks = allowed if setting.implementation in KERNELS else []
+    exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)
+    hints = hints_of(fn)
+    inputs = [_said(_name(path[1:], names), leaf, _letters((given | rest), hints, path[1:])) for path, leaf in found]
+    for at, each in enumerate(inputs):
+        each["donated"] = at < donated
+    out = jax.tree.unflatten(outs[1], [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in exported.out_avals])
+    leaves = jax.tree_util.tree_flatten_with_path(out)[0]
+    hint = hints["return"]
+    outputs = [_said(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in leaves]
+    data = bytes(exported.serialize())
+    said = {
+        "platform": platform,
+        "devices": exported.nr_devices,
+        "batch": batch,
+        "calling_convention": exported.calling_convention_version,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+    return Artefact(data, said, out)
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    split = isinstance(sharding, jax.sharding.NamedSharding)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None)
+
+
+def _letters(arguments: dict[str, Any], hints: dict[str, Any], path: tuple[Any, ...]) -> str | None:
+    name = path[0].key
+    return letters_at(arguments[name], hints.get(name), path[1:])
+
+
+def _name(path: tuple[Any, ...], names: Names) -> str:
+    keys = [next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each)) for key in path]
+    if keys[0] == "ends":
+        return names.ends[keys[1]]
+    if keys[0] == "blocks":
+        return names.blocks[keys[1]][keys[2]]
+    if keys[0] == "sampling":
+        return f"sampling.{names.sampling[keys[1]]}"
+    return ".".join(map(str, keys))
+
+
+def _said(name: str, leaf: Any, letters: str | None) -> dict[str, Any]:
+    axes = (letters or "").split()
+    sequences = axes.index("B") if "B" in axes else None
+    shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]
+    return {"name": name, "shape": shape, "dtype": jnp.result_type(leaf).name}

@@ -1,0 +1,263 @@
+"""What is exported: a prompt's prefill, a question, the loop over tokens, and what a policy does between them.
+
+Each is the library's own code, traced as one program of all layers; arrays go by where they lie in a cache.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxkv.attention import Implementation
+from jaxkv.axes import Axes, program
+from jaxkv.cache import KVCache, Pool
+from jaxkv.engine import loop
+from jaxkv.engine.decode import extend
+from jaxkv.engine.layer_step import Tail
+from jaxkv.engine.lengths import ByLength
+from jaxkv.engine.loop import Draw, Running
+from jaxkv.engine.plan import PrefillPlan
+from jaxkv.engine.prefill import logits_of, read
+from jaxkv.engine.program import Program
+from jaxkv.engine.recompress import Fixed, recompress
+from jaxkv.models.decoder import Flat, Leaves
+from jaxkv.policies.policy import Method
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What programs of one bucket are made for.
+
+    Attributes:
+        flat: the decoder; of its leaves the shapes alone matter.
+        policy: the compression.
+        needed: slots, pools and room.
+        program: what decoding is compiled for.
+        implementation: what computes attention in prefill.
+        steps: tokens that the loop draws at most.
+        longest: rows that a text can have.
+    """
+
+    flat: Flat
+    policy: Method
+    needed: PrefillPlan
+    program: Program
+    implementation: Implementation
+    steps: int
+    longest: int
+
+    @property
+    def axes(self) -> Axes | None:
+        """Of the mesh that they run on, if they do."""
+        return self.flat.axes
+
+    def cache(self, pools: tuple[Pool, ...], rest: KVCache) -> KVCache:
+        """A cache of a program's arguments."""
+        return dataclasses.replace(rest, pools=pools, policy=self.policy)
+
+
+class Beside(NamedTuple):
+    """New rows beside the pools, where a program gathers them there; how many are in use, and of each sequence."""
+
+    tails: tuple[Tail, ...]
+    used: Int[Array, ""]
+    written: Int[Array, " B"]
+
+    def around(self, cache: KVCache) -> Running:
+        """A cache with them, ready to draw."""
+        return Running(cache=cache, tails=self.tails, index=self.used, written=self.written)
+
+
+class Prompted(NamedTuple):
+    """Behind a prompt: its cache, the next token's logits, and whether all scores were numbers."""
+
+    pools: tuple[Pool, ...]
+    cache: KVCache
+    logits: Float[Array, "B V"]
+    ordered: Bool[Array, ""]
+    beside: Beside | None
+
+
+class Extended(NamedTuple):
+    """Behind more tokens."""
+
+    pools: tuple[Pool, ...]
+    cache: KVCache
+    logits: Float[Array, "B V"]
+
+
+class Drawn(NamedTuple):
+    """Behind tokens drawn; of them -1 behind a sequence's end."""
+
+    pools: tuple[Pool, ...]
+    cache: KVCache
+    logits: Float[Array, "B V"]
+    done: Bool[Array, " B"]
+    drawn: Int[Array, "B n"]
+    ran: Int[Array, ""]
+
+
+class DrawnBeside(NamedTuple):
+    """The same where new rows gather beside pools that are only read."""
+
+    beside: Beside
+    cache: KVCache
+    logits: Float[Array, "B V"]
+    done: Bool[Array, " B"]
+    drawn: Int[Array, "B n"]
+    ran: Int[Array, ""]
+
+
+class Moved(NamedTuple):
+    """Pools whose rows have moved, and where they lie."""
+
+    pools: tuple[Pool, ...]
+    cache: KVCache
+
+
+class Settled(NamedTuple):
+    """Pools with what lay beside them, and nothing there."""
+
+    pools: tuple[Pool, ...]
+    cache: KVCache
+    beside: Beside
+
+
+@program(static=("setting",), on="setting")
+def prompt(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    tokens: Int[Array, "B S"],
+    length: Int[Array, " B"],
+    told: ByLength,
+    key: UInt[Array, " n"],
+    *,
+    setting: Setting,
+) -> Prompted:
+    """Reads prompts and compresses them."""
+    flat = setting.flat.around(ends, blocks)
+    of = (flat, tokens, length, told, setting.policy, setting.needed)
+    prompts, cache = read(*of, key=_key(key), implementation=setting.implementation)
+    pools, rest = _apart(cache)
+    logits, nothing = logits_of(ends, prompts.x, graphs=flat.graphs), None
+    if setting.program.tail:
+        begun = loop.begin(cache, program=setting.program, size=setting.steps)
+        nothing = Beside(begun.tails, begun.index, begun.written)
+    return Prompted(pools, rest, logits, prompts.ordered(), nothing)
+
+
+@program(static=("setting",), donate=("pools", "cache"), on="setting")
+def question(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    pools: tuple[Pool, ...],
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    *,
+    setting: Setting,
+) -> Extended:
+    """Reads a few more tokens; logits stay where a sequence has none of them."""
+    flat = setting.flat.around(ends, blocks)
+    after, whole = extend(flat, setting.cache(pools, cache), tokens, count, program=setting.program)
+    return Extended(*_apart(whole), jnp.where(count[:, None] > 0, after, logits))
+
+
+@program(static=("setting",), donate=("pools", "cache"), on="setting")
+def again(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    pools: tuple[Pool, ...],
+    cache: KVCache,
+    key: UInt[Array, " n"],
+    *,
+    setting: Setting,
+) -> Moved:
+    """Compresses sequences that hold more than they may; the others move."""
+    flat, mine = setting.flat.around(ends, blocks), setting.flat.config.kv_heads
+    stretches = 1 if flat.axes is None else flat.axes.size("K")
+    fixed = Fixed(rows=setting.needed.pool_rows(mine, stretches), slots=setting.longest)
+    room = np.asarray(setting.needed.room)
+    return Moved(*_apart(recompress(flat, setting.cache(pools, cache), key=_key(key), room=room, fixed=fixed)))
+
+
+@program(static=("setting",), donate=("pools", "cache"), on="setting")
+def draw(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    pools: tuple[Pool, ...],
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    done: Bool[Array, " B"],
+    key: UInt[Array, " n"],
+    eos: Int[Array, " n"],
+    steps: Int[Array, ""],
+    sampling: Any,
+    *,
+    setting: Setting,
+) -> Drawn:
+    """Draws tokens; each becomes a row before the next one is drawn."""
+    none = jnp.zeros_like(cache.seen)
+    running = Running(cache=setting.cache(pools, cache), tails=(), index=jnp.int32(0), written=none)
+    after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
+    return Drawn(*_apart(after.cache), now.logits, now.done, out, ran)
+
+
+@program(static=("setting",), donate=("beside", "cache"), on="setting")
+def draw_beside(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    beside: Beside,
+    pools: tuple[Pool, ...],
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    done: Bool[Array, " B"],
+    key: UInt[Array, " n"],
+    eos: Int[Array, " n"],
+    steps: Int[Array, ""],
+    sampling: Any,
+    *,
+    setting: Setting,
+) -> DrawnBeside:
+    """Draws tokens whose rows gather beside the pools."""
+    running = beside.around(setting.cache(pools, cache))
+    after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
+    written = Beside(after.tails, after.index, after.written)
+    return DrawnBeside(written, _apart(after.cache)[1], now.logits, now.done, out, ran)
+
+
+@program(static=("setting",), donate=("beside", "pools", "cache"), on="setting")
+def settle(beside: Beside, pools: tuple[Pool, ...], cache: KVCache, *, setting: Setting) -> Settled:
+    """Moves rows from beside the pools into them."""
+    running = beside.around(setting.cache(pools, cache))
+    moved, rest = _apart(loop.settle(running, program=setting.program))
+    return Settled(moved, rest, Beside(beside.tails, jnp.int32(0), jnp.zeros_like(beside.written)))
+
+
+def _drawn(
+    ends: Leaves,
+    blocks: tuple[Leaves, ...],
+    running: Running,
+    logits: Array,
+    done: Array,
+    key: Array,
+    eos: Array,
+    steps: Any,
+    sampling: Any,
+    setting: Setting,
+) -> tuple[Running, Draw, Array, Array]:
+    flat, now = setting.flat.around(ends, blocks), Draw(logits=logits, done=done, key=_key(key))
+    of: dict[str, Any] = {"program": setting.program, "sampling": sampling, "size": setting.steps}
+    return loop.decode(flat, running, now, eos, steps, **of)
+
+
+def _apart(cache: KVCache) -> tuple[tuple[Pool, ...], KVCache]:
+    return cache.pools, dataclasses.replace(cache.unnamed(), pools=())
+
+
+def _key(data: UInt[Array, " n"]) -> Array:
+    return jax.random.wrap_key_data(data, impl="threefry2x32")

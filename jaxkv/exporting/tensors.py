@@ -1,0 +1,63 @@
+"""Arrays as safetensors files, one array after the other: never two of them in memory."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.axes import host
+
+# What the format calls dtypes.
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
+_MOST_BYTES = 4 << 30
+
+
+def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes arrays into as many files as they need.
+
+    Args:
+        folder: where to.
+        name: what files begin with.
+        arrays: on the host, or anywhere on devices.
+
+    Returns:
+        What a manifest says of them: files by name, with bytes and checksum.
+    """
+    parts = list(_parts(arrays))
+    files = {}
+    for at, names in enumerate(parts):
+        file = f"{name}.safetensors" if len(parts) == 1 else f"{name}-{at + 1:05}-of-{len(parts):05}.safetensors"
+        files[file] = _write(folder / file, {each: arrays[each] for each in names})
+    return {"files": files}
+
+
+def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
+    names, size = list[str](), 0
+    for name, array in arrays.items():
+        if names and size + array.nbytes > _MOST_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += array.nbytes
+    yield names
+
+
+def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    header, at = {}, 0
+    for name, array in arrays.items():
+        end = at + array.nbytes
+        dtype = DTYPES[np.dtype(array.dtype).name]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, end]}
+        at = end
+    told = json.dumps(header, separators=(",", ":")).encode()
+    told += b" " * (-len(told) % 8)
+    digest, size = hashlib.sha256(), 0
+    with file.open("wb") as out:
+        for data in (len(told).to_bytes(8, "little"), told, *(arrays.values())):
+            raw = data if isinstance(data, bytes) else np.ascontiguousarray(host(data)).tobytes()
+            digest.update(raw)
+            size += out.write(raw)
+    return {"bytes": size, "sha256": digest.hexdigest()}
