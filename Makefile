@@ -161,7 +161,7 @@ needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build docs/notebooks build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
