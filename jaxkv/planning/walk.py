@@ -234,11 +234,8 @@ def prefill_calls(work: Work) -> Iterator[Call]:
     Args:
         work: what they are traced for.
 
-    Returns:
+    Yields:
         One call after the other.
-
-    Raises:
-        ValueError: for a policy that reads prompts in chunks.
     """
     walk = _Walk(work)
     first = max(0, walk.layers - 2)
