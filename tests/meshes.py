@@ -143,10 +143,18 @@ def shapes(text: str) -> list[tuple[int, ...]]:
 
 def read_programs(mesh: tuple[int, int]) -> None:
     """Looks into the programs for several devices that have been compiled since the last call."""
-    for each in jax.devices()[0].client.live_executables():
-        if each.fingerprint not in _read and len(each.local_devices()) > 1:
-            _read.add(each.fingerprint)
-            COMPILED.extend(compiled(module.name, mesh, module.to_string()) for module in each.hlo_modules())
+    COMPILED.extend(new_programs(mesh))
+
+
+def new_programs(mesh: tuple[int, int]) -> list[Compiled]:
+    """Those programs, for who keeps them himself."""
+    fresh = [
+        each
+        for each in jax.devices()[0].client.live_executables()
+        if each.fingerprint not in _read and len(each.local_devices()) > 1
+    ]
+    _read.update(each.fingerprint for each in fresh)
+    return [compiled(module.name, mesh, module.to_string()) for each in fresh for module in each.hlo_modules()]
 
 
 def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:

@@ -61,6 +61,22 @@ def test_json(capsys):
     assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
 
 
+def test_a_process_here(capsys, monkeypatch):
+    """Of its parts, the peak; all policies of a table."""
+    monkeypatch.setattr(picture, "drawing", lambda: None)
+    asked = ["--model", "smollm2-135m-instruct", "--gpus", "cpu", "--context", "4096", "--budget", "256"]
+    out = run(capsys, *asked, "--policy", "adakv")
+    assert out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n") and "in a first run" in out
+    rows = run(capsys, *asked, "--compare", "full,adakv").splitlines()
+    assert rows[3].split()[:2] == ["policy", "cache"] and rows[4].startswith("FullKV()  ") and len(rows) == 6
+    one = json.loads(run(capsys, *asked, "--policy", "snapkv", "--dtype", "bfloat16", "--json"))
+    assert one["dtype"] == "bfloat16" and one["weights_bytes"] == 2 * 134515008
+    whole = sum(one[f"{name}_bytes"] for name in ("started", "weights", "left", "cache", "activations", "programs"))
+    assert one["peak_bytes"] >= whole and one["first_peak_bytes"] == one["peak_bytes"] + one["compiling_bytes"]
+    for more in (["--mesh", "1x2"], ["--compile"], ["--plot", "memory.png"]):
+        assert ": leave it out" in refused(capsys, "plan", *asked, "--policy", "snapkv", *more)
+
+
 BAD = {
     "no such GPU": ["--gpus", "h10x8"],
     "give 1 or more of them": ["--gpus", "h100x0"],

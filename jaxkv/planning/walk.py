@@ -209,8 +209,9 @@ class _Walk:
                 device.more = max(more, more - each + weigh(self.pools))
             given = (rows.k, rows.v, mask, rows.inside, rows.mass, None, key, None)
             device.call("merge", compress._merged, *given, merge=Typed(parts.merge), axes=axes)
-            # In place of the layer's rows there are then as many others.
-            device.more = more
+            # In place of the layer's rows there are then as many others, and what the merger goes on with.
+            device.more, count = more, parts.merge.thresholds
+            rows = rows._replace(tau=device.array("B K n", (*mask.shape[:2], count), jnp.float32) if count else None)
         if layout.one_pool:
             start = device.array("B K", mask.shape[:2], jnp.int32)
             device.call("pack", packing.pack_shared, self.pools[0], rows, mask, start, axes=axes)
