@@ -53,12 +53,35 @@ def test_a_table(capsys):
     assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates: nothing has run on a GPU." in lines
 
 
+def test_what_jax_must_be_told(capsys):
+    asked = "--model llama-3.1-70b --gpus h100x4 --batch 12 --policy snapkv --budget 1024".split()
+    told = "Note: JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.\n"
+    assert told in run(capsys, *asked, "--context", "131072")
+    assert "XLA_" not in run(capsys, *asked, "--context", "4096")
+
+
 def test_json(capsys):
     one = json.loads(run(capsys, *ASKED, "--policy", "full", "--json", "--mesh", "2x4"))
     assert one["mesh"] == {"data": 2, "model": 4} and one["fits"] and one["decode_peak_bytes"] > one["weights_bytes"]
     several = json.loads(run(capsys, *ASKED, "--compare", "full,h2o", "--budget", "512", "--json"))
     assert [each["policy"] for each in several] == ["FullKV()", "H2O(budget=512)"]
     assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
+
+
+def test_a_process_here(capsys, monkeypatch):
+    """Of its parts, the peak; all policies of a table."""
+    monkeypatch.setattr(picture, "drawing", lambda: None)
+    asked = ["--model", "smollm2-135m-instruct", "--gpus", "cpu", "--context", "4096", "--budget", "256"]
+    out = run(capsys, *asked, "--policy", "adakv")
+    assert out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n") and "in a first run" in out
+    rows = run(capsys, *asked, "--compare", "full,adakv").splitlines()
+    assert rows[3].split()[:2] == ["policy", "cache"] and rows[4].startswith("FullKV()  ") and len(rows) == 6
+    one = json.loads(run(capsys, *asked, "--policy", "snapkv", "--dtype", "bfloat16", "--json"))
+    assert one["dtype"] == "bfloat16" and one["weights_bytes"] == 2 * 134515008
+    whole = sum(one[f"{name}_bytes"] for name in ("started", "weights", "left", "cache", "activations", "programs"))
+    assert one["peak_bytes"] >= whole and one["first_peak_bytes"] == one["peak_bytes"] + one["compiling_bytes"]
+    for more in (["--mesh", "1x2"], ["--compile"], ["--plot", "memory.png"]):
+        assert ": leave it out" in refused(capsys, "plan", *asked, "--policy", "snapkv", *more)
 
 
 BAD = {
@@ -126,7 +149,6 @@ def test_what_a_picture_shows():
 
 @pytest.mark.parametrize("kind", picture.KINDS)
 def test_pictures(tmp_path, capsys, kind):
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"memory.{kind}"
     run(capsys, *ASKED, "--compare", "full,snapkv,h2o", "--plot", str(path))
     assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")

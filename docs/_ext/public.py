@@ -39,10 +39,6 @@ def names_of(module: Any) -> list[str]:
     return [name for name, value in mine.items() if getattr(value, "__module__", None) == module.__name__]
 
 
-def _has(module: str, name: str) -> bool:
-    return hasattr(importlib.import_module(module), name)
-
-
 def _rst(module: str, name: str) -> str:
     value = getattr(importlib.import_module(module), name)
     if inspect.isclass(value):
@@ -62,9 +58,7 @@ class Public(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Sphinx' hook."""
         module = self.arguments[0]
-        given = [name for line in self.content for name in line.split()]
-        # A name with a question mark is there in some checkouts only.
-        names = [name.rstrip("?") for name in given if not (name.endswith("?") and not _has(module, name[:-1]))]
+        names = [name for line in self.content for name in line.split()]
         table = ".. autosummary::\n   :nosignatures:\n\n" + "".join(f"   ~{module}.{name}\n" for name in names) + "\n"
         return self.parse_text_to_nodes(table + "".join(_rst(module, name) for name in names))
 

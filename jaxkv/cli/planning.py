@@ -8,10 +8,13 @@ from jaxkv.cli.files import Target
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, whole
 from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
-from jaxkv.cli.streams import to_stdout
+from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture, table
+from jaxkv.planning.compiled import plugin
 from jaxkv.planning.gpus import gpus
+from jaxkv.planning.machine import MachinePlan, compared_here, machine_planned
 from jaxkv.planning.planner import Plan, known_model, planned, setting_of
+from jaxkv.planning.setting import Setting
 from jaxkv.policies import Method
 from jaxkv.policies.registry import policy_class
 
@@ -40,13 +43,18 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is planned for").add_argument
     known = "a model of the catalogue such as llama-3.1-70b, a Hugging Face folder, a .gguf file or a hub id"
     add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
-    add("--gpus", required=True, metavar="KINDxN", help=f"h100x8, say; kinds: {', '.join(gpus())}")
+    add(
+        "--gpus",
+        required=True,
+        metavar="KINDxN",
+        help=f"h100x8, say; kinds: {', '.join(gpus())}; or cpu, this machine's",
+    )
     groups = "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
     add("--mesh", metavar="DxM", help=groups)
     add("--context", type=count, required=True, metavar="N", help="tokens of each prompt")
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
     add("--new", type=argument(whole, least=0), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
-    add("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
     add = parser.add_argument_group("output").add_argument
     add("--compare", metavar="NAMES", help="policies, with commas between them: a table, a row each")
     add("--plot", metavar="FILE", help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])")
@@ -77,21 +85,35 @@ def print_plan(options: argparse.Namespace) -> int:
         records = [each.as_dict() for each in plans]
         to_stdout(json.dumps(records if options.compare is not None else records[0], indent=2))
     elif options.compare is not None:
-        to_stdout(table.compared(plans))
+        to_stdout(_table(plans))
     else:
         to_stdout(str(plans[0]))
     if target is not None:
-        target.write(picture.drawn(plans, picture.kind_of(target.name)))
+        target.write(picture.drawn([each for each in plans if isinstance(each, Plan)], picture.kind_of(target.name)))
     return 0
 
 
-def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan]:
+def _table(plans: list[Plan | MachinePlan]) -> str:
+    here = [each for each in plans if isinstance(each, MachinePlan)]
+    return compared_here(here) if here else table.compared(plans)
+
+
+def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
     known = known_model(options.model)
     names = ("context", "batch", "new", "dtype")
     sizes = {name: getattr(options, name) for name in names}
     # All are checked before the first is compiled.
     asked = [setting_of(known, options.gpus, options.mesh, policy=each, **sizes) for each in policies]
-    return [planned(*each, compile=options.compile) for each in asked]
+    here = not isinstance(asked[0][0], Setting)
+    for flag, given in (("--plot", options.plot), ("--compile", options.compile)):
+        require(not (here and given), flag, given, "it is for GPUs: leave it out")
+    if options.compile:
+        plugin()
+        to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
+    return [
+        planned(each, notes, compile=options.compile) if isinstance(each, Setting) else machine_planned(each, notes)
+        for each, notes in asked
+    ]
 
 
 def _target(options: argparse.Namespace) -> Target | None:

@@ -2,18 +2,19 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxkv._errors import require
-from jaxkv.engine.plan import bucket
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning import table
 from jaxkv.planning.catalog import Known, model_named
 from jaxkv.planning.compiled import CompiledPlan, compile_plan
 from jaxkv.planning.gpus import gpus_named
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.machine import MachinePlan, machine_planned
+from jaxkv.planning.search import largest, lengths_below
+from jaxkv.planning.setting import Asked, Setting
 from jaxkv.planning.sizes import Sizes, sizes_of
 from jaxkv.planning.speed import Speed, estimate
 from jaxkv.policies.policy import Method
@@ -22,6 +23,8 @@ from jaxkv.policies.registry import POLICIES, as_policy
 # Budgets are offered in such steps, and policies in this order where the one that was asked for does not fit.
 _STEP, _LEAST_BUDGET, _USUAL_BUDGET = 64, 128, 2048
 _OTHERS = ("snapkv", "adakv", "h2o")
+# Of the memory that a driver reports JAX takes this share, unless told otherwise.
+_PREALLOCATED = 0.75
 _FEW, _MOST_BATCH = 8, 1 << 16
 
 
@@ -111,8 +114,28 @@ class Plan:
         return table.record(self)
 
 
+Model = str | os.PathLike[str] | ModelConfig | LanguageModel
+
+
+class _Options(TypedDict, total=False):
+    """What `plan` takes besides a model, GPUs and tokens."""
+
+    mesh: str | tuple[int, int] | None
+    batch: int
+    new: int
+    policy: Method | type[Method] | str | None
+    dtype: Any
+    compile: bool
+
+
+@overload
+def plan(  # type: ignore[overload-overlap]
+    model: Model, *, gpus: Literal["cpu"], context: int, **options: Unpack[_Options]
+) -> MachinePlan: ...
+@overload
+def plan(model: Model, *, gpus: str = "h100x8", context: int, **options: Unpack[_Options]) -> Plan: ...
 def plan(
-    model: str | os.PathLike[str] | ModelConfig | LanguageModel,
+    model: Model,
     *,
     gpus: str = "h100x8",
     mesh: str | tuple[int, int] | None = None,
@@ -120,22 +143,22 @@ def plan(
     batch: int = 1,
     new: int = 256,
     policy: Method | type[Method] | str | None = None,
-    dtype: Any = "bfloat16",
+    dtype: Any = None,
     compile: bool = False,
-) -> Plan:
+) -> Plan | MachinePlan:
     """Plans memory on GPUs that need not be there, by arithmetic and at once.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
             config alone is read; or a config, or a model.
-        gpus: their kind and how many, `h100x8` say.
+        gpus: their kind and how many, `h100x8` say; `cpu` for a process on this machine.
         mesh: groups of GPUs with a part of the prompts each, and GPUs of a group: `2x4` or `(2, 4)`; by default one
             group of all.
         context: tokens of each prompt.
         batch: prompts.
         new: tokens to draw after each.
         policy: the compression, or its name or class; FullKV() keeps everything.
-        dtype: of weights, activations and cache.
+        dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
         compile: ask XLA's compiler, too; it must be installed, the GPUs need not be there.
 
     Returns:
@@ -147,10 +170,12 @@ def plan(
         TypeError: for an argument of the wrong kind.
         ImportError: if the compiler is asked and not installed; the message says how to get it.
     """
-    setting, notes = setting_of(
-        known_model(model), gpus, mesh, context=context, batch=batch, new=new, policy=policy, dtype=dtype
-    )
-    return planned(setting, notes, compile=compile)
+    sizes = {"context": context, "batch": batch, "new": new, "dtype": dtype}
+    asked, notes = setting_of(known_model(model), gpus, mesh, policy=policy, **sizes)
+    if isinstance(asked, Setting):
+        return planned(asked, notes, compile=compile)
+    require(not compile, "compile", True, "it is for GPUs: leave it out")
+    return machine_planned(asked, notes)
 
 
 def known_model(given: Any) -> Known:
@@ -168,7 +193,7 @@ def known_model(given: Any) -> Known:
 
 def setting_of(
     known: Known, gpus: str, mesh: str | tuple[int, int] | None, *, policy: Any, **sizes: Any
-) -> tuple[Setting, tuple[str, ...]]:
+) -> tuple[Asked, tuple[str, ...]]:
     """What is asked, checked; and what it assumes.
 
     Args:
@@ -179,23 +204,26 @@ def setting_of(
         **sizes: context, batch, new and dtype.
 
     Returns:
-        The setting, and what was assumed.
+        A `Setting`, or of a CPU what is to be done there; and what was assumed.
     """
-    gpu, count = gpus_named(gpus)
-    data = _groups(mesh, count)
-    filters, given, notes = known.filters, as_policy(policy), []
+    here = isinstance(gpus, str) and gpus.strip().lower() == "cpu"
+    filters, given, notes = known.filters, as_policy(policy), list[str]()
     if filters is None and getattr(given, "filter_layers", ()) is None:
         filters = known.likely_filters
         heights = ", ".join(map(str, filters))
         told = f"filter layers {heights} are assumed, at the heights of Llama 3 8B's"
         notes.append(f"{told}: `jaxkv filters` finds a model's own")
     given = given.for_model(known.config.layers, filters)
-    setting = Setting(model=known.name, config=known.config, policy=given, gpu=gpu, gpus=count, data=data, **sizes)
-    limit = known.config.max_positions
-    if setting.context + setting.new > limit and not given.parts().rolling:
-        left = limit - setting.context
-        notes.append(f"the model was made for {limit:,} positions: of {setting.new:,} new tokens, {left:,} have one")
-    return setting, tuple(notes)
+    if sizes["dtype"] is None:
+        sizes["dtype"] = "float32" if here else "bfloat16"
+    options: dict[str, Any] = {"model": known.name, "config": known.config, "policy": given, **sizes}
+    if here:
+        require(mesh is None, "mesh", mesh, "a CPU is planned for as one device: leave it out")
+        setting = Asked(**options)
+    else:
+        gpu, count = gpus_named(gpus)
+        setting = Setting(gpu=gpu, gpus=count, data=_groups(mesh, count), **options)
+    return setting, (*notes, *filter(None, (setting.beyond,)))
 
 
 def _groups(mesh: Any, count: int) -> int:
@@ -222,6 +250,8 @@ def planned(setting: Setting, notes: tuple[str, ...] = (), *, compile: bool = Fa
     """
     sizes = sizes_of(setting)
     fits = sizes.peak <= setting.gpu.memory
+    if fits and sizes.peak > _PREALLOCATED * setting.gpu.reported:
+        notes += ("JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",)
     return Plan(
         setting=setting,
         sizes=sizes,
@@ -247,37 +277,13 @@ def largest_batch(setting: Setting) -> int:
     of = lambda batch: fits(dataclasses.replace(setting, batch=batch))  # noqa: E731
     # Few prompts go through the MLP in blocks of as many tokens as one of them: 5 can take less than 4.
     few = next((batch for batch in range(_FEW * setting.data, 0, -1) if of(batch)), 0)
-    return _largest(of, _MOST_BATCH, few) if few == _FEW * setting.data else few
+    return largest(of, _MOST_BATCH, few) if few == _FEW * setting.data else few
 
 
 def largest_context(setting: Setting) -> int:
     """The most tokens that so many prompts can have each, as far as the model was made for that; 0 where none fits."""
-    length = setting.config.max_positions
-    # Shapes follow from buckets: the largest of those that fits. Too short ones may have no such budget.
-    while length and not fits(dataclasses.replace(setting, context=length)):
-        length = _before(length)
-    return length
-
-
-def _before(length: int) -> int:
-    """The largest number of tokens whose bucket is a smaller one."""
-    low, high, mine = 0, length, bucket(length)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if bucket(middle) < mine else (low, middle)
-    return low
-
-
-def _largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
-    """The largest number up to `most` for which all is well, if it is for those below; `low` where not beyond it."""
-    high = max(1, 2 * low)
-    while high <= most and sound(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sound(middle) else (low, middle)
-    return low
+    of = lambda length: fits(dataclasses.replace(setting, context=length))  # noqa: E731
+    return next(filter(of, lengths_below(setting.config.max_positions)), 0)
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
@@ -317,7 +323,7 @@ def _smaller(setting: Setting, policy: Method, budget: int, *, whole: bool = Fal
     lowest = of(max(1, _LEAST_BUDGET // _STEP))
     if lowest is None or not fits(lowest):
         return
-    found = of(_largest(lambda each: (it := of(each)) is not None and fits(it), steps))
+    found = of(largest(lambda each: (it := of(each)) is not None and fits(it), steps))
     if found is not None and fits(found):
         name = table.policy_name(found.policy)
         about = name if whole else f"a budget of {_own_budget(found.policy):,}: {name}"

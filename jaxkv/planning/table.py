@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._values import brief
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Asked, Setting
 from jaxkv.policies.policy import Method
 
 HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "estimated tokens/s")
@@ -38,7 +38,8 @@ def title(setting: Setting) -> str:
     return f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
 
 
-def _prompts(setting: Setting) -> str:
+def prompts_of(setting: Asked) -> str:
+    """Prompts and new tokens, in words."""
     prompts = f"{setting.batch} prompt{'s' * (setting.batch > 1)} of {setting.context:,} tokens"
     return f"{prompts}, {setting.new:,} new tokens each"
 
@@ -67,7 +68,7 @@ def described(plan: Any) -> str:
     if sizes.host:
         facts.append(("in host memory", gigabytes(sizes.host), "on a GPU's behalf"))
     width = max(len(value) for _, value, _ in facts)
-    lines = [title(setting), f"{policy_name(setting.policy)}: {_prompts(setting)}", ""]
+    lines = [title(setting), f"{policy_name(setting.policy)}: {prompts_of(setting)}", ""]
     lines += [f"  {name:<16} {value:>{width}}  {about}".rstrip() for name, value, about in facts]
     sentence = verdict(plan)
     lines += ["", f"{sentence[0].upper()}{sentence[1:]}.", _largest(plan)]
@@ -124,18 +125,24 @@ def compared(plans: Sequence[Any]) -> str:
         The table; sizes are a GPU's.
     """
     first = plans[0].setting
-    rows = [HEAD, *(_row(each) for each in plans)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(HEAD))]
-    prompts = (
-        f"{first.batch} prompt{'s' * (first.batch > 1)} of {first.context:,} tokens, {first.new:,} new tokens each"
-    )
-    lines = [title(first), f"{prompts}; sizes are those of a GPU with {gigabytes(first.gpu.memory)}", ""]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
+    lines = [title(first), f"{prompts_of(first)}; sizes are those of a GPU with {gigabytes(first.gpu.memory)}", ""]
+    lines += aligned([HEAD, *(_row(each) for each in plans)])
+    for each in plans:
+        if each.compiled is not None:
+            lines += ["", policy_name(each.setting.policy), *_compiled(each)]
     notes = dict.fromkeys(note for each in plans for note in each.notes)
     lines += ["", "Speeds are estimates: nothing has run on a GPU.", *(f"Note: {note}." for note in notes)]
     return "\n".join(lines)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines: the first column begins where it begins, the others end where they end."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _row(plan: Any) -> tuple[str, ...]:
@@ -181,6 +188,6 @@ def record(plan: Any) -> dict[str, Any]:
         "notes": list(plan.notes),
     }
     if plan.compiled is not None:
-        found["compiled"] = dataclasses.asdict(plan.compiled)
-        found["compiled"] |= {name: getattr(plan.compiled, name).peak for name in ("prefill", "decode")}
+        peaks = {f"{name}_peak_bytes": getattr(plan.compiled, name).peak for name in ("prefill", "decode")}
+        found["compiled"] = peaks | dataclasses.asdict(plan.compiled)
     return found
