@@ -1,7 +1,10 @@
 """Plans of settings whose GPUs are not there, against arithmetic written anew, and against themselves."""
 
 import dataclasses
+import importlib
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import sizes_of, weights_of
 from jaxkv.sharding import abstract_mesh
 
+ROOT = Path(__file__).parent.parent
 CONTEXT = 131072
 POLICIES = {
     "full": jaxkv.FullKV(),
@@ -82,6 +86,19 @@ def test_peaks_by_hand():
     # Logits: of the device's part of the vocabulary twice, and all of them.
     assert 1 < found.decode / (4 * 4 * 128256 * 1.25) < 1.2
     assert found.peak == found.prefill_peak > found.decode_peak == found.weights + found.cache + found.decode
+
+
+def test_the_compilers_figures(monkeypatch):
+    """Within 1% of what XLA found for GPUs that are not there; without the weights within 6% of prefill's rest."""
+    monkeypatch.syspath_prepend(ROOT)
+    cells = importlib.import_module("benchmarks.plan_cells")
+    results = json.loads(cells.RESULTS.read_text("utf-8"))
+    found = [each for each in cells.CELLS if each.name in results]
+    assert len(found) >= 10
+    for each in found:
+        for name, (mine, theirs, weights) in cells.compared(each, results[each.name]).items():
+            assert abs(cells.off(mine, theirs)) < 0.01, (each.name, name)
+            assert abs(cells.off(mine, theirs, weights)) < (0.06 if name == "prefill" else 0.15), (each.name, name)
 
 
 def test_long_answers_grow():

@@ -142,7 +142,6 @@ def test_what_a_picture_shows():
 
 @pytest.mark.parametrize("kind", picture.KINDS)
 def test_pictures(tmp_path, capsys, kind):
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"memory.{kind}"
     run(capsys, *ASKED, "--compare", "full,snapkv,h2o", "--plot", str(path))
     assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")

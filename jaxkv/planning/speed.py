@@ -183,7 +183,7 @@ def _weights(setting: Setting, weights: int, item: int) -> tuple[float, float]:
     """Bytes of the parameters that a step reads, and of those that each token is multiplied by."""
     local, experts = setting.local, setting.config.experts
     # A table that tokens are looked up in, and nothing else, is read a row at a time.
-    held = weights - (0 if local.tied else local.vocab * local.embed * item)
+    held = float(weights - (0 if local.tied else local.vocab * local.embed * item))
     if experts is None:
         return held, held
     each = 3 * local.embed * local.hidden * local.layers * item

@@ -220,10 +220,12 @@ class _Walk:
             static = {"rows": size, "layout": layout, "implementation": self.work.implementation, "axes": axes}
             device.call("pack", packing.pack, rows, mask, **static)
         device.more = 0
-        device.drop("rows", "mask", "below")
+        # The mask is let go when the layer above has been looked at.
+        device.drop("rows", "below")
 
     def logits(self) -> None:
         """The logits of each prompt's last token."""
+        self.device.drop("mask")
         self.device.keep("pools", self.pools)
         self.device.call("logits", logits_of, self.flat.ends, self.x, graphs=self.flat.graphs)
 
@@ -234,11 +236,8 @@ def prefill_calls(work: Work) -> Iterator[Call]:
     Args:
         work: what they are traced for.
 
-    Returns:
+    Yields:
         One call after the other.
-
-    Raises:
-        ValueError: for a policy that reads prompts in chunks.
     """
     walk = _Walk(work)
     first = max(0, walk.layers - 2)
