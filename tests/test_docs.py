@@ -7,9 +7,11 @@ import importlib.util
 import re
 import shlex
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import jaxkv
 import jaxkv.policies
@@ -158,6 +160,13 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
     table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
     figures = [each for row in table.strip().splitlines()[2:] for each in re.findall(r"[\d.]+", row.split("|", 3)[3])]
     assert len(figures) >= 20 and all(re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures)
+
+
+def test_the_extra_takes_what_is_pinned():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCS / "requirements.txt").read_text("utf-8").lower(), flags=re.M))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for requirement in map(Requirement, extras["docs"]):
+        assert requirement.specifier.contains(pins[requirement.name])
 
 
 def test_the_readme_is_short():

@@ -53,6 +53,13 @@ def test_a_table(capsys):
     assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates: nothing has run on a GPU." in lines
 
 
+def test_what_jax_must_be_told(capsys):
+    asked = "--model llama-3.1-70b --gpus h100x4 --batch 12 --policy snapkv --budget 1024".split()
+    told = "Note: JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.\n"
+    assert told in run(capsys, *asked, "--context", "131072")
+    assert "XLA_" not in run(capsys, *asked, "--context", "4096")
+
+
 def test_json(capsys):
     one = json.loads(run(capsys, *ASKED, "--policy", "full", "--json", "--mesh", "2x4"))
     assert one["mesh"] == {"data": 2, "model": 4} and one["fits"] and one["decode_peak_bytes"] > one["weights_bytes"]

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import dataclasses
 import enum
-import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +102,6 @@ def flags_of(cls: type[Method]) -> list[str]:
     return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_BASE))]))
 
 
-@functools.cache
 def _drops_rows(cls: type[Method]) -> bool:
     """Whether a policy keeps less than everything: not FullKV, nor OmniKV, which reads less."""
     return cls().parts().scorer is not None

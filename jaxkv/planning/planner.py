@@ -23,6 +23,8 @@ from jaxkv.policies.registry import POLICIES, as_policy
 # Budgets are offered in such steps, and policies in this order where the one that was asked for does not fit.
 _STEP, _LEAST_BUDGET, _USUAL_BUDGET = 64, 128, 2048
 _OTHERS = ("snapkv", "adakv", "h2o")
+# Of the memory that a driver reports JAX takes this share, unless told otherwise.
+_PREALLOCATED = 0.75
 _FEW, _MOST_BATCH = 8, 1 << 16
 
 
@@ -248,6 +250,8 @@ def planned(setting: Setting, notes: tuple[str, ...] = (), *, compile: bool = Fa
     """
     sizes = sizes_of(setting)
     fits = sizes.peak <= setting.gpu.memory
+    if fits and sizes.peak > _PREALLOCATED * setting.gpu.reported:
+        notes += ("JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",)
     return Plan(
         setting=setting,
         sizes=sizes,
