@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
+from jaxkv.cli.exporting import add_export_options, run_export
 from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
@@ -156,6 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     filters = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
     filters.set_defaults(run=print_filters)
     add_filter_options(filters)
+    exporting = commands.add_parser("export", help="write programs and weights that run without jaxkv")
+    exporting.set_defaults(run=run_export)
+    add_export_options(exporting)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=print_models)
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")
