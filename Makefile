@@ -34,7 +34,7 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded needle clean \
+  loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded plan-cells plan-memory needle clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -57,6 +57,8 @@ help:
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
 	@echo "make aot-sharded  70B on 8 GPUs and 405B on 16: what each holds, and what travels, as compiled"
+	@echo "make plan-cells   a plan's arithmetic beside what the compiler says, for GPUs that are not there"
+	@echo "make plan-memory  the most memory of a process here, predicted and measured"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
@@ -131,10 +133,17 @@ aot: $(AOT_STAMP)
 aot-sharded: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot_sharded.py
 
+plan-cells: $(AOT_STAMP)
+	@$(AOT)/python -m benchmarks.plan_cells
+
+plan-memory: $(STAMP)
+	@$(BIN)/python -m benchmarks.plan_memory
+
 aot-quick: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --quick
 	@$(AOT)/python benchmarks/aot_sharded.py --quick
 	@$(AOT)/python benchmarks/perf_model.py --quick
+	@$(AOT)/python -m benchmarks.plan_cells --quick
 
 # Newer JAX, in environments of its own: every kernel, decode attention in the model, a sharded loop.
 $(AOT_VERSIONS:%=aot-%): aot-%:
@@ -152,7 +161,7 @@ needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)

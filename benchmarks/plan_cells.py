@@ -2,6 +2,7 @@
 
     make plan-cells                                             every cell that is not yet in the results
     .venv-aot/bin/python -m benchmarks.plan_cells --only 8b     of those the ones whose names hold this
+    .venv-aot/bin/python -m benchmarks.plan_cells --quick       one of two layers: what CI runs
 
 A cell is a model on GPUs that are not there, a policy with a budget of 2048 rows a head, and prompts in bfloat16. The
 compiler's figures are kept as soon as they are there, so that a run which was ended goes on where it stood; the
@@ -11,6 +12,7 @@ arithmetic is done anew each time the table is written. It fails where a peak is
 import argparse
 import dataclasses
 import json
+import sys
 import time
 
 from benchmarks import record
@@ -64,15 +66,19 @@ CELLS = (
 )
 
 
+# What CI compiles: two layers, and GPUs that send one another something.
+QUICK, LAYERS = Cell("llama-3.1-8b", "h100x2", "AdaKV", 2, 8192), 2
+
+
 def setting_of(cell):
     """A cell as a plan's setting."""
     import jaxkv
-    from jaxkv.models.config import ModelConfig
+    from jaxkv.planning.catalog import model_named
     from jaxkv.planning.gpus import gpus_named
     from jaxkv.planning.setting import Setting
 
-    text = json.loads((record.ROOT / "jaxkv/planning/data/models" / f"{cell.model}.json").read_text())
-    config = ModelConfig.from_hf(text["config"])
+    config = model_named(cell.model).config
+    config = dataclasses.replace(config, layers=LAYERS) if cell is QUICK else config
     gpu, count = gpus_named(cell.gpus)
     options = {} if cell.policy == "FullKV" else {"budget": 2048}
     if cell.policy == "OmniKV":
@@ -88,28 +94,78 @@ def measure(cell):
 
     began = time.perf_counter()
     made = compile_plan(setting_of(cell))
-    figures = dataclasses.asdict(made)
-    return figures | {"peaks": [made.prefill.peak, made.decode.peak], "seconds": round(time.perf_counter() - began, 1)}
+    figures = dataclasses.asdict(made) | {"peaks": {"prefill": made.prefill.peak, "decode": made.decode.peak}}
+    return figures | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def compared(cell, found):
+    """For prefill and decode the peak by arithmetic and by the compiler, and both without weights."""
+    from jaxkv.planning.sizes import sizes_of
+
+    sizes = sizes_of(setting_of(cell))
+    peaks = {"prefill": sizes.prefill_peak, "decode": sizes.decode_peak}
+    return {name: (mine, found["peaks"][name], found["weights"]) for name, mine in peaks.items()}
+
+
+def off(mine, theirs, weights=0):
+    """By how much the arithmetic is off, as a share of the compiler's figure."""
+    return (mine - weights) / (theirs - weights) - 1
+
+
+def line_of(cell, found):
+    """A row of the table."""
+    cells = [cell.name]
+    for name, (mine, theirs, weights) in compared(cell, found).items():
+        error, rest = off(mine, theirs), off(mine, theirs, weights)
+        cells += [f"{mine / 1e9:.2f}", f"{theirs / 1e9:.2f}", f"{error:+.1%}", f"{rest:+.1%}"]
+        cells += [found["prefill"]["name"]] if name == "prefill" else []
+    sent = sum(each["count"] for each in found["decode"]["sent"])
+    cells += [str(sent), f"{len(found['spills'])} of {found['kernels']}", f"{found['seconds']:.0f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def faults(cell, found):
+    """Where the arithmetic is too far off."""
+    errors = {name: off(mine, theirs) for name, (mine, theirs, _) in compared(cell, found).items()}
+    return [f"{cell.name}: {name} is {error:+.1%} off" for name, error in errors.items() if abs(error) > MOST]
+
+
+def write(results):
+    """Both files, each whole at any time."""
+    record.save(RESULTS, results)
+    columns = ["model, GPUs, policy, prompts"]
+    for name in ("prefill", "decode"):
+        columns += [f"{name} by arithmetic, GB", "compiled, GB", "error", "of the rest"]
+        columns += ["largest program"] if name == "prefill" else []
+    columns += ["transfers a step", "kernels that spill", "seconds"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [line_of(cell, results[cell.name]) for cell in CELLS if cell.name in results]
+    RESULTS.with_suffix(".md").write_text("\n".join([HEAD, *lines, ""]))
 
 
 def main():
-    """Compiles what is missing, writes each cell, exits with 1 where arithmetic is off."""
+    """Compiles what is missing, writes each cell, exits with 1 where the arithmetic is off."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cells whose names hold this")
+    parser.add_argument("--only", default="", help="of the missing cells those whose names hold this")
+    parser.add_argument("--quick", action="store_true", help="one cell of two layers, of which nothing is written")
     options = parser.parse_args()
+    if options.quick:
+        found = measure(QUICK)
+        print(line_of(QUICK, found))
+        wrong = faults(QUICK, found)
+        sys.exit("\n".join(f"FAULT {each}" for each in wrong) or 0)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wrong = []
     for cell in CELLS:
         if cell.name not in results and options.only in cell.name:
             results[cell.name] = measure(cell)
-            record.save(RESULTS, results)
-            found = results[cell.name]
-            print(
-                cell.name,
-                found["prefill"]["name"],
-                [f"{each / 1e9:.2f}" for each in found["peaks"]],
-                found["seconds"],
-                flush=True,
-            )
+            write(results)
+        if cell.name in results:
+            print(line_of(cell, results[cell.name]), flush=True)
+            wrong += faults(cell, results[cell.name])
+    write(results)
+    print("\n".join(f"FAULT {each}" for each in wrong), file=sys.stderr)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,19 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after an error, which has been told on stderr.
     """
+    options = _parser().parse_args(argv)
+    try:
+        print(convert(options.source, options.target, dtype=options.dtype))
+    except (ValueError, OSError) as error:
+        print(f"jaxkv.checkpoints: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxkv.checkpoints: interrupted; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxkv.checkpoints", description="Model files without a model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = (
@@ -28,16 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     converting.add_argument(
         "--dtype", choices=DTYPES, help="of all weights (by default as they are; a GGUF's: float32)"
     )
-    options = parser.parse_args(argv)
-    try:
-        print(convert(options.source, options.target, dtype=options.dtype))
-    except (ValueError, OSError) as error:
-        print(f"jaxkv.checkpoints: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("jaxkv.checkpoints: interrupted; run it again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class GgufFile:
                 value == head_dim, f"{arch}.{key}", value, f"only heads where it equals head_dim={head_dim} are built"
             )
         experts = self._hyper("expert_count", 0)
-        require(experts == 0, f"{arch}.expert_count", experts, "mixtures of experts are not built; use a dense model")
+        require(experts == 0, f"{arch}.expert_count", experts, "mixtures of experts are read from safetensors only")
         require(
             "model.embed_tokens.weight" in self.tensors,
             "tensor",

@@ -36,7 +36,7 @@ html_copy_source = False
 
 # Headings are anchors, with the names that they have on a repository's page.
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -128,13 +128,15 @@ def answer_of(address: str) -> str | None:
         The fault, or None.
     """
     asked = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (links.py of jaxkv)"})
-    for seconds in (2, 10, 0):
+    for seconds in (3, 0):
         try:
             with urllib.request.urlopen(asked, timeout=30):
                 return None
         except urllib.error.HTTPError as error:
+            if error.code in _REFUSED:
+                return None
             if error.code in (404, 410) or not seconds:
-                return None if error.code in _REFUSED else f"HTTP {error.code}"
+                return f"HTTP {error.code}"
         except OSError as error:
             if not seconds:
                 return str(error)

@@ -10,6 +10,7 @@ from jaxkv.exporting import export
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
 from jaxkv.models.config import ModelConfig
+from jaxkv.planning.planner import Plan, plan
 from jaxkv.policies import (
     D2O,
     H2O,
@@ -63,6 +64,7 @@ __all__ = [
     "MinP",
     "ModelConfig",
     "OmniKV",
+    "Plan",
     "Policy",
     "PrefillPlan",
     "PyramidInfer",
@@ -87,6 +89,7 @@ __all__ = [
     "generate",
     "load",
     "load_cache",
+    "plan",
     "prefill",
     "reshard",
     "register",

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.attention import window_mass
@@ -81,25 +81,6 @@ class FilterLayers:
         """All of it, the map included."""
         similarity = dataclasses.asdict(self.similarity) | {"mass": np.round(self.similarity.mass, 4).tolist()}
         return json.dumps({"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity})
-
-
-def drawing() -> Any:
-    """What draws, to files only.
-
-    Returns:
-        `matplotlib.pyplot`.
-
-    Raises:
-        ImportError: without matplotlib, naming the extra that brings it.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ImportError("pictures need matplotlib: pip install 'jaxkv[plots]'") from None
-    return pyplot
 
 
 @settled

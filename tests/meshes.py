@@ -13,6 +13,8 @@ from policy_table import BY_NAME, TABLE
 
 import jaxkv
 from jaxkv import axes
+from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import plan_prefill
 
 BUDGET, NEW, LAYERS, DIM = 24, 6, 2, 10
 LENGTHS, QUESTIONS = (61, 37, 50, 44, 29, 58, 33, 47), (5, 9, 3, 8, 6, 2, 7, 4)
@@ -70,11 +72,24 @@ class Ran(NamedTuple):
     answers: dict
 
 
+def check_planned(session, cache) -> None:
+    """What the first device holds of a cache weighs what was planned for one device of such a mesh."""
+    axes_of, config = session.params.axes, session.params.config
+    room = first_room(session.policy.parts(), config.layers, np.asarray(LENGTHS), NEW)
+    mesh = None if axes_of is None else axes_of.mesh
+    planned = plan_prefill(config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh)
+    leaves = jax.tree.leaves(dataclasses.replace(cache, bank=None, logits=None, moved=None))
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) == planned.cache_bytes
+    waiting = 0 if cache.bank is None else sum(each.addressable_shards[0].data.nbytes for each in cache.bank.rows)
+    assert waiting == planned.host_bytes
+
+
 def ran(model, policy, *, asks: bool = False) -> Ran:
     """Prompts are read, questions on top of them, and tokens drawn; notes what arrays have to move on a mesh."""
     with mock.patch.object(axes, "put", watched):
         session = jaxkv.Session(model, policy, key=3)
         cache = session.prefill(prompts(5, LENGTHS), new=NEW)
+        check_planned(session, cache)
         kept = positions(cache)
         if asks:
             cache = session.extend(cache, prompts(6, QUESTIONS), new=NEW)
@@ -128,10 +143,18 @@ def shapes(text: str) -> list[tuple[int, ...]]:
 
 def read_programs(mesh: tuple[int, int]) -> None:
     """Looks into the programs for several devices that have been compiled since the last call."""
-    for each in jax.devices()[0].client.live_executables():
-        if each.fingerprint not in _read and len(each.local_devices()) > 1:
-            _read.add(each.fingerprint)
-            COMPILED.extend(compiled(module.name, mesh, module.to_string()) for module in each.hlo_modules())
+    COMPILED.extend(new_programs(mesh))
+
+
+def new_programs(mesh: tuple[int, int]) -> list[Compiled]:
+    """Those programs, for who keeps them himself."""
+    fresh = [
+        each
+        for each in jax.devices()[0].client.live_executables()
+        if each.fingerprint not in _read and len(each.local_devices()) > 1
+    ]
+    _read.update(each.fingerprint for each in fresh)
+    return [compiled(module.name, mesh, module.to_string()) for each in fresh for module in each.hlo_modules()]
 
 
 def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:

@@ -5,11 +5,13 @@ import functools
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 
 import jaxkv
 from jaxkv.cache import KVCache, Turn, repack
 from jaxkv.engine.plan import bucket, plan_prefill
 from jaxkv.loading import LanguageModel
+from jaxkv.models.decoder import Decoder
 from jaxkv.text.prompts import Encoded
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -19,6 +21,17 @@ GOLDEN = Path(__file__).parent / "golden"
 def smollm2() -> LanguageModel:
     """The real model, loaded once a session: all golden data of SmolLM2 was made from these weights."""
     return jaxkv.load("smollm2-135m-instruct", dtype="float32", progress=False)
+
+
+@functools.cache
+def lowest_layers(count: int) -> LanguageModel:
+    """The real model without its upper layers: programs grow with depth, and what holds at any is seen as well here."""
+    whole = smollm2()
+    decoder = Decoder(dataclasses.replace(whole.config, layers=count), dtype=whole.dtype)
+    for name in ("embedding", "norm", "head"):
+        setattr(decoder, name, getattr(whole.decoder, name))
+    decoder.blocks = nnx.List(whole.decoder.blocks[:count])
+    return LanguageModel(decoder, text=whole.text, name=f"{whole.name}, {count} layers")
 
 
 @functools.cache
@@ -81,9 +94,12 @@ def greedy(model: LanguageModel, cache: KVCache, steps: int) -> np.ndarray:
 
 
 def greedy_after_one(model: LanguageModel, cache: KVCache, steps: int) -> tuple[np.ndarray, list[int]]:
-    """One sequence's logits after the first token drawn, and all tokens; one program draws both times."""
+    """One sequence's logits after the first token drawn, and all tokens; one program draws both times.
+
+    The cache is given up: a copy would take a program for each size of pools.
+    """
     session = jaxkv.Session(model, cache.policy)
-    after, first = session.draw(cache, 1, new=steps)
+    after, first = session.draw(cache, 1, new=steps, donate=True)
     _, rest = session.draw(after, steps - 1, new=steps, donate=True)
     return np.asarray(after.logits)[0], [*first[0].tolist(), *rest[0].tolist()]
 

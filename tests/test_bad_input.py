@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import running
 from safetensors.numpy import load_file, save_file
 
 import jaxkv
@@ -261,7 +262,7 @@ def test_over_long_with_new_tokens_and_what_was_seen(model, cache):
 
 @pytest.fixture(scope="module")
 def smol():
-    return jaxkv.load("smollm2-135m-instruct", progress=False)
+    return running.smollm2()
 
 
 @pytest.mark.real

@@ -1,17 +1,22 @@
 """What pages say of jaxkv is so: links lead somewhere, names exist, examples are Python, commands are taken."""
 
 import ast
+import http.server
 import importlib
 import importlib.util
 import re
 import shlex
+import threading
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import jaxkv
 import jaxkv.policies
-from jaxkv.cli import _parser
+from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
+from jaxkv.cli import _parser as of_jaxkv
 from jaxkv.cli.policy_options import policy_from
 from jaxkv.policies.registry import POLICIES
 
@@ -74,6 +79,22 @@ def test_an_address_that_none_can_be_is_a_fault_as_well():
     assert "Invalid IPv6" in links.fault_of("https://[::1", DOCS / "index.md")
 
 
+def test_addresses_are_asked_where_there_is_a_network():
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(int(self.path[1:]))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        answers = [links.answer_of(f"http://127.0.0.1:{server.server_port}/{code}") for code in (200, 403, 404)]
+        server.shutdown()
+    assert answers == [None, None, "HTTP 404"]
+
+
 def test_links_of_notebooks_and_pictures_are_followed(tmp_path):
     cell = (
         '{"cells": [{"cell_type": "markdown", "source": ["![x](a.svg)"]}, {"cell_type": "code", "source": ["[a](b)"]}]}'
@@ -107,24 +128,45 @@ def test_examples_are_python_and_name_what_exists(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_commands_are_taken(name):
     lines = [line for code in blocks_of(TEXTS[name], "", "sh") for line in code.replace("\\\n", "").splitlines()]
-    for line in lines:
+    for line in (line for line in lines if line.startswith(("jaxkv ", "python -m jaxkv"))):
         words = shlex.split(line, comments=True)
+        if words[:3] == ["python", "-m", "jaxkv.checkpoints"]:
+            of_checkpoints().parse_args(words[3:])
         if words[:1] == ["jaxkv"]:
-            options = _parser().parse_args(words[1:])
-            if words[1] == "generate":
+            options = of_jaxkv().parse_args(words[1:])
+            if words[1] in ("generate", "plan") and not getattr(options, "compare", None):
                 policy_from(options)
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_values_between_backticks_can_be_made(name):
-    """`SnapKV(budget=256, every=64)` in a sentence has fields that exist, and is not refused."""
+    """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not refused."""
     for code in re.findall(r"(?<!`)`([A-Z]\w*(?:\([^`]*\))?)`(?!`)", re.sub(r"```.*?```", "", TEXTS[name], flags=re.S)):
         called, _, given = code.partition("(")
         if called in OTHERS or called.isupper() and not given:
             continue
-        assert called in KNOWN, (name, code)
+        assert called in KNOWN, f"{name}: {code} is no name of jaxkv or jaxkv.policies"
         if given and "..." not in given and "=," not in given and "=)" not in given:
             eval(code, dict(KNOWN))
+    for code in blocks_of(TEXTS[name], "python"):
+        for line in ast.parse(code).body:
+            called = line.value if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
+            if called and all(each.id in KNOWN for each in ast.walk(called) if isinstance(each, ast.Name)):
+                if isinstance(called.func, ast.Name):
+                    eval(ast.unparse(called), dict(KNOWN))
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
+    figures = [each for row in table.strip().splitlines()[2:] for each in re.findall(r"[\d.]+", row.split("|", 3)[3])]
+    assert len(figures) >= 20 and all(re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures)
+
+
+def test_the_extra_takes_what_is_pinned():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCS / "requirements.txt").read_text("utf-8").lower(), flags=re.M))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for requirement in map(Requirement, extras["docs"]):
+        assert requirement.specifier.contains(pins[requirement.name])
 
 
 def test_the_readme_is_short():

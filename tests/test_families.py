@@ -1,7 +1,13 @@
 """Families beside Llama's: what their configs say, and what is refused of them by name."""
 
-import pytest
+import shutil
+from pathlib import Path
 
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.values import Experts
@@ -162,3 +168,29 @@ def test_what_is_read():
 def test_what_is_refused(published, keys, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(published | keys)
+
+
+FUSED = "transformer.h.1.self_attention.query_key_value.weight"
+EXPERT, ALL = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    "name, tensor, change, message",
+    [
+        ("falcon_40b", FUSED, lambda a: a[:-1], rf"{FUSED}=\(95, 48\): the config asks for \(96, 48\)"),
+        ("falcon_40b", FUSED, lambda a: None, rf"{FUSED}'.*\]: the checkpoint lacks these tensors"),
+        ("mixtral", EXPERT, lambda a: None, rf"weights=\['{EXPERT}'\]: the checkpoint lacks these tensors"),
+        ("mixtral", EXPERT, lambda a: a * np.nan, rf"weights=\['{EXPERT}'\]: these tensors hold NaN"),
+        ("mixtral", EXPERT.replace("2.w3", "4.w3"), lambda a: np.ones((64, 48), "f"), "no place for these tensors"),
+        ("qwen3_moe_fused", ALL, lambda a: a[:-1], rf"{ALL}=\(7, 48, 48\): the config asks for \(8, 48, 48\)"),
+    ],
+    ids=["a row less", "no keys", "an expert less", "an expert of NaN", "an expert more", "fused, an expert less"],
+)
+def test_tensors_that_do_not_fit(tmp_path, name, tensor, change, message):
+    copied = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "golden" / "models" / name, copied)
+    tensors = load_file(copied / "model.safetensors")
+    changed = change(tensors.pop(tensor, None))
+    save_file(tensors | ({} if changed is None else {tensor: changed}), copied / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        jaxkv.load(copied, progress=False)

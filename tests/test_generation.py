@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import running
 from tiny import segments
 from tokenizers import Tokenizer, decoders, models
 
@@ -54,7 +55,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def smol():
-    return jaxkv.load("smollm2-135m-instruct", dtype="float32", progress=False)
+    return running.smollm2()
 
 
 def with_eos(tmp_path, ids):

@@ -29,7 +29,11 @@ def test_every_folder_has_golden_logits():
     assert folders == {*NAMES, "llama_gqa_sharded"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Of these, decoding token by token shows as much.
+DECODED = ("falcon_7b", "falcon_serial", "qwen3_moe", "qwen3_moe_fused")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in DECODED])
 def test_prefill_gives_the_logits_of_every_position(name):
     batch = running.by_prefixes(running.golden_model(name), rows(name))
     for logits, expected in zip(batch, golden(name), strict=True):

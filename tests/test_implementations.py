@@ -99,7 +99,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_kernels_generate_what_xla_does(name):
     """Prefill, compression and decoding of two unequal prompts: same rows kept, same tokens."""
-    model = tiny.tiny(tiny.MODELS["gqa3"])
+    model = tiny.tiny(tiny.TWO_LAYERS)
     ids = tiny.prompts(0, [37, 21])
     kwargs = {"policy": POLICIES[name], "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, **kwargs)
@@ -115,7 +115,7 @@ def test_kernels_generate_what_xla_does(name):
 
 def test_kernels_answer_a_question_on_a_cache():
     """Several queries over a pool, merged with the causal part."""
-    model = tiny.tiny(tiny.MODELS["gqa3"])
+    model = tiny.tiny(tiny.TWO_LAYERS)
     document, question = tiny.prompts(1, [40, 25]), tiny.prompts(2, [7, 3])
     cache = jaxkv.prefill(model, document, policy=jaxkv.SnapKV(budget=16, window=8), implementation="pallas")
     answers = [
@@ -128,7 +128,7 @@ def test_kernels_answer_a_question_on_a_cache():
 
 def test_kernels_keep_rows_of_16_bits():
     """Interpreted on a CPU too what they draw joins the pool, not a tail beside it: a prefill has the same rows."""
-    model, ids = tiny.tiny(tiny.MODELS["gqa3"], dtype="bfloat16"), tiny.prompts(5, [7, 4])
+    model, ids = tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16"), tiny.prompts(5, [7, 4])
     drawn = jaxkv.generate(model, ids, implementation="pallas", max_new_tokens=6, stop_at_eos=False)
     whole = [[*prompt, *answer] for prompt, answer in zip(ids, drawn.tokens, strict=True)]
     expected = jaxkv.prefill(model, whole, implementation="xla")
@@ -141,7 +141,7 @@ def test_kernels_keep_rows_of_16_bits():
 
 def test_a_window_longer_than_the_prompt():
     """The kernels too take prompts shorter than the observation window."""
-    model = tiny.tiny(tiny.MODELS["gqa3"])
+    model = tiny.tiny(tiny.TWO_LAYERS)
     ids = tiny.prompts(3, [30, 5])
     kwargs = {"policy": jaxkv.SnapKV(budget=12, window=8), "max_new_tokens": 3, "stop_at_eos": False}
     plain, kernels = (jaxkv.generate(model, ids, implementation=each, **kwargs) for each in ("xla", "pallas"))

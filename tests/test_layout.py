@@ -17,6 +17,7 @@ LAYERS = (
     "pallas_kernels",
     "checkpoints",
     "jaxkv._beside",
+    "jaxkv._drawing",
     "jaxkv._errors",
     "jaxkv._settings",
     "jaxkv._values",

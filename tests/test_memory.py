@@ -17,6 +17,7 @@ from jaxkv import memory
 from jaxkv.attention import Implementation
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.plan import check_memory, plan_prefill
+from jaxkv.engine.stages import WORKSPACE
 
 MODELS = Path(__file__).parent / "golden" / "models"
 POLICY = jaxkv.SnapKV(budget=16, window=4)
@@ -120,14 +121,14 @@ def test_the_plan_counts_what_a_gpu_takes_all_prompts_together_for(model):
     """Queries and output of long prompts, the MLP's block for short ones; cuDNN has queries in another order, too."""
     config = model.config
     xla, pallas, cudnn = (
-        [plan_prefill(config, POLICY, [40, n], implementation=each) for n in (40, 65536)]
+        [plan_prefill(config, POLICY, [40, n], implementation=each) for n in (40, 262144)]
         for each in (Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN)
     )
-    tokens, queries = 2 * 64, 2 * 65536 * config.heads * config.head_dim * 4
+    tokens, queries = 2 * 64, 2 * 262144 * config.heads * config.head_dim * 4
     hidden, kv = tokens * config.embed * 4, 2 * tokens * config.kv_heads * config.head_dim * 4
-    block = tokens * (8 * config.hidden + 8 * config.embed)
+    block = tokens * (12 * config.hidden + 4 * config.embed) + hidden + kv
     prefilling = [each.peak_bytes - each.cache_bytes for each in (pallas[0], pallas[1], cudnn[1])]
-    assert block + hidden + kv < prefilling[0] < 1.3 * (block + hidden + kv) + tokens * config.heads * 64
+    assert block < prefilling[0] - WORKSPACE < 1.4 * block
     assert prefilling[2] - prefilling[1] == queries
     assert all(a.peak_bytes < b.peak_bytes for a, b in zip(xla, pallas, strict=True))
     sessions = [jaxkv.Session(model, POLICY, implementation=each) for each in ("xla", "pallas")]

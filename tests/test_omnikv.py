@@ -101,12 +101,12 @@ def test_a_budget_of_the_prompt_gives_the_full_cache(selector, offload):
 @pytest.mark.real
 @both
 def test_a_budget_of_the_prompt_gives_the_full_cache_on_the_real_model(offload):
-    model, ids = running.smollm2(), running.archive("parity/p600.npz")["input_ids"][:130].tolist()
-    policy = OmniKV(filter_layers=(2, 9, 17), budget=130, offload=offload)
+    model, ids = running.lowest_layers(12), running.archive("parity/p600.npz")["input_ids"][:130].tolist()
+    policy = OmniKV(filter_layers=(2, 5, 9), budget=130, offload=offload)
     expected, logits = running.prefill(model, [ids], FullKV())
     cache, mine = running.prefill(model, [ids], policy)
-    assert running.gap(mine, logits) < 2e-3
-    assert running.gap(feed(model, cache, [[29], [216]])[0], feed(model, expected, [[29], [216]])[0]) < 2e-3
+    assert running.gap(mine, logits) < 1e-3
+    assert running.gap(feed(model, cache, [[29], [216]])[0], feed(model, expected, [[29], [216]])[0]) < 1e-3
 
 
 @selectors

@@ -60,8 +60,8 @@ def test_a_wheel_holds_them_inside(tmp_path):
 def test_every_file_of_data_is_installed():
     """A package's data are the files that its code reads; those for its readers stay behind."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
-    for name in BESIDE:
-        lie = [path.relative_to(ROOT / name) for path in (ROOT / name).rglob("*") if path.is_file()]
+    for name, folder in {**{each: ROOT / each for each in BESIDE}, "planning": ROOT / "jaxkv" / "planning"}.items():
+        lie = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         read = {path for path in lie if path.suffix not in (".py", ".pyc", ".md")}
         taken = {path for path in lie if any(path.match(pattern) for pattern in data[f"jaxkv.{name}"])}
         assert read == taken, name

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.real
 GOLDEN = running.archive("parity/p600.npz")
 IDS = GOLDEN["input_ids"].tolist()
 SCORED_LAYERS = (0, 10, 20, 29)
+NEW = 32
 # A near-tie: float32 softmaxes of two libraries differ by more than this gap between the last kept and first dropped.
 TIE = 1e-7
 
@@ -73,9 +74,9 @@ def run(case):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "observe", recording)
-        cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case))
+        cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case), room=NEW)
     kept = running.kept(cache, len(IDS))[:, 0]
-    step1, tokens = running.greedy_after_one(model, cache, 32)
+    step1, tokens = running.greedy_after_one(model, cache, NEW)
     return Run(logits=logits[0], kept=kept, scores=scores, step1=step1, tokens=tokens)
 
 
@@ -141,7 +142,7 @@ def test_generate_draws_the_same_tokens(case):
         running.smollm2(),
         jnp.asarray(IDS, jnp.int32),
         policy=policy_of(case),
-        max_new_tokens=32,
+        max_new_tokens=NEW,
         stop_at_eos=False,
         progress=False,
     )

@@ -1,11 +1,13 @@
 """Estimates of speed, against the performance model's committed tables."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 import jaxkv
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import Experts
 from jaxkv.planning.gpus import gpu_named
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.speed import APPENDS, CHOOSES, EVICTS, MERGES, all_reduce, estimate
@@ -46,9 +48,9 @@ def table(*names: str) -> list[dict[str, str]]:
 
 def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
     options = {} if policy == "FullKV" else {"budget": 1024} | (FILTERS if policy == "OmniKV" else {})
-    given = {"gpu": gpu_named("h200"), "new": 0} | more
+    given = {"gpu": gpu_named("h200"), "new": 0, "config": CONFIG} | more
     method = getattr(jaxkv, policy)(**options)
-    return Setting(model="8b", config=CONFIG, policy=method, batch=batch, context=context, **given)
+    return Setting(model="8b", policy=method, batch=batch, context=context, **given)
 
 
 STEPS = table("sequences x tokens", "policy", "ideal, ms")
@@ -96,6 +98,17 @@ def test_what_is_split_over_gpus():
     assert all_reduce(setting_of("SnapKV", 1, 64, gpus=8), 1) < all_reduce(
         setting_of("SnapKV", 1, 64, gpus=8, gpu=gpu_named("l4")), 1
     )
+
+
+def test_experts_are_read_as_far_as_they_are_chosen():
+    mixed = dataclasses.replace(CONFIG, experts=Experts(count=8, chosen=2))
+    one_expert = 2 * 3 * 4096 * 14336 * 32
+    whole = WEIGHTS + 7 * one_expert
+    step = lambda batch: estimate(setting_of("SnapKV", batch, 4096, config=mixed), whole)  # noqa: E731
+    copy = 0.9 * 4.8e12
+    read = lambda experts: (WEIGHTS - 2 * 128256 * 4096 + (experts - 1) * one_expert) / copy  # noqa: E731
+    assert step(1).weights == pytest.approx(read(2)) and step(2).weights == pytest.approx(read(4))
+    assert step(64).weights == pytest.approx(read(8))
 
 
 def test_answers_that_grow_and_rows_that_are_fetched():

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv import H2O, FullKV, OmniKV, Session, SnapKV
 from jaxkv.testing import segments
 
-GQA = tiny.MODELS["gqa3"]
+GQA = tiny.TWO_LAYERS
 IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
 POLICIES = {
     "full": FullKV(),

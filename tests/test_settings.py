@@ -13,7 +13,7 @@ ROWS = ("full", "streaming-rolling", "snapkv", "adakv", "d2o", "omnikv", "snapkv
 
 @pytest.mark.parametrize("name", ROWS)
 def test_64_bits_and_ranks(name):
-    model, ids = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(0, (60, 37))
+    model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (60, 37))
     policy = BY_NAME[name].policy(20)
 
     def answers():

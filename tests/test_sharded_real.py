@@ -1,4 +1,7 @@
-"""SmolLM2, three kv heads, on meshes of three devices: the tokens and rows of one device."""
+"""SmolLM2, three kv heads, on meshes of three devices: the tokens and rows of one device.
+
+One policy runs through all of its layers, the others through some: each layer is compiled, for one and for three.
+"""
 
 import functools
 
@@ -9,10 +12,11 @@ from meshes import mesh_of
 import jaxkv
 from jaxkv.testing import segments
 
+LAYERS = 30
 POLICIES = {
-    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=96), capacity=3.0),
-    "d2o": jaxkv.D2O(budget=96),
-    "every": jaxkv.SnapKV(budget=96, every=4),
+    "adakv": (jaxkv.AdaKV(base=jaxkv.SnapKV(budget=96), capacity=3.0), LAYERS),
+    "d2o": (jaxkv.D2O(budget=96), 8),
+    "every": (jaxkv.SnapKV(budget=96, every=4), 8),
 }
 
 
@@ -20,10 +24,11 @@ POLICIES = {
 def answers(name, mesh=None):
     """Tokens drawn after three prompts of unequal length, and the positions that each segment holds behind them."""
     ids = running.archive("parity/p600.npz")["input_ids"].tolist()
+    policy, layers = POLICIES[name]
     made = jaxkv.generate(
-        running.smollm2(),
+        running.smollm2() if layers == LAYERS else running.lowest_layers(layers),
         [ids[:200], ids[200:500], ids[500:600]],
-        policy=POLICIES[name],
+        policy=policy,
         max_new_tokens=8,
         stop_at_eos=False,
         mesh=None if mesh is None else mesh_of(*mesh),

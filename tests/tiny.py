@@ -30,6 +30,8 @@ MODELS = {
     "gqa4": shape(layers=4, kv_heads=2, group=4, dim=16),
     "mqa8": shape(layers=2, kv_heads=1, group=8, dim=8),
 }
+# A decode step is compiled layer by layer: where those in the middle prove nothing, two do.
+TWO_LAYERS = shape(layers=2, kv_heads=2, group=3, dim=8)
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 # mypy: warn-unused-ignores
-"""What `generate` is to a type checker: mypy reads this file, nothing runs it."""
+"""What `generate` and `plan` are to a type checker: mypy reads this file, nothing runs it."""
 
 from typing import assert_type
 
 import jaxkv
+from jaxkv.planning.machine import MachinePlan
 
 
 def answers(model: jaxkv.LanguageModel, either: bool) -> None:
@@ -14,3 +15,11 @@ def answers(model: jaxkv.LanguageModel, either: bool) -> None:
     assert_type(jaxkv.generate(model, "Hello", stream=either), jaxkv.Generation | jaxkv.Stream)
     jaxkv.generate(model, "Hello", max_tokens=4)  # type: ignore[call-overload]
     jaxkv.generate(model, "Hello", stop=4)  # type: ignore[call-overload]
+
+
+def plans() -> None:
+    """Of GPUs it is a plan of one of them, of `cpu` that of a process."""
+    assert_type(jaxkv.plan("llama-3.1-8b", gpus="h100x8", context=1024, policy="snapkv"), jaxkv.Plan)
+    assert_type(jaxkv.plan("llama-3.1-8b", context=1024), jaxkv.Plan)
+    assert_type(jaxkv.plan("smollm2-135m", gpus="cpu", context=1024), MachinePlan)
+    jaxkv.plan("llama-3.1-8b", context=1024, gpu="h100")  # type: ignore[call-overload]

@@ -7,22 +7,34 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from jaxkv.cli import _parser
+from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
+from jaxkv.cli import _parser as of_jaxkv
 
 
 def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
-    """The subcommands.
+    """The subcommands of both programs.
 
     Returns:
-        Each one's parser, and its line of help, by name.
+        Each one's parser, and its line of help, by what is typed.
     """
-    subparsers = next(action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
-    about = {each.dest: each.help or "" for each in subparsers._choices_actions}
-    return {name: (parser, about[name]) for name, parser in subparsers.choices.items()}
+    found = {}
+    for program in (of_jaxkv(), of_checkpoints()):
+        subparsers = next(action for action in program._actions if isinstance(action, argparse._SubParsersAction))
+        about = {each.dest: each.help or "" for each in subparsers._choices_actions}
+        found |= {f"{program.prog} {name}": (parser, about[name]) for name, parser in subparsers.choices.items()}
+    return found
 
 
 def _help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     return (action.help or "") % {**vars(action), "prog": parser.prog} if action.help else ""
+
+
+def _paragraph(text: str) -> nodes.paragraph:
+    """What is between backticks is code."""
+    parts = text.split("`")
+    return nodes.paragraph(
+        "", "", *(nodes.literal("", each) if at % 2 else nodes.Text(each) for at, each in enumerate(parts))
+    )
 
 
 def _options(group: argparse._ArgumentGroup, parser: argparse.ArgumentParser) -> nodes.definition_list:
@@ -36,7 +48,7 @@ def _options(group: argparse._ArgumentGroup, parser: argparse.ArgumentParser) ->
             term += nodes.Text(", ") if at else nodes.Text("")
             words = formatter._format_args(action, action.dest.upper()) if action.option_strings else ""
             term += nodes.literal("", f"{spelling} {words}".strip())
-        about = nodes.definition("", nodes.paragraph("", _help_of(action, parser)))
+        about = nodes.definition("", _paragraph(_help_of(action, parser)))
         listed += nodes.definition_list_item("", term, about)
     return listed
 
@@ -48,8 +60,8 @@ class CommandLine(SphinxDirective):
         """Sphinx' hook."""
         sections: list[nodes.Node] = []
         for name, (parser, about) in commands().items():
-            section = nodes.section(ids=[nodes.make_id(f"jaxkv-{name}")], names=[f"jaxkv {name}"])
-            section += nodes.title("", f"jaxkv {name}")
+            section = nodes.section(ids=[nodes.make_id(name)], names=[name])
+            section += nodes.title("", name)
             section += nodes.paragraph("", f"{about[:1].upper()}{about[1:]}.")
             for group in parser._action_groups:
                 options = _options(group, parser)
@@ -61,6 +73,9 @@ class CommandLine(SphinxDirective):
                 if group.description:
                     section += nodes.paragraph("", group.description)
                 section += options
+            if parser.epilog:
+                section += nodes.rubric("", "More")
+                section += nodes.literal_block(parser.epilog, parser.epilog, language="none")
             sections.append(section)
         return sections
 

@@ -13,13 +13,16 @@ from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent.parent
 ROOT = HERE.parent
+# Files that are a page each, by the folder of docs/ that these are written to.
+MADE = {"notebooks": sorted(ROOT.glob("notebooks/*.ipynb")), "results": sorted(ROOT.glob("benchmarks/results/*.md"))}
+# Of tables that begin without a heading.
+TITLES = {"aot": "GPU kernels, as compiled", "aot_offload": "OmniKV's offloaded step, as compiled"}
 # Files of the repository by the page that shows them.
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "pallas_kernels/README.md": "kernels.md",
-    **{f"benchmarks/results/{path.name}": f"results/{path.name}" for path in (HERE / "results").glob("*.md")},
-    **{f"notebooks/{path.stem}.ipynb": f"notebooks/{path.name}" for path in (HERE / "notebooks").glob("*.md")},
+    **{str(file.relative_to(ROOT)): f"{folder}/{file.stem}.md" for folder, files in MADE.items() for file in files},
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
@@ -36,7 +39,7 @@ def as_markdown(notebook: str) -> str:
     texts = []
     for cell in json.loads(notebook)["cells"]:
         source = "".join(cell["source"])
-        texts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        texts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
     return "\n\n".join(texts) + "\n"
 
 
@@ -62,6 +65,18 @@ def leading_to_pages(text: str, folder: Path, page: Path) -> str:
     return _LINK.sub(replaced, text)
 
 
+def _make_pages(app: Sphinx) -> None:
+    """A new notebook or table is a page by itself."""
+    for folder, files in MADE.items():
+        (HERE / folder).mkdir(exist_ok=True)
+        for page in set((HERE / folder).glob("*.md")) - {HERE / folder / f"{file.stem}.md" for file in files}:
+            page.unlink()
+        for file in files:
+            title = f"# {TITLES[file.stem]}\n\n" if file.stem in TITLES else ""
+            shown = f"{title}```{{include}} {os.path.relpath(file, HERE / folder)}\n```\n"
+            (HERE / folder / f"{file.stem}.md").write_text(shown, encoding="utf-8")
+
+
 def _read(app: Sphinx, name: str, text: list[str]) -> None:
     page = Path(app.env.doc2path(name))
     text[0] = leading_to_pages(text[0], page.parent, page)
@@ -76,6 +91,7 @@ def _include(app: Sphinx, path: Path, _: str, text: list[str]) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx' hook."""
+    app.connect("builder-inited", _make_pages)
     app.connect("source-read", _read)
     app.connect("include-read", _include)
     return {"parallel_read_safe": True}

@@ -59,7 +59,7 @@ class Public(SphinxDirective):
         """Sphinx' hook."""
         module = self.arguments[0]
         names = [name for line in self.content for name in line.split()]
-        table = ".. autosummary::\n\n" + "".join(f"   ~{module}.{name}\n" for name in names) + "\n"
+        table = ".. autosummary::\n   :nosignatures:\n\n" + "".join(f"   ~{module}.{name}\n" for name in names) + "\n"
         return self.parse_text_to_nodes(table + "".join(_rst(module, name) for name in names))
 
 

@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
+"""The command line: `jaxkv generate`, `jaxkv plan`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
 
 import argparse
 import importlib.metadata
@@ -13,6 +13,7 @@ from jaxkv.cli.exporting import add_export_options, run_export
 from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
+from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
 from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
@@ -30,6 +31,9 @@ examples:
 
   no compression, plain text instead of a chat, sampled:
     jaxkv generate --policy full --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.9 --seed 1
+
+  whether a model, a policy and prompts fit on GPUs that are not there:
+    jaxkv plan --model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4 --policy adakv --budget 2048
 
   which models and policies there are:
     jaxkv models
@@ -160,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     exporting = commands.add_parser("export", help="write programs and weights that run without jaxkv")
     exporting.set_defaults(run=run_export)
     add_export_options(exporting)
+    planning = commands.add_parser("plan", help="what fits on GPUs that need not be there", epilog=NOTES, **told)
+    planning.set_defaults(run=print_plan)
+    add_plan_options(planning)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=print_models)
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")

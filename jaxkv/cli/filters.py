@@ -5,8 +5,9 @@ import os
 import tempfile
 from pathlib import Path
 
+from jaxkv._drawing import drawing
 from jaxkv._errors import require
-from jaxkv.analysis import FilterLayers, drawing, filter_layers
+from jaxkv.analysis import FilterLayers, filter_layers
 from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import require_model

@@ -273,6 +273,36 @@ def policy_from(options: argparse.Namespace) -> Method:
     return policy
 
 
+def given_flags(options: argparse.Namespace) -> dict[str, str]:
+    """Policies' options that were given, and how the user wrote each.
+
+    Args:
+        options: of a parser with `add_policy_options`.
+
+    Returns:
+        By flag.
+    """
+    base = {} if options.base is None else {"--base": f"--base={options.base}"}
+    return base | {flag: said for flag, said, _ in _given(options)}
+
+
+def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Namespace:
+    """The options as if another policy had been asked for, with no more of policies' options than it has.
+
+    Args:
+        options: of a parser with `add_policy_options`.
+        name: the policy.
+        flags: its own, from `flags_of`.
+
+    Returns:
+        A copy.
+    """
+    given = vars(options) | {"policy": name}
+    for flag in given_flags(options).keys() - flags:
+        given["base" if flag == "--base" else _PREFIX + flag] = None
+    return argparse.Namespace(**given)
+
+
 def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
     """Each option that was given: its flag, how the user wrote it, and the words."""
     for flag, spelling in options.policy_spellings.items():

@@ -127,11 +127,13 @@ class Prefilling:
         attend = queries * (3 if self.implementation is Implementation.CUDNN else 2)
         attend += 4 * self.batch * config.heads * self.slots
         # Of a mixture's tokens as many go through at once as an expert takes, and beside them are the sums of all.
-        rows, sums = tokens, self.item
+        rows, sums, weights = tokens, self.item, 0
         if config.experts is not None:
             rows, sums = block_rows(tokens, config.experts.chosen, config.experts.count), 4
+            # Those of one expert, cut out of all.
+            weights = (2 + config.gated) * config.hidden * config.embed * self.item
         # Inner products of the MLP, and its output and the residual stream, are float32.
-        inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed
+        inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
         norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
         if top and not needs.sums:

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from jaxkv._errors import require
+from jaxkv.engine.plan import bucket
 from jaxkv.planning.ptxas import Kernel, kernels, ptxas
 from jaxkv.planning.setting import Setting
 
@@ -170,13 +171,17 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     Raises:
         ImportError: without the compiler; the message says what to install.
         ValueError: where the compiler refuses the GPU, or one of the programs on it, and for a policy that reads
-            prompts in chunks.
+            prompts in chunks, or whose rows wait in host memory.
         TypeError: for a policy or sampler that another process cannot be given.
     """
     jaxlib = plugin()
-    reading = setting.policy.parts().read
+    parts = setting.policy.parts()
     remedy = "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
-    require(reading is None or not reading.by_chunks, "policy", setting.policy, remedy)
+    require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
+    reading = parts.reading(setting.config.layers, bucket(setting.context))
+    # GPUs that are not there have no host beside them: the compiler would count its memory as theirs.
+    remedy = "rows that wait in host memory are not compiled: plan without the compiler, or leave offload out"
+    require(reading is None or not reading.offloaded, "policy", setting.policy, remedy)
     try:
         given = pickle.dumps(sys.path) + pickle.dumps(setting)
     except (pickle.PicklingError, AttributeError) as error:

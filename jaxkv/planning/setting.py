@@ -17,16 +17,13 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A question to plan.
+class Asked:
+    """What is to be done, wherever.
 
     Attributes:
         model: the model's name.
         config: its shape.
         policy: the compression, with all that it takes from the model.
-        gpu: the kind of GPU.
-        gpus: how many, all hosts together.
-        data: groups that they form, each with the whole model and a part of the prompts.
         batch: prompts.
         context: tokens of each.
         new: tokens that are drawn after each.
@@ -36,17 +33,12 @@ class Setting:
     model: str
     config: ModelConfig
     policy: Method
-    gpu: GPU
-    gpus: int = 1
-    data: int = 1
     batch: int = 1
     context: int
     new: int = 256
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        count(self, "gpus", 1, "give 1 GPU or more")
-        count(self, "data", 1, "give 1 group or more")
         count(self, "batch", 1, "give 1 prompt or more")
         count(self, "context", 1, "every prompt needs at least one token")
         count(self, "new", 0, "give 0 tokens or more")
@@ -54,11 +46,40 @@ class Setting:
         name = dtype if isinstance(dtype, str) else getattr(jnp.dtype(dtype), "name", None)
         require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", name)
-        remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
-        require(self.gpus % self.data == 0, "mesh.data", self.data, remedy)
         limit = self.config.max_positions
         remedy = f"{self.model} was made for {limit} positions: give at most that many"
         require(self.context <= limit, "context", self.context, remedy)
+
+    @property
+    def beyond(self) -> str | None:
+        """What is to be said of new tokens that the model has no positions for; None if there are none."""
+        limit = self.config.max_positions
+        if self.context + self.new <= limit or self.policy.parts().rolling:
+            return None
+        left = limit - self.context
+        return f"the model was made for {limit:,} positions: of {self.new:,} new tokens, {left:,} have one"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting(Asked):
+    """A question to plan: what is to be done, on which GPUs.
+
+    Attributes:
+        gpu: the kind of GPU.
+        gpus: how many, all hosts together.
+        data: groups that they form, each with the whole model and a part of the prompts.
+    """
+
+    gpu: GPU
+    gpus: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count(self, "gpus", 1, "give 1 GPU or more")
+        count(self, "data", 1, "give 1 group or more")
+        remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
+        require(self.gpus % self.data == 0, "mesh.data", self.data, remedy)
         # Refuses what does not divide the model.
         _ = self.mesh
 

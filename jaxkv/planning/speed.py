@@ -1,8 +1,9 @@
 """Estimates of speed, by arithmetic alone: nothing here has run on a GPU, or been calibrated on one.
 
 A decode step is the sum of what it must read, at the bandwidth that copies reach; of its launches; of what its small
-kernels and its attention take beside that; and of what GPUs send one another. The constants are those of the
-performance model in `benchmarks/perf_gpu.py` and what it reads off compiled programs, in
+kernels and its attention take beside that; and of what GPUs send one another. A mixture's experts are read as far as
+tokens choose them; what sorting tokens by expert launches is not counted. The constants are those of the performance
+model in `benchmarks/perf_gpu.py` and what it reads off compiled programs, in
 `benchmarks/results/gpu_model.md`; a test holds the two together.
 """
 
@@ -102,10 +103,9 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     if reading is not None and reading.offloaded:
         return None
     copy, item, layers = COPY * gpu.bandwidth, jnp.dtype(setting.dtype).itemsize, setting.config.layers
-    # A table that tokens are looked up in, and nothing else, is read a row at a time.
-    read = weights - (0 if setting.config.tied else local.vocab * local.embed * item)
+    read, used = _weights(setting, weights, item)
     flops = _products(setting) * PRODUCTS
-    product = max(read / copy, 2 * read / item * setting.sequences / flops)
+    product = max(read / copy, 2 * used / item * setting.sequences / flops)
     held, filters = _rows(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
     moved = 2 * row * float(held.sum())
@@ -179,6 +179,19 @@ def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
     return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
 
 
+def _weights(setting: Setting, weights: int, item: int) -> tuple[float, float]:
+    """Bytes of the parameters that a step reads, and of those that each token is multiplied by."""
+    local, experts = setting.local, setting.config.experts
+    # A table that tokens are looked up in, and nothing else, is read a row at a time.
+    held = float(weights - (0 if local.tied else local.vocab * local.embed * item))
+    if experts is None:
+        return held, held
+    each = 3 * local.embed * local.hidden * local.layers * item
+    others = held - experts.count * each
+    # Hardly two tokens choose the same, until all are chosen.
+    return others + min(experts.count, experts.chosen * setting.sequences) * each, others + experts.chosen * each
+
+
 def _products(setting: Setting) -> float:
     """The data sheet's products of this dtype: float32 ones run as TF32, at half the speed of 16 bits."""
     return setting.gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
@@ -187,8 +200,9 @@ def _products(setting: Setting) -> float:
 def _prefill(setting: Setting, weights: int, item: int) -> float:
     """Seconds of all prompts of a group: products, attention of the lower triangle, all-reduces."""
     local, tokens, flops = setting.local, setting.sequences * setting.context, _products(setting)
-    ends = (1 if local.tied else 2) * local.vocab * local.embed
-    products = 2 * (weights / item - ends) * tokens / (PRODUCTS * flops)
+    # The vocabulary's matrix is for the last tokens alone.
+    used = _weights(setting, weights, item)[1] / item - local.vocab * local.embed
+    products = 2 * used * tokens / (PRODUCTS * flops)
     # Two products of two operations for each pair of tokens, half of the pairs; once more where all queries score keys.
     passes = 1.5 if setting.policy.parts().needs.sums else 1.0
     pairs = setting.sequences * setting.context**2 / 2

@@ -209,8 +209,9 @@ class _Walk:
                 device.more = max(more, more - each + weigh(self.pools))
             given = (rows.k, rows.v, mask, rows.inside, rows.mass, None, key, None)
             device.call("merge", compress._merged, *given, merge=Typed(parts.merge), axes=axes)
-            # In place of the layer's rows there are then as many others.
-            device.more = more
+            # In place of the layer's rows there are then as many others, and what the merger goes on with.
+            device.more, count = more, parts.merge.thresholds
+            rows = rows._replace(tau=device.array("B K n", (*mask.shape[:2], count), jnp.float32) if count else None)
         if layout.one_pool:
             start = device.array("B K", mask.shape[:2], jnp.int32)
             device.call("pack", packing.pack_shared, self.pools[0], rows, mask, start, axes=axes)
@@ -219,10 +220,12 @@ class _Walk:
             static = {"rows": size, "layout": layout, "implementation": self.work.implementation, "axes": axes}
             device.call("pack", packing.pack, rows, mask, **static)
         device.more = 0
-        device.drop("rows", "mask", "below")
+        # The mask is let go when the layer above has been looked at.
+        device.drop("rows", "below")
 
     def logits(self) -> None:
         """The logits of each prompt's last token."""
+        self.device.drop("mask")
         self.device.keep("pools", self.pools)
         self.device.call("logits", logits_of, self.flat.ends, self.x, graphs=self.flat.graphs)
 
@@ -233,11 +236,8 @@ def prefill_calls(work: Work) -> Iterator[Call]:
     Args:
         work: what they are traced for.
 
-    Returns:
+    Yields:
         One call after the other.
-
-    Raises:
-        ValueError: for a policy that reads prompts in chunks.
     """
     walk = _Walk(work)
     first = max(0, walk.layers - 2)

@@ -1,0 +1,139 @@
+"""What `jaxkv plan` does: whether a model, a policy and prompts fit on GPUs that need not be there."""
+
+import argparse
+import json
+
+from jaxkv._errors import require
+from jaxkv.cli.files import Target
+from jaxkv.cli.generating import require_model
+from jaxkv.cli.numbers import argument, whole
+from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
+from jaxkv.cli.streams import to_stderr, to_stdout
+from jaxkv.planning import picture, table
+from jaxkv.planning.compiled import plugin
+from jaxkv.planning.gpus import gpus
+from jaxkv.planning.machine import MachinePlan, compared_here, machine_planned
+from jaxkv.planning.planner import Plan, known_model, planned, setting_of
+from jaxkv.planning.setting import Setting
+from jaxkv.policies import Method
+from jaxkv.policies.registry import policy_class
+
+NOTES = """\
+Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
+decode step compute with, for one GPU. --compile asks XLA's own compiler for GPUs that are not there, in some minutes.
+Tokens per second are estimates that no GPU has confirmed.
+
+examples:
+  does it fit, how much more would, and what would make it fit:
+    jaxkv plan --model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4 --policy adakv --budget 2048
+
+  several policies in one table, and a picture of memory against context:
+    jaxkv plan --model llama-3.1-8b --gpus a100-80gb --context 32768 --batch 8 --budget 1024 \\
+        --compare full,snapkv,adakv,omnikv --plot memory.svg
+"""
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's options.
+
+    Args:
+        parser: the subcommand's.
+    """
+    count = argument(whole, least=1)
+    add = parser.add_argument_group("what is planned for").add_argument
+    known = "a model of the catalogue such as llama-3.1-70b, a Hugging Face folder, a .gguf file or a hub id"
+    add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
+    add(
+        "--gpus",
+        required=True,
+        metavar="KINDxN",
+        help=f"h100x8, say; kinds: {', '.join(gpus())}; or cpu, this machine's",
+    )
+    groups = "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
+    add("--mesh", metavar="DxM", help=groups)
+    add("--context", type=count, required=True, metavar="N", help="tokens of each prompt")
+    add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
+    add("--new", type=argument(whole, least=0), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
+    add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
+    add = parser.add_argument_group("output").add_argument
+    add("--compare", metavar="NAMES", help="policies, with commas between them: a table, a row each")
+    add("--plot", metavar="FILE", help="draw memory against context: .png, .svg or .pdf (needs jaxkv[plots])")
+    add("--compile", action="store_true", help="ask XLA's compiler for these GPUs, too; minutes")
+    add("--json", action="store_true", help="print JSON; of --compare a list")
+    add_policy_options(parser)
+
+
+def print_plan(options: argparse.Namespace) -> int:
+    """Plans and prints.
+
+    Args:
+        options: of `add_plan_options`.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: for what cannot be planned for, naming the remedy.
+        ImportError: where a picture or the compiler is asked for, and what it needs is not installed.
+        OSError: where the picture could not be written; the plan is then on stdout.
+    """
+    require_model(options.model)
+    target = _target(options)
+    policies = [policy_from(options)] if options.compare is None else _compared(options)
+    plans = _plans(options, policies)
+    if options.json:
+        records = [each.as_dict() for each in plans]
+        to_stdout(json.dumps(records if options.compare is not None else records[0], indent=2))
+    elif options.compare is not None:
+        to_stdout(_table(plans))
+    else:
+        to_stdout(str(plans[0]))
+    if target is not None:
+        target.write(picture.drawn([each for each in plans if isinstance(each, Plan)], picture.kind_of(target.name)))
+    return 0
+
+
+def _table(plans: list[Plan | MachinePlan]) -> str:
+    here = [each for each in plans if isinstance(each, MachinePlan)]
+    return compared_here(here) if here else table.compared(plans)
+
+
+def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
+    known = known_model(options.model)
+    names = ("context", "batch", "new", "dtype")
+    sizes = {name: getattr(options, name) for name in names}
+    # All are checked before the first is compiled.
+    asked = [setting_of(known, options.gpus, options.mesh, policy=each, **sizes) for each in policies]
+    here = not isinstance(asked[0][0], Setting)
+    for flag, given in (("--plot", options.plot), ("--compile", options.compile)):
+        require(not (here and given), flag, given, "it is for GPUs: leave it out")
+    if options.compile:
+        plugin()
+        to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
+    return [
+        planned(each, notes, compile=options.compile) if isinstance(each, Setting) else machine_planned(each, notes)
+        for each, notes in asked
+    ]
+
+
+def _target(options: argparse.Namespace) -> Target | None:
+    """Where the picture goes, refused before anything is printed if it cannot."""
+    if options.plot is None:
+        return None
+    picture.kind_of(options.plot)
+    target = Target(flag="--plot", name=options.plot)
+    target.check({"--model": options.model})
+    picture.drawing()
+    return target
+
+
+def _compared(options: argparse.Namespace) -> list[Method]:
+    """The policies of `--compare`, each with those options that it has; one that none has is refused."""
+    names = [name.strip() for name in options.compare.split(",") if name.strip()]
+    require(bool(names), "--compare", options.compare, "give policies, such as full,snapkv,adakv,omnikv")
+    require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")
+    flags = {name: set(flags_of(policy_class(name))) for name in names}
+    for flag, said in given_flags(options).items():
+        some = any(flag in mine for mine in flags.values())
+        require(some, "--compare", options.compare, f"none of them has {said}: leave it out")
+    return [policy_from(only(options, name, flags[name])) for name in names]

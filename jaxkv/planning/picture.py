@@ -1,0 +1,96 @@
+"""Memory against context, a line for each policy, with the GPU's limit."""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+
+from jaxkv._drawing import drawing
+from jaxkv._errors import require
+from jaxkv.planning.planner import Plan
+from jaxkv.planning.setting import Setting
+from jaxkv.planning.sizes import sizes_of
+from jaxkv.planning.table import policy_name, title
+
+KINDS = ("png", "svg", "pdf")
+# Okabe and Ito's colours, which colour-blind people tell apart; dashes and markers tell them apart in grey as well.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_LEAST, _POINTS = 1024, 15
+
+
+def kind_of(name: str) -> str:
+    """The kind of picture that a file's name asks for.
+
+    Args:
+        name: of the file.
+
+    Returns:
+        One of `KINDS`.
+
+    Raises:
+        ValueError: for any other.
+    """
+    suffix = name.rpartition(".")[2].lower() if "." in name else ""
+    require(suffix in KINDS, "--plot", name, f"give a file that ends in .{', .'.join(KINDS)}")
+    return suffix
+
+
+def peaks(setting: Setting) -> list[tuple[int, int]]:
+    """The peak of a GPU for contexts up to what the model was made for.
+
+    Args:
+        setting: of which the context is left out.
+
+    Returns:
+        (tokens, bytes), ascending; contexts for which there is no such budget are missing.
+    """
+    limit = setting.config.max_positions
+    lengths = sorted({limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))})
+    found = []
+    for length in lengths:
+        try:
+            found.append((length, sizes_of(dataclasses.replace(setting, context=length)).peak))
+        except ValueError:
+            continue
+    return found
+
+
+def drawn(plans: Sequence[Plan], kind: str) -> bytes:
+    """Draws plans of one model on the same GPUs.
+
+    Args:
+        plans: a line each.
+        kind: one of `KINDS`.
+
+    Returns:
+        The picture's file.
+
+    Raises:
+        ImportError: without matplotlib; the message says how to get it.
+    """
+    pyplot = drawing()
+    first = plans[0].setting
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for at, each in enumerate(plans):
+        points = peaks(each.setting)
+        style = {"color": _COLOURS[at % len(_COLOURS)], "linestyle": _DASHES[at % len(_DASHES)]}
+        style["marker"] = _MARKERS[at % len(_MARKERS)]
+        xs, ys = [length for length, _ in points], [size / 1e9 for _, size in points]
+        axes.plot(xs, ys, markersize=4, label=policy_name(each.setting.policy), **style)
+    axes.axhline(first.gpu.memory / 1e9, color="black", linewidth=1.5)
+    label = f"{first.gpu.name}: {first.gpu.memory / 1e9:.0f} GB"
+    axes.annotate(label, (0.01, first.gpu.memory / 1e9), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"tokens of each of {first.batch} prompts")
+    axes.set_ylabel("peak memory of a GPU, GB")
+    axes.set_title(title(first), fontsize=10)
+    axes.legend(fontsize=9)
+    file = io.BytesIO()
+    try:
+        figure.savefig(file, format=kind, dpi=150)
+    finally:
+        pyplot.close(figure)
+    return file.getvalue()

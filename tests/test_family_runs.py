@@ -1,0 +1,97 @@
+"""Families beside Llama's through policies, kernels and meshes: what holds for Llama's blocks holds for theirs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import running
+import tiny
+from meshes import mesh_of, new_programs, positions, prompts
+
+import jaxkv
+from jaxkv.analysis import similarity
+from jaxkv.models.values import Experts
+from jaxkv.testing import check_policy
+
+SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
+SHAPES = {
+    # Multi-query attention, one norm a block, a bias wherever there can be one, and 64 channels a head.
+    "falcon-7b": dataclasses.replace(
+        SMALL,
+        kv_heads=1,
+        head_dim=64,
+        layer_norm=True,
+        parallel=True,
+        shared_norm=True,
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=True,
+    ),
+    "falcon-40b": dataclasses.replace(SMALL, layer_norm=True, parallel=True, gated=False),
+    "mixtral": dataclasses.replace(SMALL, experts=Experts(count=4, chosen=2)),
+    "qwen3-moe": dataclasses.replace(
+        SMALL, hidden=16, qk_norm=True, experts=Experts(count=8, chosen=4, normalised=False)
+    ),
+}
+NEW, LENGTHS = 4, (37, 21, 30)
+
+
+def model_of(name, dtype="float32"):
+    return tiny.tiny(SHAPES[name], dtype=dtype)
+
+
+POLICIES = {
+    "snapkv": jaxkv.SnapKV(budget=16, window=8),
+    "criticalkv": jaxkv.CriticalKV(base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8))),
+    "pyramidkv": jaxkv.PyramidKV(budget=16, window=8),
+}
+
+
+def test_policies_keep_their_promises():
+    """With norms of values at the output projection, and budgets of their own for heads and layers."""
+    check_policy(POLICIES["criticalkv"], model=model_of("falcon-40b"))
+
+
+@pytest.mark.parametrize("name, policy", [("falcon-7b", "snapkv"), ("mixtral", "pyramidkv")])
+def test_kernels_generate_what_xla_does(name, policy):
+    options = {"policy": POLICIES[policy], "max_new_tokens": 3, "stop_at_eos": False}
+    plain, kernels = (
+        jaxkv.generate(model_of(name), prompts(3, LENGTHS), implementation=each, **options)
+        for each in ("xla", "pallas")
+    )
+    assert [each.tolist() for each in kernels.tokens] == [each.tolist() for each in plain.tokens]
+    assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
+
+
+@pytest.mark.parametrize("name, sums", [("falcon-40b", 1), ("qwen3-moe", 2)])
+def test_meshes(name, sums):
+    of, out = model_of(name), []
+    new_programs((2, 4))  # of other tests
+    for model in (of, of.on(mesh_of(2, 4))):
+        session = jaxkv.Session(model, POLICIES["snapkv"])
+        cache = session.prefill(prompts(5, LENGTHS[:2]), new=NEW)
+        asked, tokens = session.draw(cache, NEW)
+        out.append((tokens.tolist(), positions(cache), positions(asked)))
+    assert out[0] == out[1]
+    # What a layer sends in a step: attention's and the MLP's sums, or both as one.
+    loops = [each for each in new_programs((2, 4)) if each.name == "_loop"]
+    sent = [shape for each in loops for kind, shape in each.sent if kind == "all-reduce" and shape == (1, 1, 24)]
+    assert loops and len(sent) == len(loops) * (1 + sums * of.config.layers)
+
+
+def test_filter_layers_are_looked_for():
+    found = similarity(model_of("falcon-7b"), prompts(4, (40, 30)), share=0.2, queries=4)
+    # Of what a layer's queries attend to, the keys that they like best hold more than those that another layer likes.
+    assert found.mass[1, 1] > 2 * found.mass[0, 1] > 0
+
+
+def test_16_bits():
+    model, whole = running.golden_model("mixtral", "bfloat16"), running.golden_model("mixtral")
+    cache, logits = running.prefill(model, prompts(2, LENGTHS), room=4)
+    _, expected = running.prefill(whole, prompts(2, LENGTHS), room=4)
+    assert cache.pools[0].k.dtype == model.dtype == "bfloat16" and 2 * model.nbytes == whole.nbytes
+    off = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
+    assert off < 12 * 2.0**-8
+    assert running.greedy(model, cache, 4).shape == (3, 4)

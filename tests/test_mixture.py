@@ -1,0 +1,85 @@
+"""Mixtures of experts: the rows of a plain loop, none dropped whoever is chosen, and no more work than that."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxkv.models.mixture import MixtureMLP, block_rows, in_blocks, one_by_one
+from jaxkv.models.values import Experts
+
+WAYS = {"in_blocks": jax.jit(in_blocks), "one_by_one": jax.jit(one_by_one)}
+
+
+def weights(rng, count, width, hidden):
+    made = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[-1] ** 0.5, jnp.float32)  # noqa: E731
+    return made(count, 2, hidden, width), made(count, width, hidden)
+
+
+def oracle(x, ids, shares, gate_up, down):
+    out = np.zeros(x.shape)
+    wide = [np.asarray(each, np.float64) for each in (x, shares, gate_up, down)]
+    for row, rank in np.ndindex(*ids.shape):
+        expert = int(ids[row, rank])
+        gate, up = wide[2][expert] @ wide[0][row]
+        out[row] += wide[3][expert] @ (gate / (1 + np.exp(-gate)) * up) * wide[1][row, rank]
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "tokens, count, chosen, among",
+    [(1, 8, 2, 8), (5, 8, 3, 8), (64, 4, 2, 4), (70, 16, 2, 16), (70, 16, 2, 2)],
+    ids=["one", "few", "many", "sparse", "all for two"],
+)
+def test_every_row_goes_through_its_experts(way, tokens, count, chosen, among):
+    """Among few experts too: a block of more tokens than fall to an expert on average drops none."""
+    rng = np.random.default_rng(tokens + among)
+    x = jnp.asarray(rng.standard_normal((tokens, 12)), jnp.float32)
+    ids = jnp.asarray(np.stack([rng.permutation(among)[:chosen] for _ in range(tokens)]), jnp.int32)
+    shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
+    of = (x, ids, shares, *weights(rng, count, 12, 20))
+    np.testing.assert_allclose(WAYS[way](*of), oracle(*of), atol=2e-6)
+
+
+def test_the_router_takes_the_lowest_of_equals():
+    mixture = MixtureMLP(4, 4, Experts(count=5, chosen=2), dtype=jnp.dtype("float32"))
+    mixture.router.set_value(jnp.asarray([[0.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4, [-1.0] * 4]))
+    ids, shares = mixture.chosen(jnp.ones((2, 4)))
+    assert ids.tolist() == [[1, 2], [1, 2]]
+    np.testing.assert_allclose(shares, 0.5, rtol=1e-6)
+    mixture.experts = Experts(count=5, chosen=2, normalised=False)
+    likely = np.exp([0.0, 4, 4, 4, -4]) / np.exp([0.0, 4, 4, 4, -4]).sum()
+    np.testing.assert_allclose(mixture.chosen(jnp.ones((2, 4)))[1], [[likely[1]] * 2] * 2, rtol=1e-6)
+
+
+def test_rows_of_a_block():
+    # A decode step's tokens all fit a block: no expert's weights are read twice.
+    assert block_rows(8, 2, 8) == 8 and block_rows(3, 8, 128) == 3
+    assert block_rows(2048, 8, 128) == 128 and block_rows(2048, 2, 8) == 256 and block_rows(100, 2, 64) == 8
+
+
+def test_work_and_memory_beside_every_expert_for_every_token():
+    tokens, chosen, count, width, hidden = 512, 2, 8, 64, 128
+    shape = jax.ShapeDtypeStruct
+    gate_up, down = shape((count, 2, hidden, width), jnp.float32), shape((count, width, hidden), jnp.float32)
+    x, shares = shape((tokens, width), jnp.float32), shape((tokens, chosen), jnp.float32)
+    ours = jax.jit(in_blocks).lower(x, shape((tokens, chosen), jnp.int32), shares, gate_up, down)
+    rows = shape((tokens * chosen, width), jnp.float32)
+    turned = shape((count, width, 2 * hidden), jnp.float32)
+    ragged = jax.jit(lax.ragged_dot).lower(rows, turned, shape((count,), jnp.int32))
+
+    def flops(lowered):
+        return lowered.compile().cost_analysis()["flops"]
+
+    # A loop's body is counted once. There are as many blocks as experts, and at most as many as full ones more.
+    size = block_rows(tokens, chosen, count)
+    blocks = tokens * chosen // size + count
+    product = 2 * tokens * chosen * width * hidden
+    assert blocks * flops(ours) < 2.5 * 3 * product
+    assert flops(ragged) > 0.9 * count * 2 * product
+    memory = ours.compile().memory_analysis().temp_size_in_bytes
+    # A block's hidden states and its expert's weights, the sums of all rows, and their order: nothing of [T, k, F].
+    assert memory < 4 * (6 * size * hidden + 3 * width * hidden + 2 * tokens * width + 16 * tokens * chosen)
+    assert memory < 4 * tokens * chosen * 2 * hidden

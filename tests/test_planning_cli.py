@@ -1,0 +1,154 @@
+"""`jaxkv plan`: what it prints, and what it refuses in one line."""
+
+import json
+import resource
+import signal
+import sys
+
+import pytest
+from cli_runs import refused
+
+from jaxkv import cli
+from jaxkv.planning import picture
+
+ASKED = "--model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4".split()
+PRINTED = """\
+llama-3.1-70b, bfloat16, on 8 x h100: split over 8
+AdaKV(base=SnapKV(budget=2048)): 4 prompts of 131,072 tokens, 256 new tokens each
+
+  weights          17.64 GB
+  cache             0.55 GB  2,048 of 131,072 rows a head; uncompressed 21.47 GB
+  activations      11.08 GB  of prefill; 2.85 MB of a decode step
+  peak of prefill  29.27 GB  37% of 80.00 GB
+  peak of decode   18.19 GB  23% of 80.00 GB
+
+It fits, with 50.73 GB of 80.00 GB to spare on each GPU.
+Largest batch of such prompts: 21. Longest context of 4 prompts: 131,072 (the model's own limit).
+"""
+COMPARED = """\
+policy                                             cache      peak  fits  largest batch  largest context
+FullKV()                                        21.68 GB  49.88 GB   yes              7          131,072
+SnapKV(budget=2048)                              0.38 GB  29.10 GB   yes             21          131,072
+AdaKV(base=SnapKV(budget=2048))                  0.55 GB  29.27 GB   yes             21          131,072
+OmniKV(budget=2048, filter_layers=(5, 20, 45))  21.68 GB  49.88 GB   yes              7          131,072
+"""
+
+
+def run(capsys, *arguments):
+    assert cli.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan(capsys):
+    out = run(capsys, *ASKED, "--policy", "adakv", "--budget", "2048")
+    assert out.startswith(PRINTED)
+    assert "\nEstimated, never measured on a GPU: " in out and out.endswith("of 256 new tokens, 0 have one.\n")
+
+
+def test_a_table(capsys):
+    out = run(capsys, *ASKED, "--compare", "full,snapkv,adakv,omnikv", "--budget", "2048")
+    lines = out.splitlines()
+    rows = [line.rsplit(maxsplit=1 if at else 2)[0].rstrip() for at, line in enumerate(lines[3:8])]
+    assert rows == [line.rstrip() for line in COMPARED.splitlines()]
+    assert "a GPU with 80.00 GB" in lines[1] and "Speeds are estimates: nothing has run on a GPU." in lines
+
+
+def test_what_jax_must_be_told(capsys):
+    asked = "--model llama-3.1-70b --gpus h100x4 --batch 12 --policy snapkv --budget 1024".split()
+    told = "Note: JAX takes three quarters of a GPU unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.\n"
+    assert told in run(capsys, *asked, "--context", "131072")
+    assert "XLA_" not in run(capsys, *asked, "--context", "4096")
+
+
+def test_json(capsys):
+    one = json.loads(run(capsys, *ASKED, "--policy", "full", "--json", "--mesh", "2x4"))
+    assert one["mesh"] == {"data": 2, "model": 4} and one["fits"] and one["decode_peak_bytes"] > one["weights_bytes"]
+    several = json.loads(run(capsys, *ASKED, "--compare", "full,h2o", "--budget", "512", "--json"))
+    assert [each["policy"] for each in several] == ["FullKV()", "H2O(budget=512)"]
+    assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
+
+
+def test_a_process_here(capsys, monkeypatch):
+    """Of its parts, the peak; all policies of a table."""
+    monkeypatch.setattr(picture, "drawing", lambda: None)
+    asked = ["--model", "smollm2-135m-instruct", "--gpus", "cpu", "--context", "4096", "--budget", "256"]
+    out = run(capsys, *asked, "--policy", "adakv")
+    assert out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n") and "in a first run" in out
+    rows = run(capsys, *asked, "--compare", "full,adakv").splitlines()
+    assert rows[3].split()[:2] == ["policy", "cache"] and rows[4].startswith("FullKV()  ") and len(rows) == 6
+    one = json.loads(run(capsys, *asked, "--policy", "snapkv", "--dtype", "bfloat16", "--json"))
+    assert one["dtype"] == "bfloat16" and one["weights_bytes"] == 2 * 134515008
+    whole = sum(one[f"{name}_bytes"] for name in ("started", "weights", "left", "cache", "activations", "programs"))
+    assert one["peak_bytes"] >= whole and one["first_peak_bytes"] == one["peak_bytes"] + one["compiling_bytes"]
+    for more in (["--mesh", "1x2"], ["--compile"], ["--plot", "memory.png"]):
+        assert ": leave it out" in refused(capsys, "plan", *asked, "--policy", "snapkv", *more)
+
+
+BAD = {
+    "no such GPU": ["--gpus", "h10x8"],
+    "give 1 or more of them": ["--gpus", "h100x0"],
+    "did you mean llama-3.1-70b": ["--model", "llama-3.1-70"],
+    "it does not divide": ["--gpus", "h100x3"],
+    "give groups and GPUs": ["--mesh", "8"],
+    "was made for 131072": ["--context", "131073"],
+    "below sinks + window": ["--policy", "snapkv", "--budget", "4"],
+    "full has no such option": ["--budget", "4"],
+    "none of them has --budget=64": ["--compare", "full,brutaloffload", "--budget", "64"],
+    "give it among those of --compare": ["--compare", "full,h2o", "--policy", "snapkv"],
+    "no such policy": ["--compare", "full,h2oo"],
+    "give policies, such as": ["--compare", ","],
+    "give a file that ends in .png, .svg, .pdf": ["--plot", "memory.gif"],
+    "there is no folder": ["--plot", "/nowhere/memory.png"],
+    "'0': give at least 1": ["--batch", "0"],
+    "pip install --no-deps jax-cuda13-plugin==": ["--compile"],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_refused(capsys, monkeypatch, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "drawing", lambda: None)
+    assert message in refused(capsys, "plan", *ASKED, *BAD[message])
+
+
+def test_pictures_need_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'jaxkv[plots]'" in refused(capsys, "plan", *ASKED, "--plot", str(tmp_path / "memory.png"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk(capsys, monkeypatch, tmp_path):
+    """The plan is printed; of the picture nothing is left, and what was there stays."""
+    monkeypatch.setattr(picture, "drawing", lambda: None)
+    monkeypatch.setattr(picture, "drawn", lambda plans, kind: b"x" * 100_000)
+    path = tmp_path / "memory.svg"
+    path.write_bytes(b"before")
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        assert cli.main(["plan", *ASKED, "--plot", str(path)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    captured = capsys.readouterr()
+    assert captured.out.startswith("llama-3.1-70b") and f"--plot={path}: File too large" in captured.err
+    assert [each.name for each in tmp_path.iterdir()] == ["memory.svg"] and path.read_bytes() == b"before"
+
+
+def test_what_a_picture_shows():
+    """The peak of each length up to what the model was made for; without those that a budget cannot be had for."""
+    from jaxkv import SnapKV
+    from jaxkv.planning.planner import plan
+
+    made = plan("llama-3.1-8b", gpus="h100", context=131072, policy=SnapKV(budget=0.02))
+    points = picture.peaks(made.setting)
+    lengths, sizes = zip(*points, strict=True)
+    assert lengths == tuple(2**power for power in range(11, 18)) and list(sizes) == sorted(sizes)
+    assert points[-1] == (131072, made.sizes.peak)
+
+
+@pytest.mark.parametrize("kind", picture.KINDS)
+def test_pictures(tmp_path, capsys, kind):
+    path = tmp_path / f"memory.{kind}"
+    run(capsys, *ASKED, "--compare", "full,snapkv,h2o", "--plot", str(path))
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")

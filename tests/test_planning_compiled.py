@@ -1,0 +1,140 @@
+"""What is asked of the compiler: a prefill's programs and what lies beside them, as the engine really calls them."""
+
+import jax
+import pytest
+import tiny
+
+import jaxkv
+from jaxkv.attention import Implementation
+from jaxkv.axes import Door
+from jaxkv.planning import compiled
+from jaxkv.planning.gpus import gpu_named
+from jaxkv.planning.programs import Work, abstract_model
+from jaxkv.planning.ptxas import said
+from jaxkv.planning.setting import Setting
+from jaxkv.planning.walk import prefill_calls
+
+SHAPE = tiny.shape(layers=3, kv_heads=2, group=2, dim=8)
+BATCH, TOKENS, NEW, BUDGET = 2, 64, 8, 40
+# Programs of numbers alone, which the engine calls besides.
+SMALL = {"unordered", "placed", "_ring"}
+POLICIES = {
+    "full": jaxkv.FullKV(),
+    "adakv": jaxkv.AdaKV(budget=BUDGET),
+    "h2o": jaxkv.H2O(budget=BUDGET),
+    "d2o": jaxkv.D2O(budget=BUDGET),
+}
+
+
+class Called:
+    """Programs called: their names, the shapes that they are given, and the bytes that lie there besides."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.run = list[tuple[str, list, int]](), Door.__call__
+        self.before = set(self.live())
+        monkeypatch.setattr(Door, "__call__", lambda door, *args, **more: self.called(door, args, more))
+
+    @staticmethod
+    def live() -> dict[int, int]:
+        """Bytes of what lies there, by address."""
+        return {each.unsafe_buffer_pointer(): each.nbytes for each in jax.live_arrays() if not each.is_deleted()}
+
+    def called(self, door: Door, args, more):
+        if door._fn.__name__ not in SMALL:
+            there = {at: size for at, size in self.live().items() if at not in self.before}
+            for leaf in jax.tree.leaves(args):
+                if isinstance(leaf, jax.Array):
+                    there.pop(leaf.unsafe_buffer_pointer(), None)
+            shapes = [leaf.shape for leaf in jax.tree.leaves(args)]
+            self.calls.append((door._fn.__name__, shapes, sum(there.values())))
+        return self.run(door, *args, **more)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prefill_calls_what_the_compiler_is_asked_for(name, as_users_call, monkeypatch):
+    model, policy = tiny.tiny(SHAPE), POLICIES[name]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((model.flat.ends, model.flat.blocks)))
+    session, ids = jaxkv.Session(model, policy), tiny.prompts(0, [TOKENS] * BATCH)
+    session.prefill(ids, new=NEW)
+    with monkeypatch.context() as patched:
+        real = Called(patched)
+        session.prefill(ids, new=NEW)
+
+    traced, trace = [], Door.trace
+    with monkeypatch.context() as patched:
+        note = lambda door, *args, **more: traced.append((door, args)) or trace(door, *args, **more)  # noqa: E731
+        patched.setattr(Door, "trace", note)
+        given = {"policy": policy, "batch": BATCH, "tokens": TOKENS, "new": NEW}
+        work = Work(flat=abstract_model(SHAPE, "float32"), implementation=Implementation.XLA, **given)
+        asked = list(prefill_calls(work))
+    wanted = [(door._fn.__name__, [leaf.shape for leaf in jax.tree.leaves(args)]) for door, args in traced]
+    happened = [(name, shapes) for name, shapes, _ in real.calls]
+    # The engine walks all layers, the plan the upper two.
+    assert all(each in happened for each in wanted), [each for each in wanted if each not in happened]
+    assert {name for name, _ in happened} == {name for name, _ in wanted}
+    # What lies beside a program is most around the top layer.
+    most = dict[str, int]()
+    for program, _, beside in real.calls:
+        most[program] = max(beside, most.get(program, 0))
+    top = [call.name for call in asked].index("top layer")
+    assert len(asked) - top >= 3
+    for call, (door, args) in zip(asked[top + 1 :], traced[top + 1 :], strict=True):
+        mine = call.beside - weights + sum(4 * leaf.size for leaf in _weights_of(args, work))
+        assert mine == pytest.approx(most[door._fn.__name__], rel=0.02, abs=500), call.name
+
+
+def _weights_of(args, work: Work) -> list:
+    own = {id(leaf) for leaf in jax.tree.leaves((work.flat.ends, work.flat.blocks))}
+    return [leaf for leaf in jax.tree.leaves(args) if id(leaf) in own]
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    setting = Setting(model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpu_named("h100"), context=TOKENS)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"none is installed.*pip install --no-deps jax-cuda13-plugin==0\.\d+"):
+        compiled.compile_plan(setting)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiled.importlib.metadata, "version", lambda name: "1.0" if "plugin" in name else "2.0")
+    with pytest.raises(ImportError, match=r"the one here is 1\.0.*jax-cuda13-pjrt==2\.0"):
+        compiled.compile_plan(setting)
+    monkeypatch.setattr(compiled.importlib.metadata, "version", lambda name: "1.0")
+    refused = {"prefill_ratio": 4, "offload": True}
+    for option, value in refused.items():
+        policy = jaxkv.OmniKV(budget=BUDGET, filter_layers=(0,), **{option: value})
+        away = Setting(model="tiny", config=SHAPE, policy=policy, gpu=gpu_named("h100"), context=TOKENS)
+        with pytest.raises(ValueError, match=f"are not compiled: plan without the compiler, or leave {option} out"):
+            compiled.compile_plan(away)
+
+
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'ragged_decode' for 'sm_90a'
+ptxas info    : Function properties for ragged_decode
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 88 registers, used 1 barriers, 71680 bytes smem
+ptxas info    : Compiling entry function 'fusion_1' for 'sm_90a'
+ptxas info    : Function properties for fusion_1
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 12 registers, used 0 barriers
+"""
+
+
+def test_what_ptxas_says():
+    first, second = said(PTXAS)
+    assert (first.name, first.registers, first.shared, first.spills) == ("ragged_decode", 88, 71680, 20)
+    assert (second.name, second.registers, second.shared, second.spills) == ("fusion_1", 12, 0, 0)
+
+
+def test_what_is_printed_of_a_plan():
+    sent = compiled.Sent(kind="all-reduce", arrays="f32[4,1,8192]", bytes=4 * 8192 * 4, count=160)
+    program = {"arguments": 10**9, "outputs": 3 * 10**8, "aliased": 2 * 10**8, "temporaries": 5 * 10**7}
+    decode = compiled.CompiledProgram(name="decode", sent=(sent,), **program)
+    layer = compiled.CompiledProgram(name="layer", beside=10**9, **program)
+    assert (decode.peak, layer.peak) == (1_150_000_000, 2_150_000_000)
+    given = {"programs": (decode, layer), "weights": 9 * 10**8, "notes": (), "jaxlib": "0.10.2", "seconds": 12.0}
+    spilled = compiled.CompiledPlan(decode=decode, prefill=layer, kernels=7, spills=(("flash", 1300),), **given)
+    text = str(spilled)
+    assert "nothing has run on a GPU" in text and "prefill, at its layer: peak 2.15 GB" in text
+    assert "160 x all-reduce f32[4,1,8192]" in text and "1 of 7 kernels" in text and "flash spills 1,300 bytes" in text
+    assert "nobody has looked" in str(
+        compiled.CompiledPlan(decode=decode, prefill=layer, kernels=None, spills=(), **given)
+    )

@@ -1,0 +1,39 @@
+"""A process' peak memory, against the committed measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import jaxkv
+from jaxkv.planning.catalog import model_named
+from jaxkv.planning.process import process_of
+
+TABLE = json.loads((Path(__file__).parents[1] / "benchmarks/results/plan_memory.json").read_text())
+CELLS = [name for name in TABLE if name != "machine"]
+CONFIG = model_named("smollm2-135m").config
+
+
+def predicted(policy: str, batch: int, context: int, dtype: str):
+    made = getattr(jaxkv, policy)(**({} if policy == "FullKV" else {"budget": 256}))
+    return process_of(CONFIG, made, batch=batch, context=context, new=32, dtype=dtype)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_what_was_measured(cell):
+    policy, prompts, dtype, *cold = cell.split(", ")
+    batch, context = map(int, prompts.split(" x "))
+    found = predicted(policy, batch, context, dtype)
+    assert (found.first_peak if cold else found.peak) == pytest.approx(TABLE[cell]["drawn"], rel=0.15)
+    # SmolLM2 has 134,515,008 parameters.
+    assert found.weights == 134_515_008 * (4 if dtype == "float32" else 2)
+
+
+def test_what_makes_it_more():
+    small = predicted("FullKV", 1, 512, "float32")
+    for more in (("FullKV", 2, 512), ("FullKV", 1, 2048), ("D2O", 1, 512)):
+        assert predicted(*more, "float32").peak > small.peak
+    away = jaxkv.OmniKV(budget=64, filter_layers=(2, 8, 18), offload=True)
+    # Rows that wait do so in the same memory.
+    found = process_of(CONFIG, away, context=8192)
+    assert found.waiting > 2 * found.cache and found.peak > predicted("FullKV", 1, 8192, "float32").peak - 10**8
