@@ -191,7 +191,7 @@ def missing(batch: int, axes: Axes | None) -> int:
 
 def settle_down(tree: Any, axes: Axes | None) -> Any:
     """A dataclass of arrays where its fields' letters say: programs then find them as those before left them."""
-    return tree if axes is None else _as_said(tree, type(tree), axes)
+    return tree if axes is None or inside() else _as_said(tree, type(tree), axes)
 
 
 def _as_said(value: Any, hint: Any, axes: Axes) -> Any:
@@ -256,7 +256,6 @@ class Door:
     ):
         self._fn, self._static, self._given, self._on = fn, static, donate, on
         self._signature = inspect.signature(fn)
-        # Within another program its options are that one's.
         self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
         self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler)
         run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
@@ -270,18 +269,23 @@ class Door:
         """Runs the program."""
         axes = self._axes(options)
         if axes is None or inside():
-            nested = self._nested and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
-            return (self._nested if nested else self._plain)(*args, **options)
+            traced = self._nested and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+            return (self._nested if traced else self._plain)(*args, **options)
         given, rest, static = self._bound(axes, args, options)
         return self._split(given, rest, **static)
 
-    def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-        """A function of what the program may write and of the other arrays, by name; and both. Shapes will do."""
-        axes = self._axes(options)
-        given, rest, static = self._bound(axes, args, options)
-        if axes is not None:
-            return functools.partial(self._run, **static), given, rest
-        return lambda given, rest: self._fn(**given, **rest, **dict(static["statics"])), given, rest
+    def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
+        """The program as a function of flat arrays: these with path and letters, and how many it may write first."""
+        axes, given, hints = self._axes(options), self._signature.bind(*args, **options).arguments, hints_of(self._fn)
+        statics = tuple((name, value) for name, value in given.items() if name in self._static)
+        arrays = {name: value for name, value in given.items() if name not in self._static}
+        sides = tuple({name: arrays[name] for name in arrays if (name in self._given) == may} for may in (True, False))
+        paths, tree = jax.tree_util.tree_flatten_with_path(sides)
+        told = [(at[1:], letters_at(given[at[1].key], hints.get(at[1].key), at[2:]), leaf) for at, leaf in paths]
+        told = told if axes is None else [(at, letters, _settled(leaf, letters, axes)) for at, letters, leaf in told]
+        options = {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes), "statics": statics}
+        run = self._run if axes is not None else lambda a, b, **_: self._fn(**a, **b, **dict(statics))
+        return lambda *flat: run(*jax.tree.unflatten(tree, flat), **options), told, len(jax.tree.leaves(sides[0]))
 
     def trace(self, *args: Any, **options: Any) -> Any:
         """The program, traced for these arguments; shapes will do, of devices too that are not there."""
@@ -304,19 +308,16 @@ class Door:
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
-    def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
+    def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints = hints_of(self._fn)
-        arrays = {
-            name: value if axes is None else _as_said(value, hints.get(name), axes)
-            for name, value in bound.arguments.items()
-            if name not in self._static
-        }
+        given = {name: value for name, value in bound.arguments.items() if name not in self._static}
+        arrays = {name: _as_said(value, hints.get(name), axes) for name, value in given.items()}
         given = {name: value for name, value in arrays.items() if name in self._given}
         rest = {name: value for name, value in arrays.items() if name not in self._given}
         statics = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
-        ins = () if axes is None else tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
+        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
         return given, rest, {"axes": axes, "ins": ins, "statics": statics}
 
     def _run(

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
+from jaxkv.cli.exporting import add_export_options, run_export
 from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
@@ -160,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     filters = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
     filters.set_defaults(run=print_filters)
     add_filter_options(filters)
+    exporting = commands.add_parser("export", help="write programs and weights that run without jaxkv")
+    exporting.set_defaults(run=run_export)
+    add_export_options(exporting)
     planning = commands.add_parser("plan", help="what fits on GPUs that need not be there", epilog=NOTES, **told)
     planning.set_defaults(run=print_plan)
     add_plan_options(planning)

@@ -162,7 +162,7 @@ def decode(
     running: Running,
     draw: Draw,
     eos: Int[Array, " n"],
-    steps: int,
+    steps: int | Int[Array, ""],
     *,
     program: Program,
     sampling: Sampling,
@@ -195,7 +195,7 @@ def decode(
 
 
 def loop_arguments(
-    flat: Flat, running: Running, draw: Draw, eos: Int[Array, " n"], steps: int, sampling: Sampling
+    flat: Flat, running: Running, draw: Draw, eos: Int[Array, " n"], steps: int | Int[Array, ""], sampling: Sampling
 ) -> tuple[Any, ...]:
     """What the compiled loop takes beside what is static, in its order: what it writes, what it only reads, the rest.
 

@@ -188,9 +188,10 @@ class Prompts(Source):
         known = [claim for claim in claims if claim is not None]
         with jax.enable_x64(True) if traced else contextlib.nullcontext():
             weights: Any = jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
-            of = (told.budget, self.lengths, told.forced)
-            rows = parts.layers.rows(*of, layers=len(claims), window=parts.keep.window, weights=weights)
-            recents = parts.recents(rows, self.lengths, told.forced, weights, told.budget)
+            budget, length, forced = (each.astype(np.int64) for each in (told.budget, self.lengths, told.forced))
+            given = (budget, length, forced)
+            rows = parts.layers.rows(*given, layers=len(claims), window=parts.keep.window, weights=weights)
+            recents = parts.recents(rows, length, forced, weights, budget)
             return rows.astype(np.int32), recents.astype(np.int32)
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:

@@ -245,7 +245,7 @@ def _rows(parts: Parts, cache: KVCache) -> Any:
     forced = parts.keep.counts(seen, _there(cache.state.prompt))
     now = xp.maximum(xp.minimum(budget, seen), forced)
     with jax.enable_x64(True) if traced else contextlib.nullcontext():
-        of = (now, seen, forced)
+        of = (each.astype(np.int64) for each in (now, seen, forced))
         rows = parts.layers.rows(*of, layers=len(limit), window=parts.keep.window, weights=None)
         return rows.astype(limit.dtype)
 

@@ -1,5 +1,6 @@
 """One program as `jax.export` serialises it: flat arrays in, flat arrays out, and what the manifest says of them."""
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,31 +55,26 @@ def artefact(door: Door, args: Sequence[Any], setting: Setting, names: Names, pl
     Returns:
         The artefact.
     """
-    run, given, rest = door.apart(*args, setting=setting)
-    found, tree = jax.tree_util.tree_flatten_with_path((given, rest))
-    shapes = [_struct(leaf) for _, leaf in found]
-    outs: list[Any] = []
+    run, leaves, donated = door.apart(*args, setting=setting)
     fn: Any = vars(door)["__wrapped__"]
+    outs: list[Any] = []
 
-    def flat(*leaves):
-        out = run(*jax.tree.unflatten(tree, leaves))
-        outs[:] = [out, jax.tree.structure(out)]
-        return tuple(jax.tree.leaves(out))
+    def flat(*arrays):
+        outs[:] = [run(*arrays)]
+        return tuple(jax.tree.leaves(outs[0]))
 
     flat.__name__ = fn.__name__
-    donated = len(jax.tree.leaves(given))
     jitted = jax.jit(flat, donate_argnums=tuple(range(donated)), keep_unused=True)
     allowed = [jax_export.DisabledSafetyCheck.custom_call(each) for each in UNSTABLE]
     checks = allowed if setting.implementation in KERNELS else []
+    shapes = [_struct(leaf) for _, _, leaf in leaves]
     exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)
-    hints = hints_of(fn)
-    inputs = [_said(_name(path[1:], names), leaf, _letters((given | rest), hints, path[1:])) for path, leaf in found]
+    inputs = [_said(_name(path, names), leaf, letters) for path, letters, leaf in leaves]
     for at, each in enumerate(inputs):
         each["donated"] = at < donated
-    out = jax.tree.unflatten(outs[1], [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in exported.out_avals])
-    leaves = jax.tree_util.tree_flatten_with_path(out)[0]
-    hint = hints["return"]
-    outputs = [_said(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in leaves]
+    out, hint = outs[0], hints_of(fn)["return"]
+    given = jax.tree_util.tree_flatten_with_path(out)[0]
+    outputs = [_said(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in given]
     data = bytes(exported.serialize())
     said = {
         "platform": platform,
@@ -90,18 +86,26 @@ def artefact(door: Door, args: Sequence[Any], setting: Setting, names: Names, pl
         "inputs": inputs,
         "outputs": outputs,
     }
-    return Artefact(data, said, out)
+    return Artefact(data, said, shapes_of(out))
+
+
+def shapes_of(tree: Any) -> Any:
+    """Arrays as shapes, in classes that take arrays alone: made without asking them."""
+    if tree is None or jax.tree_util.all_leaves([tree]):
+        return _struct(tree) if hasattr(tree, "dtype") else tree
+    if dataclasses.is_dataclass(tree):
+        made = object.__new__(type(tree))
+        for each in dataclasses.fields(tree):
+            object.__setattr__(made, each.name, shapes_of(getattr(tree, each.name)))
+        return made
+    parts = [shapes_of(each) for each in tree]
+    return tuple.__new__(type(tree), parts)
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None)
-
-
-def _letters(arguments: dict[str, Any], hints: dict[str, Any], path: tuple[Any, ...]) -> str | None:
-    name = path[0].key
-    return letters_at(arguments[name], hints.get(name), path[1:])
 
 
 def _name(path: tuple[Any, ...], names: Names) -> str:

@@ -96,7 +96,7 @@ class Drawn(NamedTuple):
     cache: KVCache
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
-    drawn: Int[Array, "B n"]
+    drawn: Int[Array, "B steps"]
     ran: Int[Array, ""]
 
 
@@ -107,7 +107,7 @@ class DrawnBeside(NamedTuple):
     cache: KVCache
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
-    drawn: Int[Array, "B n"]
+    drawn: Int[Array, "B steps"]
     ran: Int[Array, ""]
 
 
@@ -133,7 +133,7 @@ def prompt(
     tokens: Int[Array, "B S"],
     length: Int[Array, " B"],
     told: ByLength,
-    key: UInt[Array, " n"],
+    key: UInt[Array, " two"],
     *,
     setting: Setting,
 ) -> Prompted:
@@ -173,7 +173,7 @@ def again(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
     cache: KVCache,
-    key: UInt[Array, " n"],
+    key: UInt[Array, " two"],
     *,
     setting: Setting,
 ) -> Moved:
@@ -193,7 +193,7 @@ def draw(
     cache: KVCache,
     logits: Float[Array, "B V"],
     done: Bool[Array, " B"],
-    key: UInt[Array, " n"],
+    key: UInt[Array, " two"],
     eos: Int[Array, " n"],
     steps: Int[Array, ""],
     sampling: Any,
@@ -216,7 +216,7 @@ def draw_beside(
     cache: KVCache,
     logits: Float[Array, "B V"],
     done: Bool[Array, " B"],
-    key: UInt[Array, " n"],
+    key: UInt[Array, " two"],
     eos: Int[Array, " n"],
     steps: Int[Array, ""],
     sampling: Any,
@@ -259,5 +259,5 @@ def _apart(cache: KVCache) -> tuple[tuple[Pool, ...], KVCache]:
     return cache.pools, dataclasses.replace(cache.unnamed(), pools=())
 
 
-def _key(data: UInt[Array, " n"]) -> Array:
+def _key(data: UInt[Array, " two"]) -> Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxkv.checkpoints.json_files import write_json
 from jaxkv.checkpoints.orbax_files import require_free
 from jaxkv.engine.plan import bucket
 from jaxkv.exporting import programs
-from jaxkv.exporting.artefacts import Artefact, Names, artefact
+from jaxkv.exporting.artefacts import Artefact, Names, artefact, shapes_of
 from jaxkv.exporting.buckets import BLOCK, Asked, Table, require_exportable, setting_of, table
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
@@ -230,7 +230,7 @@ def _of_bucket(
     of, i32 = jax.ShapeDtypeStruct, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     weights = jax.tree.map(_shape, (flat.ends, flat.blocks))
     key, done = of((2,), jnp.uint32), of((batch,), jnp.bool_)
-    told = jax.tree.map(lambda numbers: i32(*numbers.shape[:-1], batch), known.told)
+    told = shapes_of(jax.tree.map(lambda numbers: numbers[..., np.zeros(batch, np.int32)], known.told))
     first = made(programs.prompt, *weights, i32(batch, slots), i32(batch), told, key)
     yield "prompt", first
     pools, cache, logits, _, beside = first.out
@@ -303,6 +303,7 @@ def _manifest(params: LanguageModel, request: _Request, made: _Made) -> dict[str
         },
         "guaranteed": {
             "jax": jax.__version__,
+            "from": list(jax.__version_info__[:2]),
             "calling_convention": made.said[0]["calling_convention"],
             "by_later_jax_until": None if request.implementation in KERNELS else _day(today, _BACKWARD),
             "by_earlier_jax_from": None if request.implementation in KERNELS else _day(today, -_FORWARD),
@@ -322,6 +323,7 @@ def _manifest(params: LanguageModel, request: _Request, made: _Made) -> dict[str
         "batch": list(request.batch),
         "question": request.asked.question,
         "new": request.asked.new,
+        "room": request.asked.every_token,
         "grows": parts.ongoing is None or bool(parts.layers.unlimited(config.layers).any()),
         "samplings": {
             type(each).__name__: {} if _as_numbers(each) is not each else dataclasses.asdict(_as_numbers(each))
@@ -329,7 +331,7 @@ def _manifest(params: LanguageModel, request: _Request, made: _Made) -> dict[str
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],
         "programs": made.said,
-        "weights": None,
+        "weights": {},
     }
 
 
@@ -344,7 +346,7 @@ def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
     tokenizer = params.text.tokenizer_json()
     if tokenizer is None:
         return None
-    text, turns = params.text, None
+    text, turns = params.text, ["", "", ""]
     if text.has_template:
         try:
             turns = list(text.turns)
@@ -355,10 +357,3 @@ def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
     digest = hashlib.sha256(data).hexdigest()
     said = {"file": "tokenizer.json", "bytes": len(data), "sha256": digest}
     return said | {"turns": turns, "bos": text.begins_with}
-
-
-def said_of(folder: str | os.PathLike[str], programs_said: Iterable[dict[str, Any]]) -> str:
-    """One line about what was written."""
-    said = list(programs_said)
-    total = sum(each["bytes"] for each in {each["file"]: each for each in said}.values())
-    return f"{folder}: {len(said)} programs, {total / 1e6:.1f} MB of StableHLO"

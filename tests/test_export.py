@@ -1,0 +1,278 @@
+"""Exports: the tokens of `generate`, from a folder that needs no jaxkv; what cannot be exported, or read, says so."""
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import meshes
+import numpy as np
+import pytest
+import tiny
+from policy_table import BY_NAME
+
+import jaxkv
+from jaxkv.engine.lengths import by_length
+from jaxkv.exporting import buckets, runtime
+
+MODEL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
+LENGTHS, QUESTIONS, NEW = (61, 37, 50), (5, 9, 3), 8
+POLICIES = {
+    "full": jaxkv.FullKV(),
+    "snapkv": jaxkv.SnapKV(budget=24, window=8),
+    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)),
+    "h2o": jaxkv.H2O(budget=24),
+    "d2o": jaxkv.D2O(budget=24),
+    "every": jaxkv.SnapKV(budget=24, window=8, every=4),
+}
+# Rows beside the pools; each kind of pool; what goes on after the prompt. SnapKV and D2O are further down, and all in
+# both dtypes in benchmarks/export_real.py.
+CASES = [("full", "bfloat16"), ("adakv", "float32"), ("h2o", "float32"), ("every", "float32")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("exports")
+
+    def made(name: str, dtype: str = "float32", batch: tuple[int, ...] = (3,), mesh: tuple[int, int] | None = None):
+        target = root / f"{name}-{dtype}-{len(batch)}-{mesh}"
+        on = None if mesh is None else meshes.mesh_of(*mesh)
+        of = {"lengths": 64, "question": 16, "new": 2 * NEW, "mesh": on}
+        if target.exists():
+            return target
+        return jaxkv.export(tiny.tiny(MODEL, dtype=dtype), target, policy=POLICIES[name], batch=batch, **of)
+
+    return made
+
+
+def asked(count: int = 3):
+    return tiny.prompts(5, LENGTHS)[:count], tiny.prompts(6, QUESTIONS)[:count]
+
+
+@functools.cache
+def wanted(name: str, dtype: str = "float32", count: int = 3):
+    """What `generate` draws, for prompts and for questions on top of their cache."""
+    model, policy, (prompts, questions) = tiny.tiny(MODEL, dtype=dtype), POLICIES[name], asked(count)
+    answers = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=NEW)
+    cache = jaxkv.prefill(model, prompts, policy=policy)
+    return [[row.tolist() for row in each.tokens] for each in (answers, jaxkv.generate(
+        model, questions, cache=cache, max_new_tokens=NEW))]  # fmt: skip
+
+
+def drawn(model, count: int = 3, **drawing):
+    prompts, questions = asked(count)
+    cache = model.read(prompts)
+    return [model.generate(prompts, NEW, **drawing)[0], model.generate(questions, NEW, cache=cache, **drawing)[0]]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_same_tokens_as_generate(folders, name, dtype):
+    model = runtime.Model(folders(name, dtype))
+    assert drawn(model) == wanted(name, dtype)
+
+
+def test_a_batch_is_filled_and_a_cache_is_asked_many_times(folders):
+    model = runtime.Model(folders("snapkv", batch=(1, 3)))
+    heard = []
+    assert drawn(model, 1, tell=lambda tokens: heard.append(tokens.shape[1])) == wanted("snapkv", count=1)
+    assert drawn(model, 2) == [each[:2] for each in wanted("snapkv")]
+    # One sequence serves several prompts, and is left as it was.
+    cache, (prompts, questions) = model.read(asked(1)[0]), asked()
+    ours = [model.generate(questions, NEW, cache=cache)[0] for _ in range(2)]
+    theirs = jaxkv.prefill(tiny.tiny(MODEL), prompts[:1], policy=POLICIES["snapkv"])
+    theirs = jaxkv.generate(tiny.tiny(MODEL), questions, cache=theirs, max_new_tokens=NEW)
+    assert ours[0] == ours[1] == [row.tolist() for row in theirs.tokens]
+    assert heard == [NEW, NEW]
+
+
+# -S: what an editable install put on the path is not there.
+ALONE = """
+import importlib.util, json, sys
+sys.path[:0] = json.loads(sys.argv[2])
+assert importlib.util.find_spec("jaxkv") is None
+spec = importlib.util.spec_from_file_location("runtime", sys.argv[1] + "/runtime.py")
+runtime = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runtime)
+model = runtime.Model(sys.argv[1], check=True)
+prompts, questions, new = json.loads(sys.argv[3])
+cache = model.read(prompts)
+print(json.dumps([model.generate(prompts, new)[0], model.generate(questions, new, cache=cache)[0]]))
+assert not [name for name in sys.modules if name.split(".")[0] in ("jaxkv", "flax", "transformers", "safetensors")]
+"""
+
+
+def test_a_process_without_jaxkv(folders, tmp_path):
+    shutil.copytree(folders("d2o", "bfloat16"), tmp_path / "moved")
+    places = {str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("jax", "flatbuffers")}
+    given = (str(tmp_path / "moved"), json.dumps(sorted(places)), json.dumps([*asked(), NEW]))
+    command = [sys.executable, "-I", "-S", "-c", ALONE, *given]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == wanted("d2o", "bfloat16")
+
+
+def test_the_loader_is_short_and_imports_jax_and_numpy_alone():
+    text = Path(runtime.__file__).read_text("utf-8")
+    assert len(text.splitlines()) <= 150
+    imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert imported - set(sys.stdlib_module_names) == {"jax", "numpy"}
+
+
+def test_four_devices(folders):
+    model = runtime.Model(folders("h2o", mesh=(1, 4)))
+    assert model.said["devices"] == 4 and drawn(model) == wanted("h2o")
+    assert len(model.weights["blocks.0.attention.q"].sharding.device_set) == 4
+
+
+def test_programs_for_a_gpu_are_written_without_one(tmp_path):
+    model = tiny.tiny(MODEL, dtype="bfloat16").on(meshes.mesh_of(1, 4))
+    options = {"lengths": 64, "question": 0, "new": NEW, "platforms": ("cuda",)}
+    folder = jaxkv.export(model, tmp_path / "out", policy=POLICIES["adakv"], weights=False, **options)
+    said = json.loads((folder / "manifest.json").read_text("utf-8"))
+    read = jax.export.deserialize(bytearray((folder / "programs" / said["programs"][0]["file"]).read_bytes()))
+    assert read.platforms == ("cuda",) and read.nr_devices == 4
+    # Tails are a CPU's.
+    assert {each["kind"] for each in said["programs"]} == {"prompt", "draw.Greedy"}
+    with pytest.raises(ValueError, match=r"made for 4 devices of cuda, here are 8 of cpu"):
+        runtime.Model(folder)
+
+
+def test_numbers_of_samplers_are_arguments(tmp_path):
+    model = tiny.tiny(MODEL)
+    of = {"lengths": 64, "question": 0, "new": NEW, "sampling": jaxkv.TopP(p=0.9)}
+    exported = runtime.Model(jaxkv.export(model, tmp_path / "out", **of))
+    ids = tiny.prompts(5, (40,))
+    for heat, p in ((1.0, 0.9), (3.0, 0.5)):
+        mine = exported.generate(ids, NEW, seed=7, sampling="TopP", temperature=heat, p=p)[0]
+        theirs = jaxkv.generate(model, ids, max_new_tokens=NEW, sampling=jaxkv.TopP(temperature=heat, p=p), key=7)
+        assert mine == [theirs.tokens[0].tolist()]
+
+
+def test_tables_are_what_prompts_of_each_length_get():
+    parts = BY_NAME["pyramidkv-linear"].policy(0.5).parts()
+    known = buckets.table(parts, 2, 64)
+    for length in (known.allowed[0], 33, 64):
+        one = by_length(parts, np.asarray([length]), 2)
+        np.testing.assert_array_equal(known.told.rows[:, length], one.rows[:, 0])
+        assert known.told.budget[length] == one.budget[0]
+
+
+def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
+    options = {"lengths": 64, "question": 0, "new": NEW}
+    model = runtime.Model(jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", policy=jaxkv.SnapKV(budget=0.25), **options))
+    with pytest.raises(ValueError, match=r"prompt: the policy's budget is too small"):
+        model.read(tiny.prompts(5, (40,)))
+
+
+PROMPTS = (
+    ([], 1, "0 of up to 0 tokens"),
+    ([[]], 1, "1 of up to 0 tokens"),
+    ([[1] * 65], 1, "1 of up to 65 tokens"),
+    ([[64]], 1, r"ids in \[0, 64\)"),
+    ([[-1]], 1, r"ids in \[0, 64\)"),
+    ([[1]] * 4, 1, "4 of up to 1 tokens"),
+    ([[1]], 100, r"max_new_tokens=100: there is room for 32"),
+    (["text"], 1, "no tokenizer here: give lists of token ids"),
+)
+
+
+@pytest.mark.parametrize(("prompts", "new", "told"), PROMPTS)
+def test_prompts_that_are_refused(folders, prompts, new, told):
+    with pytest.raises(ValueError, match=told):
+        runtime.Model(folders("full", "bfloat16")).generate(prompts, new)
+
+
+def changed(folder: Path, change) -> None:
+    said = json.loads((folder / "manifest.json").read_text("utf-8"))
+    change(said)
+    (folder / "manifest.json").write_text(json.dumps(said), "utf-8")
+
+
+DAMAGE = {
+    "a wrong shape": (
+        lambda folder: changed(folder, lambda said: said["programs"][0]["outputs"][0]["shape"].append(1)),
+        r"not as the manifest says, pools.0.k \('bfloat16', 3, \d+, 8, 1\), here \('bfloat16', 3, \d+, 8\)",
+    ),
+    "a missing program": (lambda folder: next((folder / "programs").iterdir()).unlink(), "missing: copy the whole"),
+    "a program cut short": (lambda folder: os.truncate(next((folder / "programs").iterdir()), 100), "damaged: copy"),
+    "missing weights": (lambda folder: (folder / "weights.safetensors").unlink(), "weights.safetensors: missing"),
+    "weights cut short": (lambda folder: os.truncate(folder / "weights.safetensors", 999), "weights.*: damaged"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: missing: give a folder"),
+    "a later jax": (
+        lambda folder: changed(folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})),
+        r"made by jax 99.0.1, jax .* is outside its window: export anew",
+    ),
+    "an old way to call": (
+        lambda folder: changed(folder, lambda said: said["guaranteed"].update(calling_convention=1)),
+        "is outside its window: export anew",
+    ),
+    "more devices": (lambda folder: changed(folder, lambda said: said.update(devices=16)), "made for 16 devices"),
+    "another platform": (lambda folder: changed(folder, lambda said: said.update(platforms=["tpu"])), "devices of tpu"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_told_in_one_line(folders, tmp_path, damage):
+    shutil.copytree(folders("full", "bfloat16"), tmp_path / "copy")
+    do, told = DAMAGE[damage]
+    do(tmp_path / "copy")
+    with pytest.raises(ValueError, match=told) as error:
+        runtime.Model(tmp_path / "copy")
+    assert "\n" not in str(error.value)
+
+
+REFUSED = (
+    ({"policy": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=24, offload=True)}, "OmniKV brings rows from"),
+    ({"policy": jaxkv.BrutalOffload(resident_layers=1)}, "BrutalOffload brings rows from host memory"),
+    (
+        {"policy": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=24, prefill_ratio=2)},
+        "reads prompts chunk by chunk",
+    ),
+    ({"platforms": "gpu"}, r"platforms=\['gpu'\]: give of cpu, cuda, rocm, tpu"),
+    ({"lengths": 500}, "the model was made for 512"),
+    ({"lengths": 0}, "lengths=0: give a number"),
+    ({"implementation": "cudnn"}, "give 'xla', or 'pallas'"),
+    ({"batch": 3, "mesh": (2, 1)}, r"batch=\[3\]: the mesh has 2 groups"),
+    ({"mesh": (1, 3)}, "mesh.model=3"),
+)
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED)
+def test_what_cannot_be_exported(tmp_path, options, told):
+    if "mesh" in options:
+        options = options | {"mesh": meshes.mesh_of(*options["mesh"])}
+    with pytest.raises(ValueError, match=told):
+        jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", **({"lengths": 64, "new": NEW} | options))
+    assert not list(tmp_path.iterdir())
+
+
+FULL = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[1])
+import tiny, jaxkv
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+model = tiny.tiny(tiny.shape(layers=2, kv_heads=2, group=2, dim=8))
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+try:
+    jaxkv.export(model, sys.argv[2] + "/out", lengths=64, question=0, new=8)
+except OSError as error:
+    print("refused", error)
+"""
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    command = [sys.executable, "-c", FULL, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("refused"), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="something is there already"):
+        jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", lengths=64)
