@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.planning import sizes
 from jaxkv.planning.catalog import catalog, model_named
 from jaxkv.planning.gpus import gpu_named, gpus, gpus_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
@@ -148,6 +150,24 @@ def test_more_is_never_less(name, policy, batch, context, budget, mesh):
     assert found.kept <= context
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_prompt_stands_for_all(policy, monkeypatch):
+    """What the engine plans for as many prompts of one length, however many: no plan takes longer for more of them."""
+    mine = setting(policy=policy, gpus=16, data=2, batch=5)
+    found, wanted = (
+        plan_prefill(mine.config, mine.policy, lengths, room=9, mesh=mine.mesh, times=times)
+        for lengths, times in (([CONTEXT], 5), ([CONTEXT] * 5, 1))
+    )
+    numbers = [field.name for field in dataclasses.fields(found) if field.name not in ("rows", "budget", "forced")]
+    assert all(getattr(found, name) == getattr(wanted, name) for name in numbers)
+    asked = []
+    monkeypatch.setattr(
+        sizes, "plan_prefill", lambda *args, **options: asked.append(args[2]) or plan_prefill(*args, **options)
+    )
+    sizes_of(dataclasses.replace(mine, batch=60000))
+    assert asked == [[CONTEXT]]
+
+
 @pytest.mark.parametrize("policy", ["full", "adakv", "d2o"])
 def test_the_largest_fits_and_the_next_does_not(policy):
     mine = setting(policy=policy, gpus=4)
@@ -171,6 +191,9 @@ def test_remedies_would_do():
         assert fits(each.setting) and each.peak == sizes_of(each.setting).peak
     nothing = plan("llama-3.1-405b", gpus="l4", context=CONTEXT)
     assert not nothing.remedies and "nothing that was tried would fit" in str(nothing)
+    # Neither prompts nor a budget of few tokens are a budget that others could have.
+    for few in (None, jaxkv.StreamingLLM(budget=8)):
+        assert plan("llama-3.1-70b", gpus="h100", context=4, policy=few).remedies[0].about == "h100x2"
     assert plan("llama-3.1-70b", context=CONTEXT, batch=4, policy="snapkv").remedies == ()
 
 
@@ -200,16 +223,20 @@ def test_gpus_have_what_a_compiler_asks_for():
         assert f"core_count: {gpu.cores}" in gpu.target and f"device_memory_size: {gpu.reported}" in gpu.target
         assert gpus_named(f"{gpu.name}x3") == (gpu, 3) and gpu_named(gpu.name.upper()) is gpu
     assert gpu_named("A100").memory == 80 * 10**9 and gpus_named("rtx4090") == (gpu_named("4090"), 1)
+    assert gpus_named("H100 x 8") == (gpu_named("h100"), 8)
     assert gpu_named("h100").architecture == "sm_90a" and gpu_named("l4").architecture == "sm_89"
 
 
 BAD = {
     "no such GPU; .* did you mean h100": {"gpus": "h10x8"},
     "give 1 or more of them": {"gpus": "h100x0"},
+    "fewer than a million": {"gpus": "h100x1000000"},
     "did you mean llama-3.1-70b": {"model": "lama-3.1-70b"},
     "known models: codellama-34b, ": {"model": "zzz"},
+    "model='': no such model": {"model": ""},
     "mesh.model=3: it does not divide": {"gpus": "h100x3"},
     "give groups and GPUs of each, 1x8": {"mesh": "3x3"},
+    "mesh=.*999.*: give groups and GPUs of each": {"mesh": "1x" + "9" * 5000},
     "context=200000: llama-3.1-70b was made for 131072": {"context": 200000},
     "batch=0: give 1 prompt": {"batch": 0},
     "dtype='int8': give one of bfloat16": {"dtype": "int8"},
@@ -230,6 +257,8 @@ def test_other_kinds_of_arguments(as_users_call):
             plan(model, gpus=kind, context=64)
     with pytest.raises(ValueError, match="mesh=8: give groups and GPUs"):
         plan("llama-3.1-8b", mesh=8, context=64)
+    with pytest.raises(ValueError, match="dtype=5: give one of bfloat16"):
+        plan("llama-3.1-8b", dtype=5, context=64)
 
 
 def test_budgets_that_no_short_prompt_has_are_left_out():

@@ -135,6 +135,7 @@ def plan_prefill(
     room: int | tuple[int, ...] = 0,
     implementation: Implementation = Implementation.XLA,
     mesh: Mesh | AbstractMesh | None = None,
+    times: int = 1,
 ) -> PrefillPlan:
     """Computes what prefilling prompts of these lengths takes.
 
@@ -146,6 +147,7 @@ def plan_prefill(
         room: rows to leave behind every segment; one number, or one for each layer.
         implementation: what computes attention: those of a GPU take all prompts together, and more memory.
         mesh: from `sharding.model_mesh` or `abstract_mesh`, one of whose devices bytes are counted for.
+        times: how often every prompt is there; bytes are those of all, rows and budgets of one each.
 
     Returns:
         The plan; shapes in it depend on the lengths' buckets only.
@@ -185,11 +187,12 @@ def plan_prefill(
         budget=budget,
         forced=forced,
         cache_bytes=0,
-        full_bytes=int(length.sum()) * layers * heads * 2 * config.head_dim * jnp.dtype(dtype).itemsize,
+        full_bytes=times * int(length.sum()) * layers * heads * 2 * config.head_dim * jnp.dtype(dtype).itemsize,
         slack_bytes=0,
         peak_bytes=0,
     )
-    return _weighed(planned, config, parts, reading, len(lengths), jnp.dtype(dtype).itemsize, implementation, mesh)
+    item = jnp.dtype(dtype).itemsize
+    return _weighed(planned, config, parts, reading, len(lengths), times, item, implementation, mesh)
 
 
 def _weighed(
@@ -198,13 +201,14 @@ def _weighed(
     parts: Parts,
     reading: Reading | None,
     prompts: int,
+    times: int,
     item: int,
     implementation: Implementation,
     mesh: Mesh | AbstractMesh | None,
 ) -> PrefillPlan:
     """A plan with its bytes: of all prompts and heads, or of what one device of a mesh has of them."""
     groups, stretches, copies = (1, 1, 1) if mesh is None else (mesh.shape[name] for name in NAMES)
-    batch, mine = -(-prompts // groups), config.on_one_of(stretches, stretches * copies)
+    batch, mine = -(-prompts * times // groups), config.on_one_of(stretches, stretches * copies)
     slots, away = planned.slots, () if reading is None else reading.offloaded
     row_bytes = row_bytes_of(config, parts, item)
     pools = [rows * batch * row_bytes for rows in planned.pool_rows(config.kv_heads, stretches)]
@@ -236,7 +240,7 @@ def _weighed(
     turned = 0 if reading is None or not loaded else token_bytes * (reading.width if reading.filters else slots)
     filled = config.layers * planned.budget if planned.rows is None else planned.rows.sum(axis=0)
     spare = batch * mine.kv_heads * sum(planned.room)
-    promised = -(-int(config.kv_heads * filled.sum()) // (groups * stretches))
+    promised = -(-int(config.kv_heads * filled.sum()) * times // (groups * stretches))
     return dataclasses.replace(
         planned,
         cache_bytes=cache_bytes,

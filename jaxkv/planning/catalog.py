@@ -101,7 +101,8 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     """
     text = os.fspath(given)
     path = Path(text).expanduser()
-    if os.path.exists(path):
+    # No text is a path to the folder that one is in.
+    if text and os.path.exists(path):
         return _of_files(text, path)
     spelled = {
         spelling.lower(): entry

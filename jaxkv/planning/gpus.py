@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkv._errors import require
 
-_COUNTED = re.compile(r"(.+?)x(\d+)")
+_COUNTED = re.compile(r"(.+?)\s*x\s*([0-9]+)")
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {shared_core} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
@@ -134,5 +134,10 @@ def gpus_named(given: str) -> tuple[GPU, int]:
     if counted is None or given.strip().lower() in gpus():
         return gpu_named(given), 1
     name, count = counted.groups()
-    require(0 < len(count) <= 6 and int(count) > 0, "gpus", given, f"give 1 or more of them, {name}x8 say")
+    require(
+        0 < len(count) <= 6 and int(count) > 0,
+        "gpus",
+        given,
+        f"give 1 or more of them, {name}x8 say; fewer than a million",
+    )
     return gpu_named(name), int(count)

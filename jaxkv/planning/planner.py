@@ -232,9 +232,10 @@ def _groups(mesh: Any, count: int) -> int:
         return 1
     parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []
     remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
-    sound = len(parts) == 2 and all(str(each).isdecimal() and 0 < int(each) <= count for each in parts)
-    require(sound and int(parts[0]) * int(parts[1]) == count, "mesh", mesh, remedy)
-    return int(parts[0])
+    counts = [text for each in parts if (text := str(each).strip()).isdecimal() and len(text) <= len(str(count))]
+    sound = len(counts) == len(parts) == 2 and int(counts[0]) * int(counts[1]) == count
+    require(sound, "mesh", mesh, remedy)
+    return int(counts[0])
 
 
 def planned(setting: Setting, notes: tuple[str, ...] = (), *, compile: bool = False) -> Plan:
@@ -295,7 +296,8 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
         other = POLICIES[name]
         if type(policy) is not other:
             asked = policy.parts().budget
-            budget = asked if isinstance(asked, int) else min(_USUAL_BUDGET, setting.context)
+            # No less than what all of them can have, however short the prompts are, and whatever this one gets by with.
+            budget = max(asked if isinstance(asked, int) else min(_USUAL_BUDGET, setting.context), _LEAST_BUDGET)
             found = list(_smaller(setting, other(budget=budget), budget, whole=True))
             if found:
                 yield found[0]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
@@ -14,6 +15,15 @@ from jaxkv.policies.policy import Method
 from jaxkv.sharding import abstract_mesh
 
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _dtype_name(given: Any) -> str | None:
+    """What a dtype is called, of whatever was given for it; None for what is none."""
+    given = plain(given)
+    try:
+        return given if isinstance(given, str) else jnp.dtype(given).name
+    except TypeError:  # no dtype at all
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +52,7 @@ class Asked:
         count(self, "batch", 1, "give 1 prompt or more")
         count(self, "context", 1, "every prompt needs at least one token")
         count(self, "new", 0, "give 0 tokens or more")
-        dtype = plain(self.dtype)
-        name = dtype if isinstance(dtype, str) else getattr(jnp.dtype(dtype), "name", None)
+        name = _dtype_name(self.dtype)
         require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", name)
         limit = self.config.max_positions

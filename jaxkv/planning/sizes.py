@@ -76,8 +76,7 @@ def sizes_of(setting: Setting) -> Sizes:
         ValueError: if the budget cannot be honoured for such prompts.
     """
     parts, config = setting.policy.parts(), setting.config
-    lengths = np.full(setting.batch, setting.context)
-    room = first_room(parts, config.layers, lengths, setting.new) if setting.new else 0
+    room = first_room(parts, config.layers, np.array([setting.context]), setting.new) if setting.new else 0
     planned = prefill_of(setting, room)
     grown = planned.cache_bytes
     if setting.new > MOST_AHEAD and parts.ongoing is None:
@@ -105,11 +104,12 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
         room: rows to leave behind every segment; one number, or one for each layer.
 
     Returns:
-        The plan, attention by the library's kernels.
+        The plan, attention by the library's kernels; rows and budgets are those of one prompt.
     """
-    lengths = [setting.context] * setting.batch
     options = {"dtype": setting.dtype, "implementation": Implementation.PALLAS, "mesh": setting.mesh}
-    return plan_prefill(setting.config, setting.policy, lengths, room=room, **options)  # type: ignore[arg-type]
+    # One prompt stands for all: they are alike.
+    options |= {"room": room, "times": setting.batch}
+    return plan_prefill(setting.config, setting.policy, [setting.context], **options)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=64)
