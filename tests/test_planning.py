@@ -257,6 +257,15 @@ def test_other_kinds_of_arguments(as_users_call):
             plan(model, gpus=kind, context=64)
     with pytest.raises(ValueError, match="mesh=8: give groups and GPUs"):
         plan("llama-3.1-8b", mesh=8, context=64)
+    for change, message in (
+        ({"gpu": "h100"}, "gpu='h100': give a GPU"),
+        ({"policy": "snapkv"}, "policy='snapkv': give a policy"),
+        ({"config": {}}, "config={}: give a ModelConfig"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(setting(), **change)
+    with pytest.raises(ValueError, match="memory=0: give a positive whole number"):
+        dataclasses.replace(gpu_named("h100"), memory=0)
     with pytest.raises(ValueError, match="dtype=5: give one of bfloat16"):
         plan("llama-3.1-8b", dtype=5, context=64)
 

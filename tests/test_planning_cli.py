@@ -63,7 +63,7 @@ def test_what_jax_must_be_told(capsys):
 def test_json(capsys):
     one = json.loads(run(capsys, *ASKED, "--policy", "full", "--json", "--mesh", "2x4"))
     assert one["mesh"] == {"data": 2, "model": 4} and one["fits"] and one["decode_peak_bytes"] > one["weights_bytes"]
-    several = json.loads(run(capsys, *ASKED, "--compare", "full,h2o", "--budget", "512", "--json"))
+    several = json.loads(run(capsys, *ASKED, "--compare", "full,h2o, H2O", "--budget", "512", "--json"))
     assert [each["policy"] for each in several] == ["FullKV()", "H2O(budget=512)"]
     assert several[1]["cache_bytes"] < several[0]["cache_bytes"] / 100
 

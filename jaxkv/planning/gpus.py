@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from jaxkv._errors import require
+from jaxkv._values import is_whole
 
 _COUNTED = re.compile(r"(.+?)\s*x\s*([0-9]+)")
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -69,6 +70,12 @@ class GPU:
     shared: int
     threads: int
     sources: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                value = getattr(self, field.name)
+                require(is_whole(value, 1), field.name, value, "give a positive whole number, as the data sheet has it")
 
     @property
     def architecture(self) -> str:

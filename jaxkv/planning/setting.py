@@ -49,6 +49,8 @@ class Asked:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        require(isinstance(self.policy, Method), "policy", self.policy, "give a policy such as SnapKV(budget=256)")
+        require(isinstance(self.config, ModelConfig), "config", self.config, "give a ModelConfig")
         count(self, "batch", 1, "give 1 prompt or more")
         count(self, "context", 1, "every prompt needs at least one token")
         count(self, "new", 0, "give 0 tokens or more")
@@ -85,6 +87,8 @@ class Setting(Asked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        remedy = "give a GPU, of planning.gpus.gpu_named('h100') say"
+        require(isinstance(self.gpu, GPU), "gpu", self.gpu, remedy)
         count(self, "gpus", 1, "give 1 GPU or more")
         count(self, "data", 1, "give 1 group or more")
         remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
