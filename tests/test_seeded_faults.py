@@ -17,7 +17,7 @@ from policy_table import BY_NAME
 from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.cache import KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prefill
+from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
@@ -117,14 +117,14 @@ def segments_one_row_early(patch):
 
 def window_of_the_bucket(patch):
     """The observation window is cut from the end of the padded prompt, not of the sequence."""
-    real = prefill._run_layer
+    real = prompts.run_layer
 
     def run(flat, index, x, length, *rest):
         own = real(flat, index, jnp.copy(x), length, *rest)
         full = real(flat, index, x, jnp.full_like(length, x.shape[1]), *rest)
         return dataclasses.replace(own, q=full.q)
 
-    patch.setattr(prefill, "_run_layer", run)
+    patch.setattr(prompts, "run_layer", run)
 
 
 def nothing_is_forgotten(patch):

@@ -34,7 +34,7 @@ def test_compressed_again(name):
 # By program what may: hidden states (E) and logits (V); numbers of R rows, be they a prompt's or a pool's, of kv heads
 # K, of G query heads of each, and of w queries. Keys and values never do.
 TRAVELS = {
-    "_embed": {"all-reduce": ["B R E"]},
+    "embed": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
     "layer": {"all-reduce": ["B R E", "B K R"]},
     # What is observed, where a group's query heads lie apart; claims of heads on their layer's budget.
@@ -86,7 +86,7 @@ def test_no_keys_or_values_travel(compiled):
             assert allowed, f"{each.name} sends {shape} by {kind}"
             seen.add((each.name, kind))
     names = {each.name for each in compiled}
-    assert set(TRAVELS) | {"pack", "pack_shared", "placed", "_ring", "_logits"} <= names
+    assert set(TRAVELS) | {"pack", "pack_shared", "placed", "_ring", "logits_of"} <= names
     # The table says no more than what was met.
     assert {(name, kind) for name, kinds in TRAVELS.items() for kind in kinds} == seen
 
