@@ -16,6 +16,8 @@ import beartype
 import jaxtyping
 
 _NAME = "__checked__"
+# What the library raises itself for a value of the wrong type.
+_typed = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))
 
 
 def _shapes(hint: object) -> bool:
@@ -35,7 +37,7 @@ def checked(of):
         return of
     if not of.__annotations__:
         return of
-    typed, scoped = beartype.beartype(of), any(map(_shapes, of.__annotations__.values()))
+    typed, scoped = _typed(of), any(map(_shapes, of.__annotations__.values()))
 
     @functools.wraps(of)
     def call(*args, **kwargs):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import beartype.roar
 import jax.numpy as jnp
 import pytest
 from annotations import checked
@@ -59,7 +58,7 @@ def test_what_fits_passes():
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_found(case):
-    with pytest.raises(beartype.roar.BeartypeCallHintViolation):
+    with pytest.raises(TypeError, match="violates type hint"):
         WRONG[case]()
 
 
@@ -71,7 +70,7 @@ def test_nothing_is_checked_as_users_call(case, as_users_call):
 def test_every_package_is_checked():
     angles = Angles(cos=jnp.ones((1, 3, 4)), sin=jnp.ones((1, 3, 4)))
     assert rotate(jnp.ones((2, 1, 3, 8)), angles).shape == (2, 1, 3, 8)
-    with pytest.raises(beartype.roar.BeartypeCallHintViolation):
+    with pytest.raises(TypeError, match="violates type hint"):
         Angles(cos=jnp.ones((1, 3, 4)), sin=jnp.ones((1, 3, 5)))
     for of in (rotate, decode.attend, GgufFile.__init__):
         assert of.__wrapped__, of

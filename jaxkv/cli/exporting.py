@@ -29,6 +29,8 @@ _SAMPLERS: dict[str, Sampling] = {
     "min-p": MinP(p=0.1),
 }
 
+_LEAST_DEVICES = 8
+
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """The subcommand's options.
@@ -117,9 +119,10 @@ def _mesh(given: str) -> jax.sharding.Mesh:
     fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
     require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
     shape = (int(sizes[0]), int(sizes[1]))
-    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them.
+    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them. XLA's CPU
+    # can wait for ever for the others of three devices that are all there are.
     with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
-        jax.config.update("jax_num_cpu_devices", int(np.prod(shape)))
+        jax.config.update("jax_num_cpu_devices", max(_LEAST_DEVICES, int(np.prod(shape))))
     devices = jax.devices("cpu")
     remedy = f"this process has {len(devices)} CPU devices: give a mesh of so many"
     require(int(np.prod(shape)) <= len(devices), "--mesh", given, remedy)
