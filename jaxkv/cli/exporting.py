@@ -119,8 +119,8 @@ def _mesh(given: str) -> jax.sharding.Mesh:
     fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
     require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
     shape = (int(sizes[0]), int(sizes[1]))
-    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them. XLA's CPU
-    # can wait for ever for the others of three devices that are all there are.
+    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them.
+    # Where there are three devices in all, XLA's CPU can wait for ever for one of them.
     with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
         jax.config.update("jax_num_cpu_devices", max(_LEAST_DEVICES, int(np.prod(shape))))
     devices = jax.devices("cpu")
