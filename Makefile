@@ -128,6 +128,7 @@ aot: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --out benchmarks/results/aot.md
 	@$(AOT)/python benchmarks/aot_offload.py --out benchmarks/results/aot_offload.md
 	@$(AOT)/python benchmarks/aot_sharded.py
+	@$(AOT)/python benchmarks/aot_export.py
 	@$(AOT)/python benchmarks/perf_model.py --out benchmarks/results/gpu_model.md
 
 aot-sharded: $(AOT_STAMP)
@@ -142,6 +143,7 @@ plan-memory: $(STAMP)
 aot-quick: $(AOT_STAMP)
 	@$(AOT)/python benchmarks/aot.py --quick
 	@$(AOT)/python benchmarks/aot_sharded.py --quick
+	@$(AOT)/python benchmarks/aot_export.py D2O
 	@$(AOT)/python benchmarks/perf_model.py --quick
 	@$(AOT)/python -m benchmarks.plan_cells --quick
 
