@@ -1,6 +1,6 @@
 """Exports programs for eight H100s that are not there, reads them back, and compiles them for those.
 
-    .venv-aot/bin/python benchmarks/aot_export.py        two layers of Llama 3 70B's heads, FullKV, SnapKV, AdaKV, H2O, D2O
+    .venv-aot/bin/python benchmarks/aot_export.py          two layers with the heads of Llama 3 70B
 
 It fails where a program does not serialise, deserialise or compile. Needs .venv-aot.
 """

@@ -17,6 +17,7 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
+from jaxkv import cli
 from jaxkv.engine.lengths import by_length
 from jaxkv.exporting import buckets, runtime
 
@@ -276,3 +277,17 @@ def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="something is there already"):
         jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", lengths=64)
+
+
+COMMANDS = (
+    (["--platforms", "gpu"], "--platforms='gpu': give of cpu, cuda, rocm, tpu"),
+    (["--mesh", "8"], "--mesh='8': give devices by data and model, such as 1x8"),
+    (["--lengths", "many"], "--lengths='many': give numbers such as 1024,4096"),
+    (["--sampling", "beam"], "--sampling='beam': give of temperature, top-k, top-p, min-p"),
+)
+
+
+@pytest.mark.parametrize(("options", "told"), COMMANDS)
+def test_commands_that_are_refused(capsys, tmp_path, options, told):
+    assert cli.main(["export", str(tmp_path / "out"), *options]) == 2
+    assert told in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -131,7 +131,7 @@ class Model:
             tell and tell(drawn)
         return drawn, Cache(self.again(out, at, True)[0], at, cache.count, cache.room - drawn.shape[1] * said["grows"])
 
-    def generate(self, prompts, max_new_tokens=128, cache=None, tell=None, seed=0, **drawing):
+    def generate(self, prompts, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
         """Tokens for each prompt, a text or a list of ids; their text, if there is a tokenizer; and the cache."""
         said, ids = self.said["text"], list(prompts)
         need(self.text or str not in map(type, ids), "prompt: there is no tokenizer here: give lists of token ids")
@@ -140,7 +140,7 @@ class Model:
                 text = said["turns"][2 if cache else 0] + text + said["turns"][1]
                 ids[at] = self.text.encode(text, add_special_tokens=False).ids
                 ids[at] = [said["bos"]] * (not cache and said["bos"] not in (None, ids[at][0])) + ids[at]
-        drawn, cache = self.draw(self.read(ids, cache, seed), max_new_tokens, tell, seed, **drawing)
+        drawn, cache = self.draw(self.read(ids, cache, seed), max_new_tokens or self.said["new"], tell, seed, **drawing)
         tokens = [row[row >= 0].tolist() for row in drawn]
         return tokens, self.text and [self.text.decode(row) for row in tokens], cache
 
