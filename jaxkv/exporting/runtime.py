@@ -7,9 +7,8 @@ import json
 import pathlib
 import sys
 
-import jax
+import jax.export
 import numpy as np
-from jax import export
 
 TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers").Tokenizer.from_file
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
@@ -25,8 +24,7 @@ def need(fine, message):
 def found(path, of, check=True):
     sound = path.is_file() and path.stat().st_size == of["bytes"]
     sound = sound and (not check or hashlib.sha256(path.read_bytes()).hexdigest() == of["sha256"])
-    need(sound, f"{path}: {'damaged' if path.is_file() else 'missing'}: copy the whole folder again")
-    return path
+    return need(sound, f"{path}: {'damaged' if path.is_file() else 'missing'}: copy the whole folder again") or path
 
 
 def tensors(folder, files, check=True):
@@ -40,7 +38,7 @@ def tensors(folder, files, check=True):
 def program(folder, said, mesh):
     path, sides = found(folder / "programs" / said["file"], said), []
     try:
-        read = export.deserialize(bytearray(path.read_bytes()))
+        read = jax.export.deserialize(bytearray(path.read_bytes()))
     except Exception as error:
         raise ValueError(f"{path}: jax {jax.__version__} cannot read it ({error}): export anew") from error
     for side, avals in (("inputs", read.in_avals), ("outputs", read.out_avals)):
@@ -50,7 +48,8 @@ def program(folder, said, mesh):
         need(list(told.values()) == have, f"{path}: not as the manifest says, {odd}: export anew")
         sides.append(told)
     run = jax.jit(read.call, donate_argnums=[at for at, each in enumerate(said["inputs"]) if each["donated"]])
-    return run, *sides, read.in_shardings_jax(mesh) if mesh else (None,) * len(sides[0])
+    one = {e["name"]: (*[np.s_[:]] * e["shape"].index("B"), np.s_[:1]) for e in said["inputs"] if "B" in e["shape"]}
+    return run, *sides, read.in_shardings_jax(mesh) if mesh else (None,) * len(sides[0]), one
 
 
 class Model:
@@ -58,8 +57,8 @@ class Model:
         path = (folder := pathlib.Path(folder)) / "manifest.json"
         need(path.is_file(), f"{path}: missing: give a folder that `jaxkv export` has written, whole")
         said = self.said = json.loads(path.read_text("utf-8"))
-        made, here, mesh, many = said["guaranteed"], export.default_export_platform(), said["mesh"], said["devices"]
-        fits = made["calling_convention"] >= export.minimum_supported_calling_convention_version
+        made, here, mesh, many = said["guaranteed"], jax.export.default_export_platform(), said["mesh"], said["devices"]
+        fits = made["calling_convention"] >= jax.export.minimum_supported_calling_convention_version
         fits = fits and jax.__version_info__[:2] >= tuple(made["from"])
         need(fits, f"{folder}: made by jax {made['jax']}, jax {jax.__version__} is outside its window: export anew")
         there, fits = f"{jax.device_count()} of {here}", here in said["platforms"] and many <= jax.device_count()
@@ -70,13 +69,13 @@ class Model:
         self.lengths = {int(slots): dict(tensors(folder, files)) for slots, files in said["lengths"].items()}
         given, names = dict(weights or tensors(folder, said["weights"], check)), set(said["parameters"])
         need(names <= set(given), f"weights: {sorted(names - set(given))[:2]} are missing: give arrays by name")
-        _, inputs, _, there = self.programs["prompt", min(self.lengths), min(said["batch"])]
+        _, inputs, _, there, _ = self.programs["prompt", min(self.lengths), min(said["batch"])]
         there = dict(zip(inputs, there, strict=True))
         self.weights = {name: jax.device_put(given[name], there[name]) for name in names}
         self.text = said["text"] and TOKENIZERS and TOKENIZERS(str(found(folder / "tokenizer.json", said["text"])))
 
     def run(self, kind, at, arrays):
-        (run, inputs, outputs, there), every = self.programs[kind, *at], self.weights | arrays
+        (run, inputs, outputs, there, _), every = self.programs[kind, *at], self.weights | arrays
         given = (jax.device_put(every[name], at) for name, at in zip(inputs, there, strict=True))
         return arrays | dict(zip(outputs, run(*given), strict=True))
 
@@ -87,37 +86,38 @@ class Model:
         arrays = self.run("again", at, arrays) if due and over(arrays) >= (every or 1) else arrays
         return arrays, every - over(arrays) - int(arrays.get("beside.used", 0)) if every else 1 << 30
 
-    def own(self, arrays, at, seed):  # a copy, which programs may write; of one sequence's for several
-        of = {name: to for name, (_, *to) in self.programs["draw.Greedy", *at][1].items() if name in arrays}
-        own = {name: jax.numpy.copy(jax.numpy.broadcast_to(arrays[name], to)) for name, to in of.items()}
+    def own(self, arrays, at, seed, one=False):  # a copy, which programs may write; of the first sequence's for all
+        _, of, _, _, first = self.programs["draw.Greedy", *at]
+        own = {name: arrays[name][first.get(name, ...) if one else ...] for name in of if name in arrays}
+        own = {name: jax.numpy.copy(jax.numpy.broadcast_to(own[name], of[name][1:])) for name in own}
         return own | {"key": np.asarray([0, seed], np.uint32)}
 
     def read(self, ids, cache=None, seed=0):
         """A cache of prompts, lists of ids; or of what comes on top of one, of as many sequences or of one."""
-        said, count, longest = self.said, len(ids), max(map(len, ids), default=0)
+        said, ids = self.said, [np.asarray(row) for row in ids]
+        count, longest = len(ids), max((row.size for row in ids), default=0)
         most = min(cache.room, said["question"]) * (cache.count in (1, count)) if cache else max(self.lengths)
         batch = [each for each in said["batch"] if each >= max(count, cache.at[1] if cache else 0)]
-        fits = batch and longest <= most and all(len(row) and 0 <= min(row) and max(row) < said["vocab"] for row in ids)
+        fits = all(a.ndim == 1 and a.dtype.kind in "iu" and 0 <= a.min() < said["vocab"] > a.max() for a in ids)
         told = f"give {said['batch']}, or as many as the cache holds, of 1 to {most} ids in [0, {said['vocab']})"
-        need(count and fits, f"prompt: {count} of up to {longest} tokens: {told}")
+        need(count and batch and longest <= most and fits, f"prompt: {count} of up to {longest} tokens: {told}")
         at = cache.at[0] if cache else min(each for each in self.lengths if each >= longest), min(batch)
         kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
-        width, lengths = self.programs[kind, *at][1]["tokens"][2], np.asarray([*map(len, rows)], np.int32)
-        tokens = np.asarray([[*row, *[0] * (-(-longest // width) * width - len(row))] for row in rows], np.int32)
-        out = self.own(cache.arrays if cache else {}, at, seed) | {"length": lengths}
+        wide, lengths = self.programs[kind, *at][1]["tokens"][2], np.asarray([row.size for row in rows], np.int32)
+        tokens = np.asarray([[*row, *[0] * (-(-longest // wide) * wide - row.size)] for row in rows], np.int32)
+        out = self.own(cache.arrays if cache else {}, at, seed, cache and cache.count == 1) | {"length": lengths}
         out |= {} if cache else {name: table[..., lengths] for name, table in self.lengths[at[0]].items()}
         need(cache or out["told.budget"].min() >= 0, f"prompt: the policy's budget is too small for {lengths} tokens")
-        for first in range(0, longest, width):
-            step = {"tokens": tokens[:, first : first + width], "count": np.clip(lengths - first, 0, width)}
-            out = self.run(kind, at, out | step)
+        for i in range(0, longest, wide):
+            out = self.run(kind, at, out | {"tokens": tokens[:, i : i + wide], "count": np.clip(lengths - i, 0, wide)})
         need(out.get("ordered", True), "scores: NaN: the model's attention is not finite: check its weights")
         return Cache(self.again(out, at)[0], at, count, cache.room - longest * said["grows"] if cache else said["room"])
 
     def draw(self, cache, n, tell=None, seed=0, stop_at_eos=True, sampling="Greedy", **numbers):
         """Ids `[B, n]` drawn, -1 behind a sequence's end, and the cache then; `tell` hears all so far now and then."""
         kind, at, said, drawn = f"draw.{sampling}", cache.at, self.said, np.zeros((cache.count, 0), np.int32)
-        need(0 < n <= cache.room, f"max_new_tokens={n}: there is room for {cache.room}")
-        (_, inputs, outputs, _), out = self.programs[kind, *at], self.own(cache.arrays, at, seed)
+        need(n in range(1, cache.room + 1), f"max_new_tokens={n}: there is room for {cache.room}")
+        (_, inputs, outputs, _, _), out = self.programs[kind, *at], self.own(cache.arrays, at, seed)
         for name, value in (said["samplings"][sampling] | numbers).items():
             out[f"sampling.{name}"] = np.asarray(value, inputs[f"sampling.{name}"][0])
         eos, size = said["eos"] if stop_at_eos else [-2] * len(said["eos"]), outputs["drawn"][2]
@@ -135,11 +135,10 @@ class Model:
         """Tokens for each prompt, a text or a list of ids; their text, if there is a tokenizer; and the cache."""
         said, ids = self.said["text"], list(prompts)
         need(self.text or str not in map(type, ids), "prompt: there is no tokenizer here: give lists of token ids")
-        for at, text in enumerate(prompts):
-            if isinstance(text, str):
-                text = said["turns"][2 if cache else 0] + text + said["turns"][1]
-                ids[at] = self.text.encode(text, add_special_tokens=False).ids
-                ids[at] = [said["bos"]] * (not cache and said["bos"] not in (None, ids[at][0])) + ids[at]
+        for at in [at for at, text in enumerate(ids) if isinstance(text, str)]:
+            text = said["turns"][2 if cache else 0] + ids[at] + said["turns"][1]
+            ids[at] = self.text.encode(text, add_special_tokens=False).ids
+            ids[at] = [said["bos"]] * (not cache and said["bos"] not in (None, *ids[at][:1])) + ids[at]
         drawn, cache = self.draw(self.read(ids, cache, seed), max_new_tokens or self.said["new"], tell, seed, **drawing)
         tokens = [row[row >= 0].tolist() for row in drawn]
         return tokens, self.text and [self.text.decode(row) for row in tokens], cache
@@ -147,4 +146,5 @@ class Model:
 
 if __name__ == "__main__":
     model, text = Model(pathlib.Path(__file__).parent), lambda drawn: model.text.decode(drawn[0][drawn[0] >= 0])
-    model.generate(sys.argv[1:2], tell=lambda drawn: print(text(drawn)[len(text(drawn[:, :-8])) :], end="", flush=True))
+    told, more = [""], lambda drawn: told.__iadd__([text(drawn).rstrip("\ufffd")])[-1][len(told[-2]) :]
+    model.generate(sys.argv[1:2], tell=lambda drawn: print(more(drawn), end="", flush=True))
