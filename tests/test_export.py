@@ -238,6 +238,7 @@ REFUSED = (
     ({"lengths": 500}, "the model was made for 512"),
     ({"lengths": 0}, "lengths=0: give a number"),
     ({"implementation": "cudnn"}, "give 'xla', or 'pallas'"),
+    ({"sampling": (jaxkv.TopP(p=0.5), jaxkv.TopP(p=0.9))}, "sampling=.*give one of each class"),
     ({"batch": 3, "mesh": (2, 1)}, r"batch=\[3\]: the mesh has 2 groups"),
     ({"mesh": (1, 3)}, "mesh.model=3"),
 )

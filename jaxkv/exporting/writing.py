@@ -168,6 +168,9 @@ def _request(params, policy, lengths, batch, question, new, platforms, sampling,
     require_exportable(chosen, config.layers, slots[-1])
     given = sampling if isinstance(sampling, (list, tuple)) else (sampling,)
     samplings = tuple(as_sampling(each) for each in given if not isinstance(each, Greedy))
+    kinds = [type(each).__name__ for each in samplings]
+    remedy = "give one of each class: its numbers are arguments where it runs"
+    require(len(set(kinds)) == len(kinds), "sampling", list(samplings), remedy)
     return _Request(
         policy=chosen,
         slots=slots,
