@@ -139,7 +139,7 @@ def test_programs_for_a_gpu_are_written_without_one(tmp_path):
     assert read.platforms == ("cuda",) and read.nr_devices == 4
     # Tails are a CPU's.
     assert {each["kind"] for each in said["programs"]} == {"prompt", "draw.Greedy"}
-    with pytest.raises(ValueError, match=r"made for 4 devices of cuda, here are 8 of cpu"):
+    with pytest.raises(ValueError, match=r"made for 4 devices of .'cuda'., here are 8 of cpu"):
         runtime.Model(folder)
 
 
@@ -152,6 +152,8 @@ def test_numbers_of_samplers_are_arguments(tmp_path):
         mine = exported.generate(ids, NEW, seed=7, sampling="TopP", temperature=heat, p=p)[0]
         theirs = jaxkv.generate(model, ids, max_new_tokens=NEW, sampling=jaxkv.TopP(temperature=heat, p=p), key=7)
         assert mine == [theirs.tokens[0].tolist()]
+    with pytest.raises(ValueError, match="sampling='TopK': give of {'Greedy': {}, 'TopP': "):
+        exported.generate(ids, NEW, sampling="TopK")
 
 
 def test_tables_are_what_prompts_of_each_length_get():
@@ -203,17 +205,32 @@ DAMAGE = {
     "a program cut short": (lambda folder: os.truncate(next((folder / "programs").iterdir()), 100), "damaged: copy"),
     "missing weights": (lambda folder: (folder / "weights.safetensors").unlink(), "weights.safetensors: missing"),
     "weights cut short": (lambda folder: os.truncate(folder / "weights.safetensors", 999), "weights.*: damaged"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: missing: give a folder"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: .*: give a folder"),
+    "a manifest cut short": (
+        lambda folder: os.truncate(folder / "manifest.json", 99),
+        "manifest.json: .*: give a folder",
+    ),
+    "a list for a manifest": (
+        lambda folder: (folder / "manifest.json").write_text("[]"),
+        "manifest.json: .*: give a fold",
+    ),
+    "a manifest of another kind": (
+        lambda folder: changed(folder, lambda said: said.pop("format")),
+        "give a folder that",
+    ),
+    "a later version's manifest": (
+        lambda folder: changed(folder, lambda said: said.update(version=2)),
+        "manifest.json: not of this runtime.py's version: give a folder",
+    ),
     "a later jax": (
         lambda folder: changed(folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})),
         r"made by jax 99.0.1, jax .* is outside its window: export anew",
     ),
-    "an old way to call": (
-        lambda folder: changed(folder, lambda said: said["guaranteed"].update(calling_convention=1)),
-        "is outside its window: export anew",
-    ),
     "more devices": (lambda folder: changed(folder, lambda said: said.update(devices=16)), "made for 16 devices"),
-    "another platform": (lambda folder: changed(folder, lambda said: said.update(platforms=["tpu"])), "devices of tpu"),
+    "another platform": (
+        lambda folder: changed(folder, lambda said: said.update(platforms=["tpu"])),
+        "devices of .'tpu'., here",
+    ),
 }
 
 

@@ -55,14 +55,16 @@ def program(folder, said, mesh):
 class Model:
     def __init__(self, folder, weights=None, check=False):
         path = (folder := pathlib.Path(folder)) / "manifest.json"
-        need(path.is_file(), f"{path}: missing: give a folder that `jaxkv export` has written, whole")
-        said = self.said = json.loads(path.read_text("utf-8"))
+        try:
+            said = self.said = json.loads(path.read_text("utf-8"))
+            need((said["format"], said["version"]) == ("jaxkv export", 1), "not of this runtime.py's version")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{path}: {error}: give a folder that `jaxkv export` has written, whole") from error
         made, here, mesh, many = said["guaranteed"], jax.export.default_export_platform(), said["mesh"], said["devices"]
-        fits = made["calling_convention"] >= jax.export.minimum_supported_calling_convention_version
-        fits = fits and jax.__version_info__[:2] >= tuple(made["from"])
+        fits = jax.__version_info__[:2] >= tuple(made["from"])
         need(fits, f"{folder}: made by jax {made['jax']}, jax {jax.__version__} is outside its window: export anew")
-        there, fits = f"{jax.device_count()} of {here}", here in said["platforms"] and many <= jax.device_count()
-        need(fits, f"{folder}: made for {many} devices of {', '.join(said['platforms'])}, here are {there}")
+        fits = here in said["platforms"] and many <= jax.device_count()
+        need(fits, f"{folder}: made for {many} devices of {said['platforms']}, here are {jax.device_count()} of {here}")
         mesh = mesh and jax.sharding.Mesh(np.reshape(jax.devices()[:many], tuple(mesh.values())), tuple(mesh))
         mine = {(e["kind"], e["slots"], e["batch"]): e for e in said["programs"] if e["platform"] == here}
         self.programs = {key: program(folder, each, mesh) for key, each in mine.items()}
@@ -70,14 +72,12 @@ class Model:
         given, names = dict(weights or tensors(folder, said["weights"], check)), set(said["parameters"])
         need(names <= set(given), f"weights: {sorted(names - set(given))[:2]} are missing: give arrays by name")
         _, inputs, _, there, _ = self.programs["prompt", min(self.lengths), min(said["batch"])]
-        there = dict(zip(inputs, there, strict=True))
-        self.weights = {name: jax.device_put(given[name], there[name]) for name in names}
+        self.weights = {n: jax.device_put(given[n], at) for n, at in zip(inputs, there, strict=True) if n in names}
         self.text = said["text"] and TOKENIZERS and TOKENIZERS(str(found(folder / "tokenizer.json", said["text"])))
 
     def run(self, kind, at, arrays):
         (run, inputs, outputs, there, _), every = self.programs[kind, *at], self.weights | arrays
-        given = (jax.device_put(every[name], at) for name, at in zip(inputs, there, strict=True))
-        return arrays | dict(zip(outputs, run(*given), strict=True))
+        return arrays | dict(zip(outputs, run(*map(jax.device_put, (every[n] for n in inputs), there)), strict=True))
 
     def again(self, arrays, at, close=False):  # compresses what is due; how many tokens can be drawn before it is
         every, over = self.said["every"], lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max())
@@ -117,15 +117,15 @@ class Model:
         """Ids `[B, n]` drawn, -1 behind a sequence's end, and the cache then; `tell` hears all so far now and then."""
         kind, at, said, drawn = f"draw.{sampling}", cache.at, self.said, np.zeros((cache.count, 0), np.int32)
         need(n in range(1, cache.room + 1), f"max_new_tokens={n}: there is room for {cache.room}")
+        need(sampling in said["samplings"], f"sampling={sampling!r}: give of {said['samplings']}")
         (_, inputs, outputs, _, _), out = self.programs[kind, *at], self.own(cache.arrays, at, seed)
         for name, value in (said["samplings"][sampling] | numbers).items():
             out[f"sampling.{name}"] = np.asarray(value, inputs[f"sampling.{name}"][0])
-        eos, size = said["eos"] if stop_at_eos else [-2] * len(said["eos"]), outputs["drawn"][2]
-        out |= {"done": np.arange(at[1]) >= cache.count, "eos": np.asarray(eos, np.int32)}
+        out |= {"done": np.arange(at[1]) >= cache.count, "eos": np.where(stop_at_eos, said["eos"], -2).astype(np.int32)}
         while drawn.shape[1] < n and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
-            steps = min(n - drawn.shape[1], left, 8 if tell else size)
-            out = self.run("settle", at, out) if int(out.get("beside.used", 0)) + steps > size else out
+            steps = min(n - drawn.shape[1], left, 8 if tell else outputs["drawn"][2])
+            out = self.run("settle", at, out) if int(out.get("beside.used", 0)) + steps > outputs["drawn"][2] else out
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
             drawn = np.append(drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1)
             tell and tell(drawn)
