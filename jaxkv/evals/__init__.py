@@ -1,5 +1,21 @@
 """Tasks that compressed caches are judged by."""
 
-from jaxkv.evals.retrieval import COLOURS, Question, two_stage
+from jaxkv.evals.asking import QuestionTask, answers, ids_of
+from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
+from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 
-__all__ = ["COLOURS", "Question", "two_stage"]
+__all__ = [
+    "COLOURS",
+    "TASKS",
+    "How",
+    "Outcome",
+    "Question",
+    "QuestionTask",
+    "Sample",
+    "Task",
+    "TwoStage",
+    "answers",
+    "ids_of",
+    "task",
+    "two_stage",
+]

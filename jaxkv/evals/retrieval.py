@@ -2,10 +2,14 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxkv._errors import require
+from jaxkv.evals.asking import QuestionTask
+from jaxkv.evals.task import Sample, task
+from jaxkv.loading import LanguageModel
 
 COLOURS = tuple(
     "red blue green yellow purple orange pink brown black white gray gold silver cyan magenta lime teal navy "
@@ -73,3 +77,44 @@ def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reas
         )
         cases.append(Question(prompt=prompt, answer=str(colours[key]), key=key, size=size))
     return cases
+
+
+@task("2stageretr")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoStage(QuestionTask):
+    """2StageRetr (OmniKV, appendix A): a sum to work out, then its result to look up far above.
+
+    Attributes:
+        count: cases.
+        sizes: entries of the dictionaries, used in turn.
+        reason: ask for the sum to be worked out first.
+        new_tokens: tokens of an answer.
+        seed: of the draws.
+    """
+
+    count: int = 34
+    sizes: tuple[int, ...] = SIZES
+    reason: bool = False
+    new_tokens: int = 48
+    seed: int = 0
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """The cases; see `Task.samples`."""
+        cases = two_stage(self.count, seed=self.seed, sizes=self.sizes, reason=self.reason)
+        return [
+            Sample(
+                id=f"{number:04d}",
+                group="2stageretr",
+                # What is asked only begins with the equation: the dictionary is what a cache is compressed to.
+                context=case.prompt[: case.prompt.index("The equation is")],
+                question=case.prompt[case.prompt.index("The equation is") :],
+                answers=(case.answer,),
+                new_tokens=self.new_tokens,
+                tags={"size": case.size, "key": case.key},
+            )
+            for number, case in enumerate(cases)
+        ]
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether the colour occurs in the answer."""
+        return float(sample.answers[0].lower() in prediction.lower())

@@ -1,0 +1,91 @@
+"""Tasks whose samples are questions: the model answers, and a metric judges what it said."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+from jaxkv._errors import require
+from jaxkv.evals.task import How, Outcome, Sample, Task
+from jaxkv.generation import generate, prefill
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.policy import Method
+from jaxkv.text.tokenizer import Text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionTask(Task):
+    """A task whose samples are asked and judged one by one."""
+
+    @abc.abstractmethod
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Judges an answer.
+
+        Args:
+            sample: the case.
+            prediction: what the model said, without the prefix.
+
+        Returns:
+            A share in [0, 1].
+        """
+
+    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+        """Asks a batch; see `Task.run`."""
+        told = answers(params, policy, samples, how)
+        return [
+            Outcome(score=self.score(sample, text), prediction=text) for sample, text in zip(samples, told, strict=True)
+        ]
+
+
+def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
+    """A sample as token ids, cut where a question-agnostic run cuts it: the whole is the same in both settings.
+
+    Args:
+        text: the model's tokenizer.
+        sample: the case.
+        raw: no chat template.
+
+    Returns:
+        The context's ids, with what the template writes before it; the question's, with what comes behind it.
+
+    Raises:
+        ValueError: without a tokenizer.
+    """
+    require(text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
+    assert text is not None
+    chat = text.has_template and not raw
+    before, after = (text.turns.opening, text.turns.closing) if chat else ("", "")
+    context = text.encode(before + sample.context, bos=True)
+    return context, text.encode(sample.question + after + sample.prefix, bos=False)
+
+
+def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
+    """What the model says to a batch.
+
+    Args:
+        params: from `jaxkv.load`.
+        policy: the compression.
+        samples: the cases.
+        how: whether the policy sees the questions.
+
+    Returns:
+        A text for each, up to its own number of tokens and its stop strings.
+    """
+    pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
+    longest = max(sample.new_tokens for sample in samples)
+    key, progress = how.seed, False
+    if how.agnostic and all(question for _, question in pairs):
+        cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=progress)
+        asked = [question for _, question in pairs]
+        out = generate(params, asked, cache=cache, max_new_tokens=longest, key=key, progress=progress)
+    else:
+        whole = [context + question for context, question in pairs]
+        out = generate(params, whole, policy=policy, max_new_tokens=longest, key=key, progress=progress)
+    assert params.text is not None
+    drawn = zip(samples, out.tokens, strict=True)
+    ends = set(params.text.eos_ids)
+    told = []
+    for sample, tokens in drawn:
+        mine = [each for each in tokens.tolist()[: sample.new_tokens] if each not in ends]
+        said = params.text.decode(mine)
+        told.append(min((said.split(stop)[0] for stop in sample.stop), key=len, default=said))
+    return told
