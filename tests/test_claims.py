@@ -290,8 +290,8 @@ def test_d6_30_billion_parameters_1024_tokens_128_sequences():
     assert full(config, 1024, times=128) == pytest.approx(180.4 * GB, rel=1e-3)
 
 
-@pytest.mark.parametrize(("prompt", "batch"), [(256, 8), (512, 4), (1024, 2), (2048, 1)])
-def test_d7_four_times_the_batch_weighs_less_and_nothing_bounds_the_full_cache_at_such_batches(prompt, batch):
+@pytest.mark.parametrize(("prompt", "batch", "fit"), [(256, 8, 315), (512, 4, 174), (1024, 2, 94), (2048, 1, 47)])
+def test_d7_four_times_the_batch_weighs_less_and_nothing_bounds_the_full_cache_at_such_batches(prompt, batch, fit):
     options = {"gpus": "a100-80gb", "context": prompt, "new": 4 * prompt}
     whole = jaxkv.plan(LONG_8B, batch=batch, **options)
     d2o, h2o = (
@@ -303,7 +303,7 @@ def test_d7_four_times_the_batch_weighs_less_and_nothing_bounds_the_full_cache_a
     # Four times the sequences in four fifths of the bytes; merging costs none.
     assert d2o.cache / whole.cache == pytest.approx(4 / 5, rel=0.02) and d2o.cache == pytest.approx(h2o.cache, rel=1e-3)
     # The paper's largest batch of the full model is no limit of memory: 1.3 GB beside 16 GB of weights, of 80.
-    assert whole.cache < 1.4 * GB and whole.largest_batch > 25 * batch
+    assert whole.cache < 1.4 * GB and whole.largest_batch == fit > 25 * batch
 
 
 def test_d13_what_is_proved_of_water_filling_does_not_hold_of_the_softmax():
