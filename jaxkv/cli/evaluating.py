@@ -16,10 +16,11 @@ from jaxkv.cli.numbers import argument, whole, whole_or_real
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, seed_reader, task_from
 from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.evals.arguments import at_budgets, described, require_how, settings_of
+from jaxkv.evals.folder import require_folder
 from jaxkv.evals.merging import merge
 from jaxkv.evals.pictures import PLOTS_MISSING
-from jaxkv.evals.records import require_folder
-from jaxkv.evals.runs import Failed, at_budgets, described, evaluate, require_how, require_same, settings_of
+from jaxkv.evals.runs import Failed, evaluate, require_same
 from jaxkv.evals.summary import Evaluation
 from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.loading import load

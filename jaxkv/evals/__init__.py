@@ -1,10 +1,11 @@
 """Tasks that compressed caches are judged by, and what runs them."""
 
+from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
 from jaxkv.evals.merging import merge
 from jaxkv.evals.records import Record, Run
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
-from jaxkv.evals.runs import Failed, at_budgets, evaluate
+from jaxkv.evals.runs import Failed, evaluate
 from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 

@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxkv._errors import require
-from jaxkv.evals.records import (
-    RUN,
-    SAMPLES,
-    Run,
-    differences,
-    dumped,
-    locked,
-    read_lines,
-    read_record,
-    require_folder,
-    write_whole,
-)
+from jaxkv.evals.folder import locked, read_lines, require_folder, write_whole
+from jaxkv.evals.records import RUN, SAMPLES, Run, differences, dumped, read_record
 from jaxkv.evals.runs import finish, require_same
 from jaxkv.evals.summary import Evaluation
 

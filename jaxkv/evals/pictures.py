@@ -60,14 +60,20 @@ def _size(evaluation: "Evaluation", policy: str) -> float | None:
 
 def _scores(evaluation: "Evaluation", groups: Sequence[str | None]) -> Any:
     """Score against budget, a line for each policy; those without a budget lie across."""
-    figure, panels = _panels(len(groups), width=4.2 if len(groups) > 1 else 7.5, height=3.0 if len(groups) > 1 else 4.5)
+    width, height = (4.2, 3.0) if len(groups) > 1 else (7.5, 4.5)
+    figure, panels = _panels(len(groups), width=width, height=height)
+    lines = _lines(evaluation)
+    sizes = sorted({size for policy in evaluation.policies if (size := _size(evaluation, policy)) is not None})
     for axes, group in zip(panels, groups, strict=True):
-        for at, (label, policies) in enumerate(_lines(evaluation).items()):
-            _line(axes, evaluation, label, policies, group, at)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel("budget, rows per kv head and layer")
+        for at, (label, policies) in enumerate(lines.items()):
+            _line(axes, evaluation, label, policies, group, at, len(lines))
+        if sizes:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], rotation=45, ha="right", fontsize=8)
+            axes.minorticks_off()
+            axes.set_xlabel("budget, rows per kv head and layer")
         axes.set_ylabel(evaluation.run.unit)
+        axes.grid(alpha=0.3)
         if group is not None:
             axes.set_title(group, fontsize=9)
         if evaluation.run.unit == "%":
@@ -78,21 +84,28 @@ def _scores(evaluation: "Evaluation", groups: Sequence[str | None]) -> Any:
     return figure
 
 
-def _line(axes: Any, evaluation: "Evaluation", label: str, policies: list[str], group: str | None, at: int) -> None:
+def _line(
+    axes: Any, evaluation: "Evaluation", label: str, policies: list[str], group: str | None, at: int, count: int
+) -> None:
+    """One policy's line; beside those of the same budgets, so that no bar hides another."""
     scale = 100 if evaluation.run.unit == "%" else 1
-    sizes = [_size(evaluation, policy) for policy in policies]
-    points = sorted((size, policy) for size, policy in zip(sizes, policies, strict=True) if size is not None)
-    for policy in (policy for size, policy in zip(sizes, policies, strict=True) if size is None):
-        look = {**style(at), "marker": ""}
-        axes.axhline(scale * evaluation.cell(policy, group).mean, label=label, linewidth=1.2, **look)
+    sizes = {policy: _size(evaluation, policy) for policy in policies}
+    points = sorted((size * 2 ** (0.02 * (at - count / 2)), name) for name, size in sizes.items() if size is not None)
+    for policy in (name for name, size in sizes.items() if size is None):
+        axes.axhline(scale * evaluation.cell(policy, group).mean, label=label, linewidth=1.2, **_bare(at))
     if points:
         cells = [evaluation.cell(policy, group) for _, policy in points]
         means = np.asarray([cell.mean for cell in cells])
-        ends = np.asarray([[cell.mean if cell.low is None else cell.low for cell in cells]])
-        tops = np.asarray([[cell.mean if cell.high is None else cell.high for cell in cells]])
-        errors = scale * np.maximum(np.concatenate([means - ends, tops - means]), 0)
+        low = means - [cell.mean if cell.low is None else cell.low for cell in cells]
+        high = np.asarray([cell.mean if cell.high is None else cell.high for cell in cells]) - means
+        # A hair below 0 by rounding is none.
+        errors = scale * np.maximum([low, high], 0)
         xs = [size for size, _ in points]
         axes.errorbar(xs, scale * means, yerr=errors, label=label, markersize=4, capsize=2, linewidth=1.2, **style(at))
+
+
+def _bare(at: int) -> dict[str, str]:
+    return {**style(at), "marker": ""}
 
 
 def _has_map(evaluation: "Evaluation") -> bool:
@@ -107,21 +120,27 @@ def _is_number(value: Any) -> bool:
 
 
 def _map(evaluation: "Evaluation") -> Any:
-    """A needle's map for each policy: length across, depth downwards, as the papers have it."""
-    shown = evaluation.policies[:_MOST_PANELS]
+    """A needle's map for each policy, a line of them for its budgets: length across, depth downwards, as in papers."""
+    lines = list(_lines(evaluation).values())
     lengths = sorted({record.tags["length"] for record in evaluation.records})
     depths = sorted({record.tags["depth"] for record in evaluation.records})
-    figure, panels = _panels(len(shown), width=3.4, height=2.6)
-    for axes, policy in zip(panels, shown, strict=True):
-        shares = _shares(evaluation.of(policy), lengths, depths)
-        image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto", origin="upper")
-        axes.set_xticks(*_ticks(lengths, lambda value: f"{value:,}"), rotation=45, ha="right", fontsize=7)
-        axes.set_yticks(*_ticks(depths, lambda value: f"{100 * value:.0f}"), fontsize=7)
-        axes.set_title(f"{policy}: {evaluation.shown(evaluation.cell(policy).mean)}", fontsize=9)
-    for axes in panels:
-        axes.set_xlabel("tokens of the prompt", fontsize=8)
-        axes.set_ylabel("depth, %", fontsize=8)
-    figure.colorbar(image, ax=panels, label="%", shrink=0.8)
+    across = max(map(len, lines))
+    size = (3.0 * across + 1.2, 2.0 * len(lines) + 0.8)
+    figure, grid = drawing().subplots(len(lines), across, figsize=size, layout="constrained", squeeze=False)
+    for row, policies in zip(grid, lines, strict=True):
+        for axes in row[len(policies) :]:
+            axes.remove()
+        for axes, policy in zip(row, policies, strict=False):
+            shares = _shares(evaluation.of(policy), lengths, depths)
+            image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto", origin="upper")
+            axes.set_xticks(*_ticks(lengths, lambda value: f"{value:,}"), rotation=45, ha="right", fontsize=7)
+            axes.set_yticks(*_ticks(depths, lambda value: f"{100 * value:.0f}"), fontsize=7)
+            axes.set_title(f"{policy}: {evaluation.shown(evaluation.cell(policy).mean)}", fontsize=9)
+        row[0].set_ylabel("depth, %", fontsize=8)
+    for column in range(across):
+        last = [row[column] for row, policies in zip(grid, lines, strict=True) if len(policies) > column][-1]
+        last.set_xlabel("tokens of the prompt", fontsize=8)
+    figure.colorbar(image, ax=figure.axes, label="%", shrink=0.8)
     figure.suptitle(evaluation.title, fontsize=10)
     return figure
 
@@ -161,8 +180,7 @@ def _curve(evaluation: "Evaluation", name: str) -> Any:
         values = np.mean([record.figures[name][:count] for record in records], axis=0)
         given = records[0].figures.get("positions", [])
         xs = given[:count] if _is_curve(given) and len(given) >= count else range(1, count + 1)
-        look = {**style(at), "marker": ""}
-        axes.plot(xs, np.cumsum(values) / np.arange(1, count + 1), label=policy, linewidth=1.2, **look)
+        axes.plot(xs, np.cumsum(values) / np.arange(1, count + 1), label=policy, linewidth=1.2, **_bare(at))
     axes.set_xlabel("position")
     axes.set_ylabel(f"{name.replace('_', ' ')}: mean of the positions so far")
     axes.set_title(evaluation.title, fontsize=10)

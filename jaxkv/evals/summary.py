@@ -14,7 +14,8 @@ from jaxtyping import Float
 from scipy import special
 
 from jaxkv._errors import require
-from jaxkv.evals.records import Record, Run, read_lines, read_record, read_run
+from jaxkv.evals.folder import read_lines
+from jaxkv.evals.records import Record, Run, read_record, read_run
 
 _Z = 1.959964  # of the normal distribution's middle 95%
 
