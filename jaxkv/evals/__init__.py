@@ -1,6 +1,8 @@
 """Tasks that compressed caches are judged by."""
 
 from jaxkv.evals.asking import QuestionTask, answers, ids_of
+from jaxkv.evals.infinitebench import InfiniteBench
+from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 
@@ -8,6 +10,8 @@ __all__ = [
     "COLOURS",
     "TASKS",
     "How",
+    "InfiniteBench",
+    "LongBench",
     "Outcome",
     "Question",
     "QuestionTask",
