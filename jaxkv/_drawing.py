@@ -23,7 +23,6 @@ _PAPER = {
     "lines.linewidth": 1.2,
     "lines.markersize": 3.5,
     "axes.linewidth": 0.6,
-    "svg.hashsalt": "jaxkv",
 }
 
 
@@ -59,6 +58,28 @@ def style(at: int) -> dict[str, str]:
     return {"color": _COLOURS[at % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
+def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
+    """A figure as a file, the same bytes for the same figure; the figure is closed.
+
+    Args:
+        figure: matplotlib's.
+        kind: png, svg or pdf.
+        dpi: dots per inch, of a PNG.
+
+    Returns:
+        The file.
+    """
+    pyplot, file = drawing(), io.BytesIO()
+    try:
+        # Without a salt the ids of an SVG's parts are drawn at random; both kinds carry the date by default.
+        with pyplot.rc_context({"svg.hashsalt": "jaxkv"}):
+            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+            figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
+    finally:
+        pyplot.close(figure)
+    return file.getvalue()
+
+
 def whole_numbers(axis: Any) -> None:
     """Ticks of an axis that counts, at whole numbers only.
 
@@ -86,16 +107,13 @@ def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
         ImportError: without matplotlib, naming the extra that brings it.
     """
     pyplot, path = drawing(), Path(path)
-    kind = path.suffix[1:].lower() or "png"
     with pyplot.rc_context(_PAPER):
         figure = pyplot.figure(figsize=(width, height), layout="constrained")
         try:
             yield figure
-            file = io.BytesIO()
-            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-            figure.savefig(file, format=kind, dpi=250, metadata=metadata)
+            data = saved(figure, path.suffix[1:].lower() or "png", dpi=250)
         finally:
             pyplot.close(figure)
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(file.getvalue())
+    part.write_bytes(data)
     os.replace(part, path)

@@ -55,7 +55,7 @@ class Budgets(Figure):
             image = None
             for panel, name, rows in zip(panels.flat, self.policies, mine, strict=False):
                 image = panel.imshow(rows, vmin=0, vmax=mine.max(), cmap="cividis", aspect="auto", origin="lower")
-                panel.set_title("\n".join(textwrap.wrap(name, 26)))
+                panel.set_title("\n".join(textwrap.wrap(name, 22)), fontsize=7)
                 panel.set(xlabel="kv head", xticks=np.unique(np.linspace(0, heads - 1, 4).round()))
                 whole_numbers(panel.yaxis)
             for panel in panels.flat[len(self.policies) :]:

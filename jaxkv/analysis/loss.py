@@ -82,7 +82,7 @@ class EvictionLoss(Figure):
             ImportError: without matplotlib, naming the extra that brings it.
         """
         losses, bounds = self.loss[:, budget].mean(axis=-1), self.bound[:, budget].mean(axis=-1)
-        with paper(path, width=PAGE, height=2.8) as figure:
+        with paper(path, width=PAGE, height=2.5 + 0.17 * (len(self.policies) // 2 + 1)) as figure:
             left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
             for at, name in enumerate(self.policies):
                 look = style(at)

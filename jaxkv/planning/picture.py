@@ -1,10 +1,9 @@
 """Memory against context, a line for each policy, with the GPU's limit."""
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
-from jaxkv._drawing import drawing, style
+from jaxkv._drawing import drawing, saved, style
 from jaxkv._errors import require
 from jaxkv.planning.planner import Plan
 from jaxkv.planning.setting import Setting
@@ -82,9 +81,4 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
     axes.set_ylabel("peak memory of a GPU, GB")
     axes.set_title(title(first), fontsize=10)
     axes.legend(fontsize=9)
-    file = io.BytesIO()
-    try:
-        figure.savefig(file, format=kind, dpi=150)
-    finally:
-        pyplot.close(figure)
-    return file.getvalue()
+    return saved(figure, kind)
