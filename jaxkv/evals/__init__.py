@@ -10,6 +10,7 @@ from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.runs import Failed, evaluate
 from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
+from jaxkv.evals.visible import Visible, visible_attention
 
 __all__ = [
     "COLOURS",
@@ -30,6 +31,7 @@ __all__ = [
     "Sample",
     "Task",
     "TwoStage",
+    "Visible",
     "answers",
     "asked",
     "at_budgets",
@@ -39,4 +41,5 @@ __all__ = [
     "merge",
     "task",
     "two_stage",
+    "visible_attention",
 ]
