@@ -3,6 +3,7 @@
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
 from jaxkv.evals.merging import merge
+from jaxkv.evals.page import report
 from jaxkv.evals.records import Record, Run
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.runs import Failed, evaluate
@@ -33,6 +34,7 @@ __all__ = [
     "ids_of",
     "interval",
     "merge",
+    "report",
     "task",
     "two_stage",
 ]
