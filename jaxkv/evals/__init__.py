@@ -2,6 +2,8 @@
 
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
+from jaxkv.evals.infinitebench import InfiniteBench
+from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.merging import merge
 from jaxkv.evals.page import report
 from jaxkv.evals.records import Record, Run
@@ -19,6 +21,8 @@ __all__ = [
     "Evaluation",
     "Failed",
     "How",
+    "InfiniteBench",
+    "LongBench",
     "Outcome",
     "Question",
     "QuestionTask",

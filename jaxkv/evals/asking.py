@@ -70,7 +70,7 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     Args:
         text: the model's tokenizer.
         sample: the case.
-        raw: no chat template.
+        raw: no chat template; nor is there one where the sample says so.
 
     Returns:
         The context's ids, with what the template writes before it; the question's, with what comes behind it.
@@ -80,7 +80,7 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     """
     require(text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
     assert text is not None
-    chat = text.has_template and not raw
+    chat = text.has_template and not (raw or sample.raw)
     before, after = (text.turns.opening, text.turns.closing) if chat else ("", "")
     context = text.encode(before + sample.context, bos=True)
     return context, text.encode(sample.question + after + sample.prefix, bos=False)

@@ -24,6 +24,7 @@ class Sample:
         new_tokens: tokens to draw at most.
         prefix: the answer's first words, put into the model's mouth.
         stop: strings that end an answer.
+        raw: no chat template around it, whatever `How` says: few-shot prompts and code are to be gone on with.
         tags: numbers and names that pictures are drawn over, such as length and depth.
     """
 
@@ -35,6 +36,7 @@ class Sample:
     new_tokens: int = 1
     prefix: str = ""
     stop: tuple[str, ...] = ()
+    raw: bool = False
     tags: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self):
