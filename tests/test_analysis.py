@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,8 @@ def test_a_picture_needs_matplotlib(monkeypatch, tmp_path):
 def own_manifests(monkeypatch, tmp_path):
     """A copy of the package's manifests, which can be written."""
     shutil.copytree(Path(checkpoints.__file__).parent / "manifests", tmp_path / "manifests")
-    monkeypatch.setattr(named_models.resources, "files", lambda package: tmp_path)
+    # Its own name alone: other modules' data lie where they lay.
+    monkeypatch.setattr(named_models, "resources", SimpleNamespace(files=lambda package: tmp_path))
     named_models._manifests.cache_clear()
     yield tmp_path / "manifests"
     named_models._manifests.cache_clear()

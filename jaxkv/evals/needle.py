@@ -17,8 +17,8 @@ from jaxkv.evals.ruler.wording import Official, Wording, sentences
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
 
-# Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) but for its marks of a chat. Their answer
-# begins with nothing; models of 100M parameters then say nothing, and so the first words are given, as RULER does.
+# Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) but for its marks of a chat. Theirs
+# gives no first words, and models of 100M parameters then say nothing: they are given, as RULER does.
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 QUESTION = "What is the best thing to do in San Francisco?"
 PREFIX = "The best thing to do in San Francisco is"
