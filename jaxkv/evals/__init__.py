@@ -5,9 +5,11 @@ from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
 from jaxkv.evals.infinitebench import InfiniteBench
 from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.merging import merge
+from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
 from jaxkv.evals.records import Record, Run
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
+from jaxkv.evals.ruler import Ruler
 from jaxkv.evals.runs import Failed, evaluate
 from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
@@ -23,10 +25,12 @@ __all__ = [
     "How",
     "InfiniteBench",
     "LongBench",
+    "Needle",
     "Outcome",
     "Question",
     "QuestionTask",
     "Record",
+    "Ruler",
     "Run",
     "Sample",
     "Task",
