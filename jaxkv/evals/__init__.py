@@ -3,6 +3,7 @@
 from jaxkv.evals.asking import QuestionTask, answers, ids_of
 from jaxkv.evals.infinitebench import InfiniteBench
 from jaxkv.evals.longbench import LongBench
+from jaxkv.evals.perplexity import Loss, Perplexity
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 
@@ -12,7 +13,9 @@ __all__ = [
     "How",
     "InfiniteBench",
     "LongBench",
+    "Loss",
     "Outcome",
+    "Perplexity",
     "Question",
     "QuestionTask",
     "Sample",
