@@ -6,6 +6,7 @@ from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.perplexity import Loss, Perplexity
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
+from jaxkv.evals.turns import Turns
 
 __all__ = [
     "COLOURS",
@@ -20,6 +21,7 @@ __all__ = [
     "QuestionTask",
     "Sample",
     "Task",
+    "Turns",
     "TwoStage",
     "answers",
     "ids_of",
