@@ -19,6 +19,7 @@ from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.evals.arguments import at_budgets, described, require_how, settings_of
 from jaxkv.evals.folder import require_folder
 from jaxkv.evals.merging import merge
+from jaxkv.evals.page import report
 from jaxkv.evals.pictures import PLOTS_MISSING
 from jaxkv.evals.runs import Failed, evaluate, require_same
 from jaxkv.evals.summary import Evaluation
@@ -41,6 +42,9 @@ examples:
     jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 0/2 --out part0
     jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 1/2 --out part1
     jaxkv eval merge part0 part1 --out whole
+
+  a page to look at and to send:
+    jaxkv eval report whole
 """
 _LEAST_DEVICES = 8
 
@@ -65,6 +69,11 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     joining.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
     joining.add_argument("--json", action="store_true", help="print JSON")
     joining.set_defaults(run=run_merge)
+    reporting = commands.add_parser("report", help="write a finished evaluation as one HTML page")
+    reporting.add_argument("folder", metavar="DIR", help="of an evaluation")
+    count = argument(whole, least=0)
+    reporting.add_argument("--samples", type=count, default=200, metavar="N", help="of each policy (default: 200)")
+    reporting.set_defaults(run=run_report)
 
 
 def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
@@ -155,6 +164,23 @@ def run_merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_report(options: argparse.Namespace) -> int:
+    """Writes the page, and prints where it is.
+
+    Args:
+        options: of which `folder` is reported.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: for a folder without a finished evaluation.
+        OSError: where the page cannot be written.
+    """
+    to_stdout(str(report(options.folder, samples=options.samples)))
+    return 0
+
+
 def print_tasks(options: argparse.Namespace) -> int:
     """Prints the tasks, each with its settings.
 
@@ -167,7 +193,7 @@ def print_tasks(options: argparse.Namespace) -> int:
     Raises:
         ValueError: where nothing is asked for.
     """
-    require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, or merge; --list prints what they are")
+    require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are")
     for name, cls in TASKS.items():
         to_stdout(f"{name}: {described(cls)}")
         for setting, default in _settings(cls).items():

@@ -3,15 +3,13 @@
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxkv._drawing import drawing, saved, style
 from jaxkv.evals.records import Record
-
-if TYPE_CHECKING:
-    from jaxkv.evals.summary import Evaluation
+from jaxkv.evals.summary import Evaluation
 
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 # More panels than this say nothing on a page.
@@ -19,7 +17,7 @@ _MOST_PANELS = 30
 _TICKS = 11
 
 
-def draw(evaluation: "Evaluation", kinds: Sequence[str]) -> dict[str, bytes]:
+def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     """Draws all pictures that an evaluation has the numbers for.
 
     Args:
@@ -39,10 +37,12 @@ def draw(evaluation: "Evaluation", kinds: Sequence[str]) -> dict[str, bytes]:
         makers["map"] = lambda: _map(evaluation)
     for name in _curves(evaluation):
         makers[name] = lambda name=name: _curve(evaluation, name)
-    return {f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds}
+    # A row's name is no formula, whatever is in it.
+    with drawing().rc_context({"text.parse_math": False}):
+        return {f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds}
 
 
-def _lines(evaluation: "Evaluation") -> dict[str, list[str]]:
+def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
     """Rows by what stands before their budget: the points of a line."""
     lines: dict[str, list[str]] = {}
     for policy in evaluation.policies:
@@ -50,7 +50,7 @@ def _lines(evaluation: "Evaluation") -> dict[str, list[str]]:
     return lines
 
 
-def _size(evaluation: "Evaluation", policy: str) -> float | None:
+def _size(evaluation: Evaluation, policy: str) -> float | None:
     """Where a row stands on the axis of budgets, in rows; None where it has none."""
     budget, tokens = evaluation.run.budgets[policy], evaluation.cell(policy).tokens
     if isinstance(budget, float):
@@ -58,7 +58,7 @@ def _size(evaluation: "Evaluation", policy: str) -> float | None:
     return None if budget is None else float(budget)
 
 
-def _scores(evaluation: "Evaluation", groups: Sequence[str | None]) -> Any:
+def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
     """Score against budget, a line for each policy; those without a budget lie across."""
     width, height = (4.2, 3.0) if len(groups) > 1 else (7.5, 4.5)
     figure, panels = _panels(len(groups), width=width, height=height)
@@ -85,7 +85,7 @@ def _scores(evaluation: "Evaluation", groups: Sequence[str | None]) -> Any:
 
 
 def _line(
-    axes: Any, evaluation: "Evaluation", label: str, policies: list[str], group: str | None, at: int, count: int
+    axes: Any, evaluation: Evaluation, label: str, policies: list[str], group: str | None, at: int, count: int
 ) -> None:
     """One policy's line; beside those of the same budgets, so that no bar hides another."""
     scale = 100 if evaluation.run.unit == "%" else 1
@@ -108,7 +108,7 @@ def _bare(at: int) -> dict[str, str]:
     return {**style(at), "marker": ""}
 
 
-def _has_map(evaluation: "Evaluation") -> bool:
+def _has_map(evaluation: Evaluation) -> bool:
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     sizes = [len({each["length"] for each in tags}), len({each["depth"] for each in tags})] if both else [1, 1]
@@ -119,7 +119,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _map(evaluation: "Evaluation") -> Any:
+def _map(evaluation: Evaluation) -> Any:
     """A needle's map for each policy, a line of them for its budgets: length across, depth downwards, as in papers."""
     lines = list(_lines(evaluation).values())
     lengths = sorted({record.tags["length"] for record in evaluation.records})
@@ -145,7 +145,7 @@ def _map(evaluation: "Evaluation") -> Any:
     return figure
 
 
-def _shares(records: Sequence[Record], lengths: Sequence[float], depths: Sequence[float]) -> np.ndarray:
+def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
         at = depths.index(record.tags["depth"]), lengths.index(record.tags["length"])
@@ -155,12 +155,12 @@ def _shares(records: Sequence[Record], lengths: Sequence[float], depths: Sequenc
     return np.divide(sums, counts, out=np.full_like(sums, math.nan), where=counts > 0)
 
 
-def _ticks(values: Sequence[float], told: Any) -> tuple[list[int], list[str]]:
+def _ticks(values: Sequence[Any], told: Any) -> tuple[list[int], list[str]]:
     step = -(-len(values) // _TICKS)
     return list(range(0, len(values), step)), [told(value) for value in values[::step]]
 
 
-def _curves(evaluation: "Evaluation") -> list[str]:
+def _curves(evaluation: Evaluation) -> list[str]:
     """Names of figures that are lists of numbers for every sample."""
     names = dict.fromkeys(name for record in evaluation.records for name in record.figures if name != "positions")
     return [name for name in names if all(_is_curve(record.figures.get(name)) for record in evaluation.records)]
@@ -170,7 +170,7 @@ def _is_curve(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and all(map(_is_number, value))
 
 
-def _curve(evaluation: "Evaluation", name: str) -> Any:
+def _curve(evaluation: Evaluation, name: str) -> Any:
     """The mean up to each position, averaged over samples as far as the shortest goes."""
     pyplot = drawing()
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")

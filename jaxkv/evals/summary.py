@@ -256,7 +256,7 @@ class Evaluation:
         lines = [f"# {self.title}", "", head, "|---|---:|:---:|---:|---:|---:|---:|"]
         for policy in self.policies:
             cell = self.cell(policy)
-            costs = [_number(cell.rows, 1), _number(cell.nbytes, 3, 1e6), _number(cell.tokens, 0)]
+            costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
             row = [policy, self.shown(cell.mean), self.shown_interval(cell), str(cell.n), *costs]
             lines.append(f"| {' | '.join(map(_escaped, row))} |")
         if len(self.groups) > 1:
@@ -284,7 +284,7 @@ class Evaluation:
 
     def shown(self, score: float | None) -> str:
         """A score as tables have it."""
-        return _number(score, 1, 0.01) if self.run.unit == "%" else _number(score, 4)
+        return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
 
     def shown_interval(self, cell: Cell) -> str:
         """A cell's interval as tables have it."""
@@ -306,7 +306,17 @@ def _mean(records: Sequence[Record], name: str) -> float | None:
     return None if len(known) < len(records) else float(np.mean(known))
 
 
-def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
+def number(value: float | int | None, digits: int, unit: float = 1.0) -> str:
+    """A number as tables have it.
+
+    Args:
+        value: any; None for one that is not known.
+        digits: behind the point.
+        unit: what it is counted in.
+
+    Returns:
+        The number with commas between thousands, or a dash.
+    """
     return "-" if value is None else f"{value / unit:,.{digits}f}"
 
 
