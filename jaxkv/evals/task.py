@@ -53,11 +53,17 @@ class Outcome:
         score: what is averaged; in [0, 1] where more is better, or nats where `Task.unit` says so.
         prediction: the text drawn, if any was.
         figures: numbers, and lists of numbers, that the task's pictures need besides.
+        tokens: of the prompt, its question included; None where the task does not count them.
+        rows: kept of it per kv head and layer, averaged; None likewise.
+        nbytes: that they weigh on the device; None likewise.
     """
 
     score: float
     prediction: str = ""
     figures: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    tokens: int | None = None
+    rows: float | None = None
+    nbytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,28 @@
+"""RULER's tasks: prompts of any length, made here, that ask for what stands somewhere in them.
+
+References:
+    Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?", and
+    https://github.com/NVIDIA/RULER at c3f5e3b, from which templates and counts are taken.
+"""
+
+from jaxkv.evals.ruler.recipe import Cell, Counter, Prompt, Recipe, fit
+from jaxkv.evals.ruler.recipes import MADE, NAMES, recipe_of, small_vocabulary
+from jaxkv.evals.ruler.task import Ruler
+from jaxkv.evals.ruler.wording import SMALL_WORDS, Wording, pieces, wording_of
+
+__all__ = [
+    "MADE",
+    "NAMES",
+    "SMALL_WORDS",
+    "Cell",
+    "Counter",
+    "Prompt",
+    "Recipe",
+    "Ruler",
+    "Wording",
+    "fit",
+    "pieces",
+    "recipe_of",
+    "small_vocabulary",
+    "wording_of",
+]

@@ -1,0 +1,106 @@
+"""Variable tracking: variables that are assigned one another, in a chain that begins with a number."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv.evals.ruler.recipe import Prompt, Recipe
+
+# RULER's, scripts/data/synthetic/{variable_tracking,constants}.py.
+_OPENING = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+_QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
+    "value {value}, they are: "
+)
+TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
+
+
+class Chain(NamedTuple):
+    """What chance decides of a text.
+
+    Attributes:
+        names: the variables, of which the first is assigned the value and each other the one before it.
+        value: the number.
+        places: the haystack's unit that each assignment stands before, ascending.
+        size: units of the haystack.
+    """
+
+    names: tuple[str, ...]
+    value: str
+    places: tuple[int, ...]
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chains(Recipe):
+    """RULER's variable tracking, of one chain in noise.
+
+    Attributes:
+        hops: assignments of a variable to another.
+        shot: units of the haystack of the solved example in front; 0 for none.
+    """
+
+    hops: int = 4
+    shot: int = 0
+
+    @property
+    def least(self) -> int:
+        """As many places as there are assignments."""
+        return self.hops + 1
+
+    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+        """A prompt; see `Recipe.make`."""
+        shot = self.draw(self.shot, rng, short=True) if self.shot else None
+        return self.write(self.draw(size, rng), shot)
+
+    def draw(self, size: int, rng: np.random.Generator, *, short: bool = False) -> Chain:
+        """Draws names, the value and places.
+
+        Args:
+            size: units of the haystack.
+            rng: the source of randomness.
+            short: names of the solved example.
+
+        Returns:
+            The draws, for `write`.
+        """
+        names = self.wording.variables(rng, self.hops + 1, short=short)
+        places = sorted(rng.permutation(size)[: self.hops + 1].tolist())
+        return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
+
+    def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
+        """Writes the prompt that the draws decide.
+
+        Args:
+            chain: from `draw`.
+            shot: of the solved example.
+
+        Returns:
+            The prompt.
+        """
+        front = ""
+        if shot is not None:
+            example = self.write(shot)
+            front = f"{example.text}{example.target}\n\n"
+        prefix = _PREFIX.format(count=self.hops + 1, value=chain.value)
+        return Prompt(
+            context=front + _OPENING + self._hide(chain),
+            question=_QUESTION.format(value=chain.value),
+            prefix=prefix.rstrip() if self.wording.tight else prefix,
+            answers=chain.names,
+            target=" " + " ".join(chain.names),
+            depth=sum(chain.places) / len(chain.places) / chain.size,
+        )
+
+    def _hide(self, chain: Chain) -> str:
+        # RULER ends these lines with a space.
+        end = "" if self.wording.tight else " "
+        first, *others = chain.names
+        told = [f"VAR {first} = {chain.value}"]
+        told += [f"VAR {name} = VAR {before}{end}" for before, name in zip(chain.names, others, strict=False)]
+        lines = [self.wording.noise[each % len(self.wording.noise)] for each in range(chain.size)]
+        for line, place in zip(reversed(told), reversed(chain.places), strict=True):
+            lines.insert(place, line)
+        return "\n".join(lines)

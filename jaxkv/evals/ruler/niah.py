@@ -1,0 +1,170 @@
+"""Needles in a haystack: keys with values between sentences that are noise, an essay, or more needles."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv.evals.ruler.recipe import Prompt, Recipe
+
+# RULER's, scripts/data/synthetic/{niah,constants}.py: of several, and of one.
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_MANY = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n",
+    "\nWhat are all the special magic {kind} for {asked} mentioned in the provided text?",
+    " The special magic {kind} for {asked} mentioned in the provided text are",
+)
+_ONE = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n",
+    "\nWhat is the special magic {kind} for {asked} mentioned in the provided text?",
+    " The special magic {kind} for {asked} mentioned in the provided text is",
+)
+TEMPLATES = (*_MANY, *_ONE)
+# RULER's depths: 40 from the first sentence to the last, in whole percent.
+DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
+
+
+class Needle(NamedTuple):
+    """One needle; `place` is the haystack's unit that it stands before."""
+
+    key: str
+    value: str
+    place: int
+
+
+class Draw(NamedTuple):
+    """What chance decides of a prompt; with `asked` exchanged, it is another question about the same haystack.
+
+    Attributes:
+        needles: the needles, as they stand in the text.
+        asked: the keys asked for, in the question's order.
+        values: the values of each of them, in the answer's order.
+        haystack: sentences or paragraphs.
+    """
+
+    needles: tuple[Needle, ...]
+    asked: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+    haystack: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needles(Recipe):
+    """RULER's eight tasks with needles.
+
+    Attributes:
+        haystack: "noise", "essay" or "needle".
+        key_kind: "words" or "uuids".
+        value_kind: "numbers" or "uuids".
+        keys: needles with a key of their own.
+        values: needles for each key.
+        queries: keys that are asked for.
+        depth: where the needles stand, from 0 to 1; None draws it.
+    """
+
+    haystack: str = "noise"
+    key_kind: str = "words"
+    value_kind: str = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    depth: float | None = None
+
+    @property
+    def least(self) -> int:
+        """As many places as there are needles."""
+        return max(self.keys, self.queries) * self.values
+
+    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+        """A prompt; see `Recipe.make`."""
+        return self.write(self.draw(size, rng))
+
+    def draw(self, size: int, rng: np.random.Generator) -> Draw:
+        """Draws keys, values, their order, their places and what is asked for.
+
+        Args:
+            size: units of the haystack.
+            rng: the source of randomness.
+
+        Returns:
+            The draws, for `write`.
+        """
+        count = max(self.keys, self.queries)
+        keys = self.wording.draw(rng, self.key_kind, count)
+        flat = self.wording.draw(rng, self.value_kind, count * self.values)
+        values = [tuple(flat[at : at + self.values]) for at in range(0, len(flat), self.values)]
+        pairs = [(key, value) for key, mine in zip(keys, values, strict=True) for value in mine]
+        haystack = self._haystack(size, rng, keys)
+        order, places = rng.permutation(len(pairs)).tolist(), self._places(len(haystack), len(pairs), rng)
+        stand = [pairs[which] for which in order]
+        needles = tuple(Needle(key, value, place) for (key, value), place in zip(stand, places, strict=True))
+        asked = rng.permutation(count)[: self.queries].tolist()
+        chosen = tuple(keys[each] for each in asked), tuple(values[each] for each in asked)
+        return Draw(needles, *chosen, tuple(haystack))
+
+    def write(self, draw: Draw) -> Prompt:
+        """Writes the prompt that the draws decide.
+
+        Args:
+            draw: from `draw`.
+
+        Returns:
+            The prompt.
+        """
+        many = len(draw.asked) * self.values > 1
+        opening, question, prefix = _MANY if many else _ONE
+        kind = self.value_kind if many else self.value_kind[:-1]
+        asked, answers = _listed(draw.asked), tuple(value for mine in draw.values for value in mine)
+        right = [each.place for each in draw.needles if each.key in draw.asked]
+        return Prompt(
+            context=opening.format(kind=kind) + self._hide(draw),
+            question=question.format(kind=kind, asked=asked),
+            prefix=prefix.format(kind=kind, asked=asked),
+            answers=answers,
+            target=f" {_listed(answers)}.",
+            depth=sum(right) / len(right) / max(1, len(draw.haystack)),
+        )
+
+    def _haystack(self, size: int, rng: np.random.Generator, keys: list[str]) -> list[str]:
+        if self.haystack == "essay":
+            return self.wording.essay(rng, size)
+        if self.haystack == "noise":
+            return [self.wording.noise[each % len(self.wording.noise)] for each in range(size)]
+        others: list[str] = []
+        while len(others) < size:
+            # What is asked for has one value.
+            others += [key for key in self.wording.draw(rng, self.key_kind, size + len(keys)) if key not in keys]
+        values = self.wording.draw(rng, self.value_kind, size)
+        return [
+            NEEDLE.format(kind=self.value_kind, key=key, value=value)
+            for key, value in zip(others[:size], values, strict=True)
+        ]
+
+    def _places(self, size: int, count: int, rng: np.random.Generator) -> list[int]:
+        if self.depth is not None:
+            return [round(self.depth * size)] * count
+        if self.haystack == "essay":
+            depths = DEPTHS[rng.permutation(len(DEPTHS))[:count]]
+            return sorted(int(size * (int(depth) / 100)) for depth in depths)
+        return sorted(rng.permutation(size)[:count].tolist())
+
+    def _hide(self, draw: Draw) -> str:
+        told = [NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value) for each in draw.needles]
+        if self.haystack == "essay":
+            begins = [0, *(each.place for each in draw.needles), len(draw.haystack)]
+            parts = [" ".join(draw.haystack[begins[0] : begins[1]])]
+            for at, needle in enumerate(told, start=1):
+                parts += [needle, " ".join(draw.haystack[begins[at] : begins[at + 1]])]
+            # RULER writes a space on either side of nothing too.
+            return " ".join(part for part in parts if part or not self.wording.tight)
+        lines = list(draw.haystack)
+        for needle, where in zip(reversed(told), reversed(draw.needles), strict=True):
+            lines.insert(where.place, needle)
+        return "\n".join(lines)
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    """`a`, `a, and b`, `a, b, and c`: as RULER asks for them."""
+    return ", ".join(words[:-1]) + ", and " + words[-1] if len(words) > 1 else words[0]
