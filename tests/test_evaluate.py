@@ -382,6 +382,11 @@ def test_cells_and_differences(tmp_path, plain):
     assert mean.rows == pytest.approx(np.mean([record.rows for record in found.of("full")]))
     with pytest.raises(ValueError, match="there are full, knorm@9"):
         found.cell("adakv")
+    short = found.cell("full", length=10)
+    assert found.lengths == (10, 20, 30) and short.n == 6 == len(found.of("full", length=10))
+    assert short.mean == np.mean([found.scores("full", group, length=10).mean() for group in "ab"])
+    with pytest.raises(ValueError, match="length=11: no sample has this tag"):
+        found.cell("full", length=11)
     with pytest.raises(ValueError, match="there are a, b"):
         found.cell("full", "c")
     text = found.table()
