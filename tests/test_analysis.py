@@ -20,6 +20,7 @@ from jaxkv.checkpoints import named_models
 from jaxkv.cli import filters, main
 from jaxkv.engine.prefill import read_layers
 from jaxkv.evals import COLOURS, two_stage
+from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
 CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)
@@ -29,11 +30,14 @@ NAME = "smollm2-135m-instruct"
 def oracle(ids, queries, share):
     """The map of one text by plain loops over queries, layers and keys."""
     model, count = tiny.tiny(CONFIG), len(ids)
-    layers = list(read_layers(model.flat, jnp.asarray([ids], jnp.int32), jnp.asarray([count]), queries=queries))
+    layers = list(
+        read_layers(model.flat, jnp.asarray([ids], jnp.int32), jnp.asarray([count]), needs=Needs(queries=queries))
+    )
     out = np.zeros((CONFIG.layers, CONFIG.layers))
     for row in range(queries):
         at, weights = count - queries + row, []
-        for q, k, _ in layers:
+        for shown in layers:
+            q, k = shown.q, shown.k
             best = np.zeros(at + 1)
             for head, group in np.ndindex(CONFIG.kv_heads, CONFIG.group):
                 logits = np.asarray(k[0, head, : at + 1], np.float64) @ np.asarray(q[0, head, group, row]) / 8**0.5

@@ -5,12 +5,16 @@ from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
 from jaxkv.evals.infinitebench import InfiniteBench
 from jaxkv.evals.longbench import LongBench
 from jaxkv.evals.merging import merge
+from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
+from jaxkv.evals.perplexity import Loss, Perplexity
 from jaxkv.evals.records import Record, Run
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
+from jaxkv.evals.ruler import Ruler
 from jaxkv.evals.runs import Failed, evaluate
 from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
+from jaxkv.evals.turns import Turns
 
 __all__ = [
     "COLOURS",
@@ -23,13 +27,18 @@ __all__ = [
     "How",
     "InfiniteBench",
     "LongBench",
+    "Loss",
+    "Needle",
     "Outcome",
+    "Perplexity",
     "Question",
     "QuestionTask",
     "Record",
+    "Ruler",
     "Run",
     "Sample",
     "Task",
+    "Turns",
     "TwoStage",
     "answers",
     "asked",

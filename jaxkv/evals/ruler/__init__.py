@@ -6,16 +6,19 @@ References:
 """
 
 from jaxkv.evals.ruler.recipe import Cell, Counter, Prompt, Recipe, fit
-from jaxkv.evals.ruler.recipes import NAMES, recipe_of, small_vocabulary
+from jaxkv.evals.ruler.recipes import MADE, NAMES, recipe_of, small_vocabulary
+from jaxkv.evals.ruler.task import Ruler
 from jaxkv.evals.ruler.wording import SMALL_WORDS, Wording, pieces, wording_of
 
 __all__ = [
+    "MADE",
     "NAMES",
     "SMALL_WORDS",
     "Cell",
     "Counter",
     "Prompt",
     "Recipe",
+    "Ruler",
     "Wording",
     "fit",
     "pieces",

@@ -21,7 +21,7 @@ class Prompt(NamedTuple):
         prefix: the answer's first words.
         answers: what is right.
         target: how a right answer goes on after the prefix.
-        depth: where the answer stands in the haystack, from 0 to 1; the mean where it stands in several places.
+        depth: where the answer stands in the haystack, from 0 to 1, the mean of several places; None for everywhere.
     """
 
     context: str
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
     prefix: str
     answers: tuple[str, ...]
     target: str
-    depth: float = 0.5
+    depth: float | None = None
 
     @property
     def text(self) -> str:

@@ -5,9 +5,11 @@ import string
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.evals.ruler import chains, niah
+from jaxkv.evals.ruler import chains, counted, niah
 from jaxkv.evals.ruler.chains import Chains
+from jaxkv.evals.ruler.counted import Common, Frequent
 from jaxkv.evals.ruler.niah import Needles
+from jaxkv.evals.ruler.qa import FILES, Documents, read
 from jaxkv.evals.ruler.recipe import Counter, Recipe, fit
 from jaxkv.evals.ruler.wording import NOISE, SENTENCES, SMALL_WORDS, Wording, pieces
 
@@ -21,12 +23,15 @@ _NIAH: dict[str, dict[str, Any]] = {
     "niah_multivalue": {"haystack": "essay", "values": 4},
     "niah_multiquery": {"haystack": "essay", "queries": 4},
 }
-NAMES = (*_NIAH, "vt")
-# Of a solved example of variable tracking; RULER's.
+# Made from nothing but words; the others ask questions of files.
+MADE = (*_NIAH, "vt", "cwe", "fwe")
+NAMES = (*MADE, *FILES)
+# RULER's: tokens of a solved example of variable tracking, and from where on lists are long.
 _SHOT_TOKENS = 500
+_LONG = 4096
 
 
-def recipe_of(name: str, *, wording: Wording, length: int, count: Counter) -> Recipe:
+def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None) -> Recipe:
     """How a task's prompts are made.
 
     Args:
@@ -34,20 +39,32 @@ def recipe_of(name: str, *, wording: Wording, length: int, count: Counter) -> Re
         wording: the words.
         length: tokens of the prompts and their answers, which some tasks depend on.
         count: a prompt's tokens.
+        data: the folder with the files of the tasks that ask questions of them.
 
     Returns:
         The recipe, for `Cell.of`.
 
     Raises:
-        ValueError: for another name.
+        ValueError: for another name, or one that the small wording has no words for.
+        FileNotFoundError: where a file is missing, saying what to put where.
     """
     require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
+    small = wording.name == "small"
     if name in _NIAH:
         return _needles(wording, _NIAH[name])
-    if not wording.shots:
-        return Chains(wording=wording, new_tokens=8)
-    alone = Chains(wording=wording, new_tokens=0)
-    return Chains(wording=wording, new_tokens=30, shot=fit(alone, min(_SHOT_TOKENS, length), count))
+    if name == "vt":
+        return Chains(wording=wording, new_tokens=8) if small else _tracking(wording, length, count)
+    if name == "cwe":
+        return _common(wording, length)
+    if name == "fwe":
+        new = 10 if small else 50
+        # At least a fifth word, which the three are more frequent than.
+        different = max(5, (length - new) // 50)
+        return Frequent(
+            wording=wording, new_tokens=new, vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different
+        )
+    require(not small, "tasks", name, "the small wording has no documents: leave it out, or take wording='official'")
+    return Documents(wording=wording, new_tokens=32, data=read(data, name))
 
 
 def small_vocabulary() -> tuple[str, ...]:
@@ -56,7 +73,7 @@ def small_vocabulary() -> tuple[str, ...]:
     Returns:
         The pieces, sorted; `pieces` of any such text lie among them.
     """
-    templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES)
+    templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES, *counted.TEMPLATES)
     # What slots are called is no word of a prompt's.
     fixed = [text for template in templates for text, *_ in string.Formatter().parse(template)]
     found = pieces(" ".join([*fixed, "number numbers uuid uuids 0123456789 , and . - ="]))
@@ -70,3 +87,18 @@ def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
     # Digits, and a comma or the like behind them.
     tokens = (11 if recipe.value_kind == "uuids" else 6) * recipe.values * recipe.queries
     return dataclasses.replace(recipe, new_tokens=tokens)
+
+
+def _tracking(wording: Wording, length: int, count: Counter) -> Chains:
+    alone = Chains(wording=wording, new_tokens=0)
+    return Chains(wording=wording, new_tokens=30, shot=fit(alone, min(_SHOT_TOKENS, length), count))
+
+
+def _common(wording: Wording, length: int) -> Common:
+    if wording.name == "small":
+        # So few words that they have to occur more often as lists grow.
+        often, seldom = (6, 1) if length < 1024 else (12, 2) if length < 2560 else (30, 3)
+        return Common(wording=wording, new_tokens=34, often=often, seldom=seldom)
+    if length < _LONG:
+        return Common(wording=wording, new_tokens=120, often=6, seldom=1, shot=(20, 3, 1))
+    return Common(wording=wording, new_tokens=120, often=30, seldom=3, shot=(40, 10, 3))

@@ -47,7 +47,8 @@ SENTENCES = (
     "The {} is all we see.",
 )
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
-_SENTENCE = re.compile(r"(?<=[.!?])[\"\u2019\u201d)]*\s+(?=[\"\u2018\u201c(]*[A-Z])")
+_TITLES = r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)"
+_SENTENCE = re.compile(r"(?<=[.!?])" + _TITLES + r"[\"\u2019\u201d)]*\s+(?=[\"\u2018\u201c(]*[A-Z])")
 
 
 def pieces(text: str) -> list[str]:
@@ -56,7 +57,10 @@ def pieces(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """A text's sentences: they end with a mark and quotes, and the next begins with a capital."""
+    """A text's sentences: they end with a mark and quotes, and the next begins with a capital.
+
+    RULER asks NLTK's Punkt, whose parameters are data of their own; on English prose nearly all of these are its too.
+    """
     ends = [each.end() for each in _SENTENCE.finditer(text)]
     return [text[begin:end].rstrip() for begin, end in itertools.pairwise([0, *ends, len(text)])]
 
@@ -66,13 +70,11 @@ class Wording(abc.ABC):
 
     Attributes:
         name: what `wording` calls it.
-        shots: whether variable tracking and common words show a solved example first, as RULER's do.
         tight: no spaces and empty sentences that carry nothing.
         noise: units of the haystack of noise, in turn.
     """
 
     name: ClassVar[str]
-    shots: ClassVar[bool]
     tight: ClassVar[bool]
     noise: ClassVar[tuple[str, ...]]
 
@@ -102,6 +104,14 @@ class Wording(abc.ABC):
         """Long strings without a meaning."""
 
     @abc.abstractmethod
+    def plain(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Words to count, all different."""
+
+    @abc.abstractmethod
+    def codes(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Coded words, all different."""
+
+    @abc.abstractmethod
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
         """Names of variables, all different; `short` ones stand in solved examples."""
 
@@ -118,7 +128,6 @@ class Small(Wording):
     """Keys are nouns of a short list, values four digits, and every text is made of a few hundred words."""
 
     name = "small"
-    shots = False
     tight = True
     noise = NOISE
 
@@ -136,6 +145,16 @@ class Small(Wording):
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
         """Twice four digits with a hyphen."""
         return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
+
+    def plain(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Nouns."""
+        few = "the small wording has no more words: ask for fewer tokens, or take the official one"
+        require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
+        return self.words(rng, count)
+
+    def codes(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Nouns."""
+        return self.plain(rng, count)
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
         """Nouns in capitals."""
@@ -163,7 +182,6 @@ class Official(Wording):
     """
 
     name = "official"
-    shots = True
     tight = False
     noise = (" ".join(NOISE),)
 
@@ -175,14 +193,29 @@ class Official(Wording):
     def _units(self) -> list[str]:
         return (shipped("essay.txt.gz") if self._given is None else self._given).split()
 
+    def passage(self, size: int, start: int = 0) -> str:
+        """So many words of the text from one of them on, and from the beginning again where it ends."""
+        at = start % len(self._units)
+        times = -(-(at + size) // len(self._units))
+        return " ".join((self._units * times)[at : at + size])
+
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
         """An adjective, a hyphen and a noun."""
-        lists = word_lists()
+        firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
-            first = lists["adjectives"][int(rng.integers(len(lists["adjectives"])))]
-            drawn[f"{first}-{lists['nouns'][int(rng.integers(len(lists['nouns'])))]}"] = None
+            drawn[f"{firsts[int(rng.integers(len(firsts)))]}-{lasts[int(rng.integers(len(lasts)))]}"] = None
         return list(drawn)
+
+    def plain(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Nouns, adjectives and verbs; where the lists end, an adjective and a noun."""
+        every = _every_word()
+        drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
+        return drawn + self.words(rng, count - len(drawn))
+
+    def codes(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Six small letters."""
+        return _letters(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
         """Seven digits, of which the first is not 0."""
@@ -194,10 +227,7 @@ class Official(Wording):
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
         """Five capital letters; three in solved examples."""
-        drawn: dict[str, None] = {}
-        while len(drawn) < count:
-            drawn["".join(string.ascii_uppercase[each] for each in rng.integers(0, 26, 3 if short else 5))] = None
-        return list(drawn)
+        return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
     def amount(self, rng: np.random.Generator) -> str:
         """Five digits."""
@@ -205,8 +235,7 @@ class Official(Wording):
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
         """So many words of the text, as sentences."""
-        times = -(-size // len(self._units))
-        return sentences(" ".join((self._units * times)[:size]))
+        return sentences(self.passage(size))
 
 
 def shipped(name: str) -> str:
@@ -218,6 +247,18 @@ def shipped(name: str) -> str:
 def word_lists() -> dict[str, list[str]]:
     """The lists that RULER draws words from: "nouns", "adjectives" and "verbs"."""
     return json.loads(shipped("words.json.gz"))
+
+
+@functools.cache
+def _every_word() -> list[str]:
+    return sorted(set().union(*word_lists().values()))
+
+
+def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> list[str]:
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
+    return list(drawn)
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:

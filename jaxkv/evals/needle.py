@@ -1,0 +1,143 @@
+"""A needle in a haystack, over lengths and depths: the papers' heat map."""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxkv._errors import require
+from jaxkv.evals.asking import QuestionTask
+from jaxkv.evals.ruler.metrics import string_match_all
+from jaxkv.evals.ruler.niah import Needles
+from jaxkv.evals.ruler.recipe import Cell, Prompt, Recipe, fit
+from jaxkv.evals.ruler.task import as_sample, check_grid, check_lengths, counter, read_wording
+from jaxkv.evals.ruler.wording import Official, Wording, sentences
+from jaxkv.evals.task import Sample, task
+from jaxkv.loading import LanguageModel
+
+# Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) but for its marks of a chat. Theirs
+# gives no first words, and models of 100M parameters then say nothing: they are given, as RULER does.
+NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+QUESTION = "What is the best thing to do in San Francisco?"
+PREFIX = "The best thing to do in San Francisco is"
+ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
+_OPENING = "This is a very long story book: <book> "
+_ASKED = " </book>.\n Based on the content of the book, Question: {question}\n"
+_PREFIX = "Answer: "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Story(Recipe):
+    """One sentence in a text; the haystack's unit is a word.
+
+    Attributes:
+        wording: the text.
+        depth: where the sentence stands, from 0 to 1: at the last end of a sentence before.
+        needle: the sentence.
+        question: what is asked.
+        prefix: the answer's first words.
+        answer: how it goes on.
+    """
+
+    wording: Official
+    depth: float
+    needle: str
+    question: str
+    prefix: str
+    answer: str
+
+    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+        """A prompt; see `Recipe.make`. The first begins with the text, others anywhere in it."""
+        start = int(rng.integers(2**31)) if index else 0
+        told = sentences(self.wording.passage(size, start))
+        ends = [0, *itertools.accumulate(len(each) + 1 for each in told)]
+        place = bisect.bisect_right(ends, self.depth * ends[-1]) - 1
+        return Prompt(
+            context=_OPENING + " ".join([*told[:place], self.needle, *told[place:]]),
+            question=_ASKED.format(question=self.question),
+            prefix=_PREFIX + self.prefix,
+            answers=(self.answer,),
+            target=f" {self.answer}",
+            depth=self.depth,
+        )
+
+
+@task("needle")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needle(QuestionTask):
+    """Needle in a haystack: one sentence in a long text, over lengths and depths, as in the papers' heat maps.
+
+    The official wording is Kamradt's sentence in a text, asked as PyramidKV's authors ask it; a score is the share of
+    the answer's different words that the model said, which is what their maps show. The small wording is RULER's needle
+    among sentences of a few hundred words, and its number has to occur. Lengths count template, question and answer.
+
+    Attributes:
+        lengths: tokens of prompts, the answer's and a chat template's included.
+        depths: where the needle stands, from 0, the beginning, to 1, the end.
+        count: samples for each length and depth; those behind the first begin elsewhere in the text.
+        wording: "official", or "small" for models that know a few hundred words.
+        needle: the sentence.
+        question: what is asked about it.
+        prefix: the answer's first words, put into the model's mouth.
+        answer: how it goes on.
+        haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
+        new_tokens: tokens of an answer of the official wording, of which the first line counts.
+        seed: of the draws.
+
+    References:
+        Kamradt 2023, "Needle In A Haystack - Pressure Testing LLMs"; PyramidKV, section 5.4 and appendix P.
+    """
+
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    depths: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    count: int = 1
+    wording: str = "official"
+    needle: str = NEEDLE
+    question: str = QUESTION
+    prefix: str = PREFIX
+    answer: str = ANSWER
+    haystack: str | None = None
+    new_tokens: int = 30
+    seed: int = 0
+
+    def __post_init__(self):
+        check_grid(self)
+        require(bool(self.depths), "depths", self.depths, "name at least one, from 0 to 1")
+        require(all(0 <= each <= 1 for each in self.depths), "depths", self.depths, "give shares from 0 to 1")
+        require(len(set(self.depths)) == len(self.depths), "depths", self.depths, "name each once")
+        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1")
+        for name in ("needle", "question", "prefix", "answer"):
+            value = getattr(self, name)
+            require(name == "prefix" or bool(value.strip()), name, value, "say it in words")
+            default = type(self).__dataclass_fields__[name].default
+            mine = self.wording == "official" or value == default
+            require(mine, name, value, "the small wording has its own: take wording='official'")
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """The cases, by length and depth; see `Task.samples`."""
+        check_lengths(params, self.lengths)
+        wording, count, made = read_wording(self), counter(params), []
+        for length in self.lengths:
+            size = fit(self._recipe(wording, 0.5), length, count)
+            for at, depth in enumerate(self.depths):
+                cell = Cell(self._recipe(wording, depth), length, count, size)
+                rng = np.random.default_rng([self.seed, length, at])
+                for index in range(self.count):
+                    name, tags = f"{length}-{depth:g}-{index:04d}", {"length": length, "depth": depth}
+                    made.append(as_sample(name, "needle", cell.make(rng, index), cell.recipe.new_tokens, **tags))
+        return made
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """The share of the answer's different words that were said; see the class."""
+        if self.wording == "small":
+            return string_match_all(prediction, sample.answers)
+        wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]
+        return len(wanted & set(line.lower().split())) / len(wanted)
+
+    def _recipe(self, wording: Wording, depth: float) -> Recipe:
+        if not isinstance(wording, Official):
+            return Needles(wording=wording, new_tokens=6, haystack="essay", depth=depth)
+        said = {"needle": self.needle, "question": self.question, "prefix": self.prefix, "answer": self.answer}
+        return Story(wording=wording, new_tokens=self.new_tokens, depth=depth, **said)

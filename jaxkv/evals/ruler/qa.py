@@ -1,0 +1,181 @@
+"""Questions over documents: the one that answers, or the few, among others of the same data set."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv._errors import require
+from jaxkv.evals.ruler.recipe import Prompt, Recipe
+
+# RULER's, scripts/data/synthetic/{qa,constants}.py.
+_ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+_OPENING = f"{_ORDER}\n\nThe following are given documents.\n\n"
+_QUESTION = f"\n\n{_ORDER}\n\nQuestion: {{asked}}"
+_PREFIX = " Answer:"
+# RULER's names of the files, and what they are.
+FILES = {
+    "qa_1": ("squad.json", "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
+    "qa_2": ("hotpotqa.json", "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json"),
+}
+
+
+class Asked(NamedTuple):
+    """A question.
+
+    Attributes:
+        text: the question.
+        answers: any of them is right.
+        context: documents that answer it, as places among all.
+        near: documents of the same article, which are taken before all others.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    context: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+class DataSet(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        questions: in the file's order.
+        documents: sorted, each once.
+    """
+
+    questions: tuple[Asked, ...]
+    documents: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Documents(Recipe):
+    """RULER's two question-answering tasks; the haystack's unit is a document.
+
+    Attributes:
+        data: questions and documents.
+    """
+
+    data: DataSet
+
+    @property
+    def least(self) -> int:
+        """As many documents as a question comes with."""
+        return max(len(each.context) for each in self.data.questions)
+
+    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
+        """A prompt; see `Recipe.make`."""
+        have = len(self.data.questions)
+        require(index < have, "count", index + 1, f"the file has {have} questions: ask for so many at most")
+        asked = self.data.questions[index]
+        return self.write(asked, self.draw(asked, size, rng))
+
+    def draw(self, asked: Asked, size: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """Draws documents.
+
+        Args:
+            asked: the question.
+            size: documents.
+            rng: the source of randomness.
+
+        Returns:
+            Their places among all, in the prompt's order; all and some again where there are too few.
+        """
+        have, more = len(self.data.documents), size - len(asked.context)
+        if size >= have:
+            chosen = [each % have for each in range(size)]
+        elif more <= len(asked.near):
+            chosen = [*asked.context, *_some(asked.near, more, rng)]
+        else:
+            taken = {*asked.context, *asked.near}
+            others = [each for each in range(have) if each not in taken]
+            chosen = [*asked.context, *asked.near, *_some(others, more - len(asked.near), rng)]
+        return tuple(_some(chosen, len(chosen), rng))
+
+    def write(self, asked: Asked, order: Sequence[int]) -> Prompt:
+        """Writes the prompt that the draws decide.
+
+        Args:
+            asked: the question.
+            order: from `draw`.
+
+        Returns:
+            The prompt.
+        """
+        told = [f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)]
+        stand = [at for at, each in enumerate(order) if each in asked.context]
+        return Prompt(
+            context=_OPENING + "\n\n".join(told),
+            question=_QUESTION.format(asked=asked.text),
+            prefix=_PREFIX,
+            answers=asked.answers,
+            target=f" {asked.answers[0]}",
+            depth=sum(stand) / len(stand) / len(order),
+        )
+
+
+@functools.lru_cache(maxsize=2)
+def read(folder: str | None, name: str) -> DataSet:
+    """Reads a task's file.
+
+    Args:
+        folder: where it lies.
+        name: "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA, distractor setting).
+
+    Returns:
+        Questions and documents.
+
+    Raises:
+        FileNotFoundError: where it is missing, saying what to put where.
+        ValueError: for a file of another format.
+    """
+    file, address = FILES[name]
+    path = None if folder is None else Path(folder) / file
+    if path is None or not path.is_file():
+        where = f"the folder that `data` names as {file}" if path is None else str(path)
+        raise FileNotFoundError(f"data={folder!r}: {name} asks questions of a file: put {address} into {where}")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        found = _squad(content) if name == "qa_1" else _hotpot(content)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise ValueError(f"data={str(path)!r}: not the format of {address} ({kind}); download it again") from error
+    require(bool(found.questions), "data", str(path), "it holds no question that has an answer")
+    return found
+
+
+def _squad(content: dict[str, Any]) -> DataSet:
+    articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
+    documents = sorted({text for texts in articles for text in texts})
+    places = {text: at for at, text in enumerate(documents)}
+    questions = []
+    for article, texts in zip(content["data"], articles, strict=True):
+        for part in article["paragraphs"]:
+            mine = places[part["context"]]
+            near = tuple(places[text] for text in texts if places[text] != mine)
+            for asked in part["qas"]:
+                if not asked["is_impossible"]:
+                    answers = tuple(each["text"] for each in asked["answers"])
+                    questions.append(Asked(asked["question"], answers, (mine,), near))
+    return DataSet(tuple(questions), tuple(documents))
+
+
+def _hotpot(content: list[dict[str, Any]]) -> DataSet:
+    def document(title: str, lines: list[str]) -> str:
+        return f"{title}\n{''.join(lines)}"
+
+    documents = sorted({document(*each) for case in content for each in case["context"]})
+    places = {text: at for at, text in enumerate(documents)}
+    questions = [
+        Asked(case["question"], (case["answer"],), tuple(places[document(*each)] for each in case["context"]))
+        for case in content
+    ]
+    return DataSet(tuple(questions), tuple(documents))
+
+
+def _some(places: Sequence[int], count: int, rng: np.random.Generator) -> list[int]:
+    return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

@@ -1,0 +1,172 @@
+"""RULER as a task of `jaxkv eval`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from jaxkv._errors import require
+from jaxkv.evals.asking import QuestionTask, ids_of
+from jaxkv.evals.ruler.metrics import string_match_all, string_match_part
+from jaxkv.evals.ruler.qa import FILES
+from jaxkv.evals.ruler.recipe import Cell, Counter, Prompt
+from jaxkv.evals.ruler.recipes import MADE, NAMES, recipe_of
+from jaxkv.evals.ruler.wording import Wording, wording_of
+from jaxkv.evals.task import Sample, task
+from jaxkv.loading import LanguageModel
+
+
+@task("ruler")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ruler(QuestionTask):
+    """RULER's 13 tasks: needles among noise, text or needles, variables, words to count, questions over documents.
+
+    Made here with RULER's templates, counts and metrics, as long as the model's tokenizer says. `niah_single_*` have 1
+    needle, `niah_multikey_*` others with another key (4 in all, or a haystack of nothing else), `niah_multivalue` has
+    4 values of one key, `niah_multiquery` asks for 4 keys; `vt` is a chain of 5 variables, `cwe` a list of words of
+    which 10 occur 10 times as often (6 below 4096 tokens), `fwe` words of a zeta distribution; `qa_1` is SQuAD 2.0
+    and `qa_2` HotpotQA, from files.
+
+    Attributes:
+        tasks: some of the 13; all but qa_1 and qa_2, which take files, if not said.
+        lengths: tokens of prompts, the answer's and a chat template's included.
+        count: samples for each task and length; RULER takes 500.
+        wording: "official", or "small" for models that know a few hundred words.
+        haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
+        data: the folder with squad.json and hotpotqa.json, for qa_1 and qa_2.
+        seed: of the draws.
+
+    References:
+        Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?"
+    """
+
+    tasks: tuple[str, ...] = MADE
+    lengths: tuple[int, ...] = (4096,)
+    count: int = 20
+    wording: str = "official"
+    haystack: str | None = None
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in self.tasks:
+            require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
+        require(bool(self.tasks), "tasks", self.tasks, "name at least one")
+        require(len(set(self.tasks)) == len(self.tasks), "tasks", self.tasks, "name each once")
+        check_grid(self)
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """The cases, by task and length; see `Task.samples`."""
+        check_lengths(params, self.lengths)
+        wording, count, made = read_wording(self), counter(params), []
+        for name in self.tasks:
+            for length in self.lengths:
+                recipe = recipe_of(name, wording=wording, length=length, count=count, data=self.data)
+                cell = Cell.of(recipe, length, count)
+                rng = np.random.default_rng([self.seed, NAMES.index(name), length])
+                for index in range(self.count):
+                    prompt = cell.make(rng, index)
+                    made.append(
+                        as_sample(f"{name}-{length}-{index:04d}", name, prompt, recipe.new_tokens, length=length)
+                    )
+        return made
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """The share of the references found; for questions over documents, whether any is."""
+        metric = string_match_part if sample.group in FILES else string_match_all
+        return metric(prediction, sample.answers)
+
+
+def check_grid(settings: Any) -> None:
+    """Refuses what no grid of lengths has.
+
+    Args:
+        settings: with `lengths`, `count`, `wording`, `haystack` and `seed`.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    require(settings.count >= 1, "count", settings.count, "make at least 1 sample")
+    require(bool(settings.lengths), "lengths", settings.lengths, "name at least one, in tokens")
+    require(min(settings.lengths) >= 1, "lengths", settings.lengths, "count tokens")
+    require(len(set(settings.lengths)) == len(settings.lengths), "lengths", settings.lengths, "name each once")
+    require(settings.seed >= 0, "seed", settings.seed, "give 0 or more")
+    require(settings.wording in ("official", "small"), "wording", settings.wording, "take 'official' or 'small'")
+    mine = settings.haystack is None or settings.wording == "official"
+    require(mine, "haystack", settings.haystack, "the small wording makes its own: take wording='official'")
+
+
+def check_lengths(params: LanguageModel, lengths: Sequence[int]) -> None:
+    """Refuses lengths that the model has no positions for; a ValueError names them."""
+    most = params.config.max_positions
+    require(max(lengths) <= most, "lengths", max(lengths), f"the model was made for {most} tokens: ask for no more")
+
+
+def read_wording(settings: Any) -> Wording:
+    """The wording that a task's settings name.
+
+    Args:
+        settings: with `wording` and `haystack`.
+
+    Returns:
+        The wording.
+
+    Raises:
+        FileNotFoundError: for a file that is not there.
+        ValueError: for one that holds no text.
+    """
+    if settings.haystack is None:
+        return wording_of(settings.wording)
+    path = Path(settings.haystack)
+    if not path.is_file():
+        raise FileNotFoundError(f"haystack={settings.haystack!r}: no such file; give a text file, or leave it out")
+    try:
+        return wording_of(settings.wording, path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"haystack={settings.haystack!r}: not UTF-8 text; save it as such") from error
+
+
+def counter(params: LanguageModel) -> Counter:
+    """Counts the tokens of prompts as they are asked, a chat template's included.
+
+    Args:
+        params: the model.
+
+    Returns:
+        The function.
+    """
+
+    def count(prompt: Prompt) -> int:
+        return sum(map(len, ids_of(params.text, as_sample("count", "count", prompt, 1))))
+
+    return count
+
+
+def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: Any) -> Sample:
+    """A prompt as a sample.
+
+    Args:
+        name: its id.
+        group: its row.
+        prompt: the prompt.
+        new_tokens: tokens of its answer.
+        **tags: what pictures are drawn over; the depth is added where the prompt has one.
+
+    Returns:
+        The sample.
+    """
+    if prompt.depth is not None:
+        tags.setdefault("depth", round(prompt.depth, 4))
+    return Sample(
+        id=name,
+        group=group,
+        context=prompt.context,
+        question=prompt.question,
+        answers=prompt.answers,
+        new_tokens=new_tokens,
+        prefix=prompt.prefix,
+        tags=MappingProxyType(tags),
+    )
