@@ -34,7 +34,7 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  loss decode-step throughput omnikv two-stage tune aot aot-quick aot-sharded plan-cells plan-memory needle clean \
+  decode-step throughput omnikv tune aot aot-quick aot-sharded plan-cells plan-memory needle clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -48,11 +48,9 @@ help:
 	@echo "make against      time this checkout against another one: make against BASE=../other-checkout"
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
-	@echo "make loss         D2O's table 6 as loss: documents continued over caches of every kind, on this machine"
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
 	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
-	@echo "make two-stage    2StageRetr: answers, and attention that stays visible, at 30% of the cache"
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
@@ -105,9 +103,6 @@ long-answer: $(STAMP)
 soak: $(STAMP)
 	@$(BIN)/python -m benchmarks.soak
 
-loss: $(STAMP)
-	@$(BIN)/python -m benchmarks.loss
-
 decode-step: $(STAMP)
 	@$(BIN)/python -m benchmarks.decode_step
 
@@ -116,9 +111,6 @@ throughput: $(STAMP)
 
 omnikv: $(STAMP)
 	@$(BIN)/python -m benchmarks.omnikv
-
-two-stage: $(STAMP)
-	@$(BIN)/python -m benchmarks.two_stage
 
 tune:
 	@python3 -m benchmarks.tune --out benchmarks/results

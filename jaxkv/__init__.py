@@ -6,6 +6,7 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.rows import Rows, append, attend
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.session import Session
+from jaxkv.evals import evaluate, report
 from jaxkv.exporting import export
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
@@ -85,6 +86,7 @@ __all__ = [
     "attend",
     "compress",
     "compress_layers",
+    "evaluate",
     "export",
     "generate",
     "load",
@@ -93,4 +95,5 @@ __all__ = [
     "prefill",
     "reshard",
     "register",
+    "report",
 ]

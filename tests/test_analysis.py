@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxkv.checkpoints import named_models
 from jaxkv.cli import filters, main
 from jaxkv.engine.prefill import read_layers
 from jaxkv.evals import COLOURS, two_stage
+from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
 CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)
@@ -28,11 +30,14 @@ NAME = "smollm2-135m-instruct"
 def oracle(ids, queries, share):
     """The map of one text by plain loops over queries, layers and keys."""
     model, count = tiny.tiny(CONFIG), len(ids)
-    layers = list(read_layers(model.flat, jnp.asarray([ids], jnp.int32), jnp.asarray([count]), queries=queries))
+    layers = list(
+        read_layers(model.flat, jnp.asarray([ids], jnp.int32), jnp.asarray([count]), needs=Needs(queries=queries))
+    )
     out = np.zeros((CONFIG.layers, CONFIG.layers))
     for row in range(queries):
         at, weights = count - queries + row, []
-        for q, k, _ in layers:
+        for shown in layers:
+            q, k = shown.q, shown.k
             best = np.zeros(at + 1)
             for head, group in np.ndindex(CONFIG.kv_heads, CONFIG.group):
                 logits = np.asarray(k[0, head, : at + 1], np.float64) @ np.asarray(q[0, head, group, row]) / 8**0.5
@@ -122,7 +127,8 @@ def test_a_picture_needs_matplotlib(monkeypatch, tmp_path):
 def own_manifests(monkeypatch, tmp_path):
     """A copy of the package's manifests, which can be written."""
     shutil.copytree(Path(checkpoints.__file__).parent / "manifests", tmp_path / "manifests")
-    monkeypatch.setattr(named_models.resources, "files", lambda package: tmp_path)
+    # Its own name alone: other modules' data lie where they lay.
+    monkeypatch.setattr(named_models, "resources", SimpleNamespace(files=lambda package: tmp_path))
     named_models._manifests.cache_clear()
     yield tmp_path / "manifests"
     named_models._manifests.cache_clear()

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import running
 import tiny
-
-import jaxkv
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,21 +63,6 @@ def test_another_checkouts_commit_is_told(benchmark, tmp_path):
     assert len(found) >= 7 and head.startswith(found)
     (tmp_path / "file").write_text("2")
     assert record.commit(tmp_path) == f"{found}-dirty"
-
-
-def test_loss_is_that_of_one_long_prompt(benchmark):
-    loss, model = benchmark("loss"), tiny.tiny(tiny.MODELS["gqa3"])
-    ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found, before, after = loss.run(model, jaxkv.FullKV(), ids, 32)
-    prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
-    _, logits = running.prefill(model, prefixes)
-    logits = logits.astype(np.float64).reshape(2, 8, -1)
-    gathered = np.take_along_axis(logits, ids[:, 32:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(found, (np.log(np.exp(logits).sum(axis=-1)) - gathered).mean(axis=1), atol=1e-4)
-    assert (before, after) == (32, 39)
-    measured = loss.measure(model, loss.POLICIES["H2O"](16), ids, 32, batch=2)
-    assert measured["rows"] == measured["rows_in_the_end"] == 16 and len(measured["losses"]) == 2
-    assert all(each["holds"] is None for each in loss.judge({"H2O": measured["losses"]}))
 
 
 def test_a_mesh_of_one_device_is_measured_side_by_side(benchmark, tmp_path, capsys, as_users_call):

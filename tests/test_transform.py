@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv import FullKV, KNorm, PyramidKV, Random, SnapKV
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import KVPressLayers, LinearLayers
+from jaxkv.policies.protocol import Needs
 from jaxkv.transform import _sizes
 
 GQA = tiny.MODELS["gqa3"]
@@ -51,11 +52,11 @@ def layers():
     for row, each in enumerate(ids):
         tokens[row, : len(each)] = each
     length = jnp.asarray(LENGTHS, jnp.int32)
-    read = prefilling.read_layers(model.flat, jnp.asarray(tokens), length, queries=needed.slots)
+    read = prefilling.read_layers(model.flat, jnp.asarray(tokens), length, needs=Needs(queries=needed.slots))
     out = []
-    for pool, (q, _, _) in zip(cache.pools, read, strict=True):
+    for pool, shown in zip(cache.pools, read, strict=True):
         k, v = (leaf.reshape(2, GQA.kv_heads, needed.slots, GQA.head_dim) for leaf in (pool.k, pool.v))
-        q = q.reshape(2, GQA.heads, needed.slots, GQA.head_dim)
+        q = shown.q.reshape(2, GQA.heads, needed.slots, GQA.head_dim)
         # They come with the last one last: each sequence's first one to the front.
         q = jnp.stack([jnp.roll(each, n - needed.slots, axis=1) for each, n in zip(q, LENGTHS, strict=True)])
         out.append([poisoned(each) for each in (k, v, q)])

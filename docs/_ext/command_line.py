@@ -17,11 +17,16 @@ def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
     Returns:
         Each one's parser, and its line of help, by what is typed.
     """
+    return _commands_of(of_jaxkv()) | _commands_of(of_checkpoints())
+
+
+def _commands_of(program: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """A program's subcommands, and those that they have."""
     found = {}
-    for program in (of_jaxkv(), of_checkpoints()):
-        subparsers = next(action for action in program._actions if isinstance(action, argparse._SubParsersAction))
-        about = {each.dest: each.help or "" for each in subparsers._choices_actions}
-        found |= {f"{program.prog} {name}": (parser, about[name]) for name, parser in subparsers.choices.items()}
+    for subparsers in (action for action in program._actions if isinstance(action, argparse._SubParsersAction)):
+        about = {each.dest: (each.help or "").replace("%%", "%") for each in subparsers._choices_actions}
+        for name, parser in subparsers.choices.items():
+            found |= {parser.prog: (parser, about[name].rstrip("."))} | _commands_of(parser)
     return found
 
 
@@ -41,7 +46,7 @@ def _options(group: argparse._ArgumentGroup, parser: argparse.ArgumentParser) ->
     formatter = parser._get_formatter()
     listed = nodes.definition_list()
     for action in group._group_actions:
-        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
             continue
         term = nodes.term()
         for at, spelling in enumerate(action.option_strings or [formatter._format_args(action, action.dest)]):

@@ -329,6 +329,22 @@ def merge_with_lse(
     return merge(out, first, other, second), both
 
 
+def probabilities(
+    q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
+) -> Float[Array, "G w S"]:
+    """Attention probabilities of a few queries of one kv head over all its keys.
+
+    Args:
+        q: rotated queries.
+        k: rotated keys at positions 0 .. S.
+        position: of each query; what a negative one pays, which does not exist, means nothing.
+
+    Returns:
+        The probabilities, float32; 0 behind the query.
+    """
+    return columns.probabilities(q, k, position)
+
+
 def window_mass(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
@@ -369,6 +385,7 @@ __all__ = [
     "over_rows",
     "packed",
     "pool_sums",
+    "probabilities",
     "prompts",
     "token_over_pool",
     "window_mass",

@@ -74,6 +74,17 @@ def column_sums(
     return lax.map(head, (scaled, k, lse.reshape(heads, -1) * LOG2E))
 
 
+def probabilities(
+    q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
+) -> Float[Array, "G w S"]:
+    """What a few queries of one kv head pay to all keys; see `jaxkv.attention.probabilities`."""
+    group, window, dim = q.shape
+    logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
+    logits = logits * (1.0 / math.sqrt(dim))
+    seen = jnp.arange(k.shape[0], dtype=jnp.int32) <= position[:, None]
+    return jax.nn.softmax(jnp.where(seen, logits, MASKED), axis=-1)
+
+
 def window_mass(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
@@ -81,16 +92,10 @@ def window_mass(
     reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
 ) -> Float[Array, "B K S"]:
     """Probabilities of a few queries, one kv head at a time; see `jaxkv.attention.window_mass`."""
-    batch, heads, group, window, dim = q.shape
-    key_positions = jnp.arange(k.shape[2], dtype=jnp.int32)
+    batch, heads, _, window, _ = q.shape
 
     def head(inputs):
-        q_head, k_head, position = inputs
-        logits = rows_dot(q_head.reshape(group * window, dim), k_head).reshape(group, window, -1)
-        logits = logits * (1.0 / math.sqrt(dim))
-        seen = key_positions <= position[:, None]
-        probabilities = jax.nn.softmax(jnp.where(seen, logits, MASKED), axis=-1)
-        return reduce(probabilities, position)
+        return reduce(probabilities(*inputs), inputs[2])
 
     flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))

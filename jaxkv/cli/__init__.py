@@ -1,6 +1,7 @@
-"""The command line: `jaxkv generate`, `jaxkv plan`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
+"""The command line: `jaxkv generate`, `jaxkv plan`, `jaxkv eval`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
 
 import argparse
+import difflib
 import importlib.metadata
 import re
 import tomllib
@@ -9,6 +10,9 @@ from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
+from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
+from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
+from jaxkv.cli.evaluating import add_eval_options
 from jaxkv.cli.exporting import add_export_options, run_export
 from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
@@ -134,6 +138,9 @@ class _Parser(argparse.ArgumentParser):
     """Complains in one form, whatever the subcommand, and notices where help cannot be written."""
 
     def error(self, message: str) -> NoReturn:
+        if unknown := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
+            near = difflib.get_close_matches(unknown[1], re.findall(r"[\w.-]+", unknown[2]), n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
         _complain(message)
         to_stderr(f"try: {self.prog} --help")
         raise SystemExit(2)
@@ -167,6 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     planning = commands.add_parser("plan", help="what fits on GPUs that need not be there", epilog=NOTES, **told)
     planning.set_defaults(run=print_plan)
     add_plan_options(planning)
+    evaluating = commands.add_parser("eval", help="judge policies by tasks", epilog=EVAL_NOTES, **told)
+    add_eval_options(evaluating)
+    analysing = commands.add_parser("analyze", help="what attention looks like", epilog=ANALYZE_NOTES, **told)
+    analysing.set_defaults(run=run_analyze)
+    add_analyze_options(analysing)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=print_models)
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")

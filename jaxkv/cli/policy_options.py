@@ -21,7 +21,7 @@ from jaxkv.cli.numbers import real, span, whole, whole_or_real
 from jaxkv.policies import MaxPool, Merge, Method, NoPool
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
-from jaxkv.policies.registry import POLICIES, documented, policy_class
+from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
 from jaxkv.policies.scorers import Pooling
 
 # What AdaKV and CriticalKV are built on where nothing is said.
@@ -125,11 +125,7 @@ def _meaningful(cls: type[Method]) -> set[str]:
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
         return names
-    try:
-        cls(budget=1)
-    except ValueError:
-        return names - _SHARED
-    return names - (_SHARED - {"budget"})
+    return names - (_SHARED - {"budget"} if takes_budget(cls) else _SHARED)
 
 
 def _option(name: str, hint: Any, default: Any, about: str) -> Option | None:

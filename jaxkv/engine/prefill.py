@@ -23,6 +23,7 @@ from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import Compressed, compress, counted, merged, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
+from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.program import reading_state
 from jaxkv.engine.prompts import Prompts, embed, observed, pool_rows_of, run_layer, table_of
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -37,26 +38,24 @@ def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[
     return graphs.ends(ends).logits(x)
 
 
-def read_layers(
-    flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, queries: int
-) -> Iterator[tuple[Float[Array, "B K G w D"], Float[Array, "B K S D"], Int[Array, "B w"]]]:
+def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
     """Runs prompts through the model and shows what attention is made of, layer by layer.
 
     Args:
         flat: the decoder's parameters.
         tokens: prompts, padded on the right.
         length: tokens of each.
-        queries: w, the last ones to show.
+        needs: what to show beside keys and values.
 
     Yields:
-        A layer's rotated queries and keys, and the queries' positions.
+        A layer; its hidden states are given up to the next one.
     """
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     table = table_of(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
-        out = run_layer(flat, index, x, length, table, Needs(queries=queries), Implementation.XLA)
+        out = run_layer(flat, index, x, length, table, needs, Implementation.XLA)
         x = out.x
-        yield out.q, out.k, out.q_positions
+        yield out
 
 
 def compile_ahead(

@@ -1,25 +1,56 @@
-"""Tasks that compressed caches are judged by."""
+"""Tasks that compressed caches are judged by, and what runs them."""
 
-from jaxkv.evals.asking import QuestionTask, answers, ids_of
+from jaxkv.evals.arguments import at_budgets
+from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of
+from jaxkv.evals.infinitebench import InfiniteBench
+from jaxkv.evals.longbench import LongBench
+from jaxkv.evals.merging import merge
 from jaxkv.evals.needle import Needle
+from jaxkv.evals.page import report
+from jaxkv.evals.perplexity import Loss, Perplexity
+from jaxkv.evals.records import Record, Run
 from jaxkv.evals.retrieval import COLOURS, Question, TwoStage, two_stage
 from jaxkv.evals.ruler import Ruler
+from jaxkv.evals.runs import Failed, evaluate
+from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
+from jaxkv.evals.turns import Turns
+from jaxkv.evals.visible import Visible, visible_attention
 
 __all__ = [
     "COLOURS",
     "TASKS",
+    "Answer",
+    "Cell",
+    "Difference",
+    "Evaluation",
+    "Failed",
     "How",
+    "InfiniteBench",
+    "LongBench",
+    "Loss",
     "Needle",
     "Outcome",
+    "Perplexity",
     "Question",
     "QuestionTask",
+    "Record",
     "Ruler",
+    "Run",
     "Sample",
     "Task",
+    "Turns",
     "TwoStage",
+    "Visible",
     "answers",
+    "asked",
+    "at_budgets",
+    "evaluate",
     "ids_of",
+    "interval",
+    "merge",
+    "report",
     "task",
     "two_stage",
+    "visible_attention",
 ]

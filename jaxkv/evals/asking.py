@@ -4,7 +4,10 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxkv._errors import require
+from jaxkv.axes import host
 from jaxkv.evals.task import How, Outcome, Sample, Task
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
@@ -30,10 +33,35 @@ class QuestionTask(Task):
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
         """Asks a batch; see `Task.run`."""
-        told = answers(params, policy, samples, how)
+        told = asked(params, policy, samples, how)
         return [
-            Outcome(score=self.score(sample, text), prediction=text) for sample, text in zip(samples, told, strict=True)
+            Outcome(
+                score=self.score(sample, answer.text),
+                prediction=answer.text,
+                tokens=answer.tokens,
+                rows=answer.rows,
+                nbytes=answer.nbytes,
+            )
+            for sample, answer in zip(samples, told, strict=True)
         ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the model said to one sample, and what its cache took.
+
+    Attributes:
+        text: up to the sample's number of tokens and its stop strings.
+        tokens: of the whole prompt.
+        rows: kept of it per kv head and layer, averaged: those held when the answer ends, without the rows of tokens
+            that came behind what was compressed.
+        nbytes: of these rows.
+    """
+
+    text: str
+    tokens: int
+    rows: float
+    nbytes: int
 
 
 def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
@@ -42,7 +70,7 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     Args:
         text: the model's tokenizer.
         sample: the case.
-        raw: no chat template.
+        raw: no chat template; nor is there one where the sample says so.
 
     Returns:
         The context's ids, with what the template writes before it; the question's, with what comes behind it.
@@ -52,13 +80,18 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     """
     require(text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
     assert text is not None
-    chat = text.has_template and not raw
+    chat = text.has_template and not (raw or sample.raw)
     before, after = (text.turns.opening, text.turns.closing) if chat else ("", "")
     context = text.encode(before + sample.context, bos=True)
     return context, text.encode(sample.question + after + sample.prefix, bos=False)
 
 
 def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
+    """What the model says to a batch; see `asked`, which also says what it took."""
+    return [answer.text for answer in asked(params, policy, samples, how)]
+
+
+def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Answer]:
     """What the model says to a batch.
 
     Args:
@@ -68,24 +101,31 @@ def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], ho
         how: whether the policy sees the questions.
 
     Returns:
-        A text for each, up to its own number of tokens and its stop strings.
+        An answer to each.
     """
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
     longest = max(sample.new_tokens for sample in samples)
     key, progress = how.seed, False
     if how.agnostic and all(question for _, question in pairs):
         cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=progress)
-        asked = [question for _, question in pairs]
-        out = generate(params, asked, cache=cache, max_new_tokens=longest, key=key, progress=progress)
+        questions = [question for _, question in pairs]
+        out = generate(params, questions, cache=cache, max_new_tokens=longest, key=key, progress=progress)
     else:
         whole = [context + question for context, question in pairs]
         out = generate(params, whole, policy=policy, max_new_tokens=longest, key=key, progress=progress)
     assert params.text is not None
-    drawn = zip(samples, out.tokens, strict=True)
+    # Rows behind the limit are those of later tokens; a policy that drops a row for each of them has none.
+    kept = np.minimum(host(out.cache.limit)[:, : len(pairs)], out.cache.kept)
     ends = set(params.text.eos_ids)
     told = []
-    for sample, tokens in drawn:
+    for at, (sample, tokens) in enumerate(zip(samples, out.tokens, strict=True)):
         mine = [each for each in tokens.tolist()[: sample.new_tokens] if each not in ends]
         said = params.text.decode(mine)
-        told.append(min((said.split(stop)[0] for stop in sample.stop), key=len, default=said))
+        answer = Answer(
+            text=min((said.split(stop)[0] for stop in sample.stop), key=len, default=said),
+            tokens=sum(map(len, pairs[at])),
+            rows=float(kept[:, at].mean()),
+            nbytes=int(kept[:, at].sum()) * out.cache.row_bytes,
+        )
+        told.append(answer)
     return told

@@ -24,6 +24,7 @@ class Sample:
         new_tokens: tokens to draw at most.
         prefix: the answer's first words, put into the model's mouth.
         stop: strings that end an answer.
+        raw: no chat template around it, whatever `How` says: few-shot prompts and code are to be gone on with.
         tags: numbers and names that pictures are drawn over, such as length and depth.
     """
 
@@ -35,6 +36,7 @@ class Sample:
     new_tokens: int = 1
     prefix: str = ""
     stop: tuple[str, ...] = ()
+    raw: bool = False
     tags: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self):
@@ -51,11 +53,17 @@ class Outcome:
         score: what is averaged; in [0, 1] where more is better, or nats where `Task.unit` says so.
         prediction: the text drawn, if any was.
         figures: numbers, and lists of numbers, that the task's pictures need besides.
+        tokens: of the prompt, its question included; None where the task does not count them.
+        rows: kept of it per kv head and layer, averaged; None likewise.
+        nbytes: that they weigh on the device; None likewise.
     """
 
     score: float
     prediction: str = ""
     figures: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    tokens: int | None = None
+    rows: float | None = None
+    nbytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """Memory against context, a line for each policy, with the GPU's limit."""
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
-from jaxkv._drawing import drawing
+from jaxkv._drawing import drawing, saved, style
 from jaxkv._errors import require
 from jaxkv.planning.planner import Plan
 from jaxkv.planning.setting import Setting
@@ -12,10 +11,6 @@ from jaxkv.planning.sizes import sizes_of
 from jaxkv.planning.table import policy_name, title
 
 KINDS = ("png", "svg", "pdf")
-# Okabe and Ito's colours, which colour-blind people tell apart; dashes and markers tell them apart in grey as well.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_DASHES = ("-", "--", "-.", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LEAST, _POINTS = 1024, 15
 
 
@@ -74,10 +69,8 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     for at, each in enumerate(plans):
         points = peaks(each.setting)
-        style = {"color": _COLOURS[at % len(_COLOURS)], "linestyle": _DASHES[at % len(_DASHES)]}
-        style["marker"] = _MARKERS[at % len(_MARKERS)]
         xs, ys = [length for length, _ in points], [size / 1e9 for _, size in points]
-        axes.plot(xs, ys, markersize=4, label=policy_name(each.setting.policy), **style)
+        axes.plot(xs, ys, markersize=4, label=policy_name(each.setting.policy), **style(at))
     axes.axhline(first.gpu.memory / 1e9, color="black", linewidth=1.5)
     label = f"{first.gpu.name}: {first.gpu.memory / 1e9:.0f} GB"
     axes.annotate(label, (0.01, first.gpu.memory / 1e9), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
@@ -88,9 +81,4 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
     axes.set_ylabel("peak memory of a GPU, GB")
     axes.set_title(title(first), fontsize=10)
     axes.legend(fontsize=9)
-    file = io.BytesIO()
-    try:
-        figure.savefig(file, format=kind, dpi=150)
-    finally:
-        pyplot.close(figure)
-    return file.getvalue()
+    return saved(figure, kind)

@@ -112,8 +112,26 @@ def defaults(cls: type[Method]) -> dict[str, str]:
     return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
 
 
-def documented(cls: type[Method]) -> dict[str, str]:
-    """What a policy's docstring, and those it inherits, say of its fields.
+def takes_budget(cls: type[Method]) -> bool:
+    """Whether a policy keeps, or reads, a part of a prompt, and can be told how large a part.
+
+    Args:
+        cls: the class.
+
+    Returns:
+        False for one that keeps everything, such as FullKV.
+    """
+    if cls().parts().scorer is not None:
+        return True
+    try:
+        cls(budget=1)
+    except ValueError:
+        return False
+    return True
+
+
+def documented(cls: type[Any]) -> dict[str, str]:
+    """What a class' docstring, and those it inherits, say of its fields.
 
     Args:
         cls: the class.

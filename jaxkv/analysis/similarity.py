@@ -6,25 +6,26 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv._drawing import drawing
+from jaxkv._drawing import COLUMN, paper
 from jaxkv._errors import require
-from jaxkv._settings import settled
+from jaxkv.analysis.figures import Figure, stacked
+from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import window_mass
-from jaxkv.axes import Axes, host, missing, most_of_devices, place, program
-from jaxkv.engine.plan import bucket
-from jaxkv.engine.prefill import read_layers
+from jaxkv.axes import Axes, host, most_of_devices, program
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
-from jaxkv.text.prompts import Prompt, encode
+from jaxkv.text.prompts import Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Similarity:
+class Similarity(Figure):
     """How much of one layer's attention falls on the tokens that another one's falls on most.
 
     Attributes:
@@ -50,17 +51,29 @@ class Similarity:
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
-        pyplot = drawing()
-        figure, axes = pyplot.subplots(figsize=(6.4, 5.2), layout="constrained")
         layers = len(self.mass)
         upper = np.where(np.arange(layers)[:, None] <= np.arange(layers), self.mass, np.nan)
-        image = axes.imshow(upper, vmin=0, vmax=1, cmap="viridis", origin="upper")
-        figure.colorbar(image, label=f"share of attention on the top {self.share:.1%} of tokens")
-        axes.set(xlabel="layer that reads", ylabel="layer that chooses")
-        for layer in filters:
-            axes.axhline(layer, color="red", linewidth=0.8)
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
+        with paper(path, width=COLUMN, height=2.9) as figure:
+            panel = figure.add_subplot()
+            image = panel.imshow(upper, vmin=0, vmax=1, cmap="viridis", origin="upper")
+            figure.colorbar(image, label=f"share of attention on the top {self.share:.1%} of tokens")
+            panel.set(xlabel="layer that reads", ylabel="layer that chooses")
+            for layer in filters:
+                panel.axhline(layer, color="#D55E00", linewidth=0.8, linestyle="--")
+
+    def records(self) -> list[dict[str, Any]]:
+        """By layer: what its tokens carry of the attention of the layers above it."""
+        above = [self.mass[layer, layer + 1 :] for layer in range(len(self.mass))]
+        return [
+            {
+                "layer": layer,
+                "of itself": float(self.mass[layer, layer]),
+                "of the next": float(each[0]),
+                "of all above": float(each.mean()),
+                "least": float(each.min()),
+            }
+            for layer, each in enumerate(above[:-1])
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +96,6 @@ class FilterLayers:
         return json.dumps({"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity})
 
 
-@settled
 def similarity(
     params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
 ) -> Similarity:
@@ -105,27 +117,39 @@ def similarity(
         OmniKV, section 3 (inter-layer attention similarity) and figure 8; a token's weight in a layer is its largest
         probability over the query heads, and these sum to one.
     """
-    several = not isinstance(texts, str) and bool(texts)
-    require(several, "texts", texts, "give a list of one or more texts")
-    require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
-    require(queries >= 1, "queries", queries, "give at least 1 query")
-    flat, axes, most = params.flat, params.axes, params.config.max_positions
-    total, lengths = np.zeros((params.config.layers,) * 2), []
-    for text in texts:
-        encoded = encode(text, params.text, params.config, raw=True, close=False)
-        require(encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts")
-        count = int(encoded.lengths[0])
-        require(count <= most, "texts", f"{count} tokens", f"the model was made for {most}: shorten the text")
-        # Each of a mesh's groups reads the text.
-        every = encoded.with_copies(missing(1, axes))
-        tokens, length = place(every.padded(bucket(count)), "B S", axes), place(every.lengths, "B", axes)
-        shown = read_layers(flat, tokens, length, queries=min(queries, count))
-        weights = [host(_weights(*layer, axes=axes))[0] for layer in shown]
-        total += _shared(weights, np.arange(count - len(weights[0]), count), share)
-        lengths.append(count)
-    return Similarity(
-        mass=(total / len(lengths)).astype(np.float32), share=share, queries=queries, lengths=tuple(lengths)
-    )
+    return watch(params, texts, [SimilarityWatcher(share=share, queries=queries)])[0]
+
+
+class SimilarityWatcher(Watcher):
+    """Looks at the last queries of all layers."""
+
+    def __init__(self, *, share: float = 0.067, queries: int = 64):
+        """Checks the settings."""
+        require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
+        require(queries >= 1, "queries", queries, "give at least 1 query")
+        self.share, self.queries = share, queries
+        self.weights, self.maps, self.lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+
+    def needs(self, text: Text) -> Needs:
+        """As many last queries as there are."""
+        return Needs(queries=min(self.queries, text.count))
+
+    def look(self, text: Text, layer: Layer) -> None:
+        """What its queries attend to."""
+        q, positions = layer.last(min(self.queries, text.count))
+        self.weights.append(host(_weights(q, layer.out.k, positions, axes=text.axes))[0])
+
+    def done(self, text: Text) -> None:
+        """The map of a text."""
+        count = len(self.weights[0])
+        self.maps.append(_shared(self.weights, np.arange(text.count - count, text.count), self.share))
+        self.lengths.append(text.count)
+        self.weights = []
+
+    def found(self) -> Similarity:
+        """The mean over texts."""
+        lengths = tuple(self.lengths)
+        return Similarity(mass=stacked(self.maps), share=self.share, queries=self.queries, lengths=lengths)
 
 
 @program(static=("axes",))

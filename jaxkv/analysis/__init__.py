@@ -1,0 +1,30 @@
+"""What attention looks like in a model, and what policies keep of it: figures of papers, of any model and texts."""
+
+from jaxkv._drawing import drawing
+from jaxkv.analysis.budgets import Budgets, budgets
+from jaxkv.analysis.density import Density, density
+from jaxkv.analysis.figures import Figure
+from jaxkv.analysis.loss import EvictionLoss, eviction_loss
+from jaxkv.analysis.recall import Recall, recall
+from jaxkv.analysis.retained import Retained, retained
+from jaxkv.analysis.similarity import FilterLayers, Similarity, best_filters, filter_layers, similarity
+
+__all__ = [
+    "Budgets",
+    "Density",
+    "EvictionLoss",
+    "Figure",
+    "FilterLayers",
+    "Recall",
+    "Retained",
+    "Similarity",
+    "best_filters",
+    "budgets",
+    "density",
+    "drawing",
+    "eviction_loss",
+    "filter_layers",
+    "recall",
+    "retained",
+    "similarity",
+]

@@ -1,0 +1,196 @@
+"""Which rows of a text policies keep: what their prefill would choose, of many policies at once and without a cache."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from jaxkv._errors import require
+from jaxkv._values import brief
+from jaxkv.attention import Implementation
+from jaxkv.axes import host, place
+from jaxkv.engine.choosing import Candidates, choose, of_prompt
+from jaxkv.engine.compress import observe
+from jaxkv.engine.lengths import Table, by_length
+from jaxkv.engine.plan import bucket
+from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.engine.prompts import observed
+from jaxkv.loading import LanguageModel
+from jaxkv.models.decoder import Flat
+from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.protocol import Needs
+from jaxkv.policies.registry import as_policy
+from jaxkv.text.prompts import Encoded
+
+Budget = int | float
+Policy = Method | type[Method] | str
+Policies = Mapping[str, Policy] | Sequence[Policy]
+
+
+def with_budget(policy: Policy, budget: Budget) -> Method:
+    """A policy at another budget; one that keeps everything as it is.
+
+    Args:
+        policy: any policy, or its name or class.
+        budget: rows per kv head and layer on average, or a share of the prompt.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: for a budget that it cannot have.
+    """
+    made = as_policy(policy)
+    if made.parts().scorer is None:
+        return made
+    if isinstance(made, Wrapper) and isinstance(made.base, Method):
+        return dataclasses.replace(made, budget=None, base=with_budget(made.base, budget))
+    return dataclasses.replace(made, budget=budget)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Policies, each at every budget.
+
+    Attributes:
+        names: of the policies.
+        budgets: their budgets.
+        cells: policies by name and budget.
+    """
+
+    names: tuple[str, ...]
+    budgets: tuple[Budget, ...]
+    cells: tuple[tuple[Method, ...], ...]
+
+    @property
+    def flat(self) -> tuple[Method, ...]:
+        """All cells, one policy after the other."""
+        return tuple(cell for row in self.cells for cell in row)
+
+
+def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
+    """Policies at every budget, as a model has them.
+
+    Args:
+        params: the model.
+        policies: by name, class or value, which is what they are called; or in a dictionary, under names of their own.
+        budgets: rows, or shares.
+
+    Returns:
+        The grid.
+
+    Raises:
+        ValueError: for none, for two that are called alike, and for policies that choose what they read for each token.
+    """
+    several = not isinstance(policies, str) and len(policies) > 0
+    require(several, "policies", policies, "give a list of one or more policies")
+    require(len(budgets) > 0, "budgets", budgets, "give a list of one or more budgets, rows or shares")
+    called = tuple(policies if isinstance(policies, Mapping) else map(_name, policies))
+    given = tuple(policies.values() if isinstance(policies, Mapping) else policies)
+    require(len(set(called)) == len(called), "policies", called, "two of them are the same: give each once")
+    for name, each in zip(called, given, strict=True):
+        remedy = "it keeps what it does not read, and chooses for each token: use `jaxkv eval visible`, or leave it out"
+        require(as_policy(each).parts().read is None, "policies", name, remedy)
+    of_model = (params.config.layers, params.filter_layers)
+    cells = tuple(
+        tuple(_cell(name, each, budget).for_model(*of_model) for budget in budgets)
+        for name, each in zip(called, given, strict=True)
+    )
+    return Grid(names=called, budgets=tuple(budgets), cells=cells)
+
+
+def _cell(name: str, policy: Policy, budget: Budget) -> Method:
+    try:
+        return with_budget(policy, budget)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _name(policy: Policy) -> str:
+    return policy if isinstance(policy, str) else brief(as_policy(policy))
+
+
+def kept_rows(
+    params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int = 0
+) -> dict[Method, Bool[np.ndarray, "L K n"]]:
+    """What policies keep of a prompt, which runs through the model once.
+
+    Args:
+        params: the model.
+        prompt: one prompt; on a mesh as often as it has groups.
+        policies: which; those that read less than they keep have no answer.
+        key: seed of those that draw.
+
+    Returns:
+        By policy the rows that stay, as prefill chooses them.
+
+    Raises:
+        ValueError: for a budget that a policy cannot honour.
+    """
+    flat, axes = params.flat, params.axes
+    slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
+    choosers = [_Chooser(flat, policy, prompt, slots, key) for policy in policies]
+    all_needs = [each.parts.needs for each in choosers]
+    needs = Needs(
+        queries=max(each.queries for each in all_needs),
+        sums=any(each.sums for each in all_needs),
+        norms=any(each.norms for each in all_needs),
+    )
+    tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
+    for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
+        for chooser in choosers:
+            chooser.look(index, out)
+    return {policy: each.rows()[..., :count] for policy, each in zip(policies, choosers, strict=True)}
+
+
+class _Chooser:
+    """One policy's choice among the rows of one layer after the other, or of all layers where these share a budget."""
+
+    def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: int):
+        self.flat, self.parts = flat, policy.parts()
+        self.lengths, self.key = prompt.lengths.astype(np.int64), jax.random.key(key)
+        self.told = by_length(self.parts, self.lengths, flat.config.layers)
+        self.length = place(prompt.lengths, "B", flat.axes)
+        self.forced = place(self.parts.keep.mask(self.lengths, slots), "B S", flat.axes)
+        self.whole = of_prompt(None, self.forced, self.length)
+        self.waiting, self.masks = list[Candidates](), list[np.ndarray]()
+        self.below: Array | None = None
+
+    def look(self, index: int, out: LayerOut) -> None:
+        """A layer: its rows are chosen now, or wait for what the others claim."""
+        parts, scorer = self.parts, self.parts.scorer
+        if scorer is None:
+            inside = np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3])
+            self.masks.append(inside)
+            return
+        seen = observed(self.flat, out, scorer.queries, self.length, index, self.key, Implementation.XLA)
+        axes = self.flat.axes
+        scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=axes)
+        norms = out.norms if parts.heads.needs_norms else None
+        self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim))
+        if self.told.rows is not None:
+            assert self.told.recent is not None
+            self._choose(self.told.rows[index : index + 1], self.told.recent[index : index + 1])
+
+    def rows(self) -> Bool[np.ndarray, "L K n"]:
+        """What stays, once every layer has been looked at."""
+        if self.waiting:
+            parts, told = self.parts, self.told
+            claims = np.stack([host(layer.claim) for layer in self.waiting])
+            given = (told.budget, self.lengths, told.forced)
+            rows = parts.layers.rows(*given, layers=len(claims), window=parts.keep.window, weights=claims)
+            self._choose(rows, parts.recents(rows, self.lengths, told.forced, claims, told.budget))
+        return np.stack(self.masks)
+
+    def _choose(self, rows: Table, recent: Table) -> None:
+        axes = self.flat.axes
+        for layer, wanted, last in zip(self.waiting, rows, recent, strict=True):
+            some, newest = (place(each, "B", axes, jnp.int32) for each in (wanted, last))
+            mask = choose(layer, some, newest, self.below, heads=self.parts.heads, axes=axes).mask
+            self.below = mask[:, 0] if self.parts.nested else None
+            self.masks.append(host(mask)[0])
+        self.waiting = []

@@ -1,0 +1,148 @@
+"""How much of a head's attention a few of its keys hold (Ada-KV, figures 1a and 11)."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv._drawing import COLUMN, paper
+from jaxkv._errors import require
+from jaxkv.analysis.figures import Figure, stacked
+from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.attention import window_mass
+from jaxkv.axes import Axes, host, mean_of_devices, program
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.protocol import Needs
+from jaxkv.text.prompts import Prompt
+
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retained(Figure):
+    """Attention that the most attended keys of each kv head hold.
+
+    Attributes:
+        mass: `f32[L, K, n]` the share of the attention of a head's queries that falls on its top keys, as many as
+            `shares` says; averaged over texts.
+        shares: top keys, as shares of those of a text, ascending.
+        queries: last tokens of each text whose attention is looked at.
+        lengths: tokens of each text.
+    """
+
+    mass: Float[np.ndarray, "L K n"]
+    shares: tuple[float, ...]
+    queries: int
+    lengths: tuple[int, ...]
+
+    def picture(self, path: str | Path) -> None:
+        """Draws a curve for each head, coloured by layer.
+
+        Args:
+            path: where to; the suffix says how, such as .png or .svg.
+
+        Raises:
+            ImportError: without matplotlib, naming the extra that brings it.
+        """
+        layers = len(self.mass)
+        with paper(path, width=COLUMN, height=2.6) as figure:
+            from matplotlib import colormaps
+            from matplotlib.cm import ScalarMappable
+            from matplotlib.colors import Normalize
+
+            panel, colours = figure.add_subplot(), colormaps["cividis"]
+            norm, across = Normalize(0, max(layers - 1, 1)), 100 * np.asarray(self.shares)
+            for layer, heads in enumerate(100 * self.mass):
+                panel.plot(across, heads.T, color=colours(norm(layer)), linewidth=0.6, alpha=0.8)
+            median = np.median(100 * self.mass, axis=(0, 1))
+            panel.plot(across, median, color="black", linewidth=1.6, linestyle="--", label="median of the heads")
+            panel.set(xscale="log", xlabel="keys of each head, % of the text", ylabel="attention retained, %")
+            panel.set(ylim=(0, 102), xlim=(across[0], 100), xticks=(1, 10, 100), xticklabels=("1", "10", "100"))
+            panel.legend(loc="lower right", frameon=False)
+            figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
+
+    def records(self) -> list[dict[str, Any]]:
+        """By share."""
+        heads = self.mass.reshape(-1, len(self.shares))
+        return [
+            {
+                "keys %": 100 * share,
+                "retained %": 100 * float(mine.mean()),
+                "least head": 100 * float(mine.min()),
+                "median": 100 * float(np.median(mine)),
+                "most head": 100 * float(mine.max()),
+            }
+            for share, mine in zip(self.shares, heads.T, strict=True)
+        ]
+
+
+def retained(
+    params: LanguageModel, texts: Sequence[Prompt], *, shares: Sequence[float] = SHARES, queries: int = 32
+) -> Retained:
+    """Measures how concentrated each head's attention is.
+
+    Args:
+        params: from `jaxkv.load`.
+        texts: long ones, or ids; each is run through the model once, under full attention.
+        shares: top keys to look at, as shares of a text's.
+        queries: last tokens of each text whose attention is looked at; rows are kept or dropped by all of them.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: for texts that are empty or too long for the model, and for settings out of range.
+
+    References:
+        Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps a row for all its query heads, so that its curve is
+        of their mean, as section 3.5 chooses rows.
+    """
+    return watch(params, texts, [RetainedWatcher(shares=shares, queries=queries)])[0]
+
+
+class RetainedWatcher(Watcher):
+    """Looks at the last queries of all layers."""
+
+    def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
+        """Checks the settings."""
+        fits = len(shares) > 0 and all(0 < each <= 1 for each in shares)
+        require(fits, "shares", shares, "give shares of a text's keys, above 0 and at most 1")
+        require(queries >= 1, "queries", queries, "give at least 1 query")
+        self.shares, self.queries = tuple(sorted(float(each) for each in shares)), queries
+        self.layers, self.texts, self.lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+
+    def needs(self, text: Text) -> Needs:
+        """As many last queries as there are."""
+        return Needs(queries=min(self.queries, text.count))
+
+    def look(self, text: Text, layer: Layer) -> None:
+        """A layer's curves."""
+        q, positions = layer.last(min(self.queries, text.count))
+        mine = host(_mean_weights(q, layer.out.k, positions, axes=text.axes))[0, :, : text.count]
+        running = np.cumsum(-np.sort(-mine.astype(np.float64), axis=-1), axis=-1)
+        keys = [max(1, int(share * text.count + 1e-9)) for share in self.shares]
+        self.layers.append(running[:, np.asarray(keys) - 1] / running[:, -1:])
+
+    def done(self, text: Text) -> None:
+        """A text's layers together."""
+        self.texts.append(np.stack(self.layers))
+        self.lengths.append(text.count)
+        self.layers = []
+
+    def found(self) -> Retained:
+        """The mean over texts."""
+        lengths = tuple(self.lengths)
+        return Retained(mass=stacked(self.texts), shares=self.shares, queries=self.queries, lengths=lengths)
+
+
+@program(static=("axes",))
+def _mean_weights(
+    q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"], positions: Int[Array, "B w"], *, axes: Axes | None
+) -> Float[Array, "B K S"]:
+    """What a kv head's queries pay to each key, the mean over them and over its query heads."""
+    mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
+    return mean_of_devices(mine, "G", axes)

@@ -1,0 +1,242 @@
+"""What `jaxkv eval` does: checks all it is asked for, then loads the model, runs, prints and draws."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkv._errors import require
+from jaxkv.cli.generating import require_model
+from jaxkv.cli.numbers import argument, whole, whole_or_real
+from jaxkv.cli.streams import to_stderr, to_stdout
+from jaxkv.cli.task_options import add_task_options, seed_reader, task_from
+from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.evals.arguments import at_budgets, described, require_how, settings_of
+from jaxkv.evals.folder import require_folder
+from jaxkv.evals.merging import merge
+from jaxkv.evals.page import report
+from jaxkv.evals.pictures import PLOTS_MISSING
+from jaxkv.evals.runs import Failed, evaluate, require_same
+from jaxkv.evals.summary import Evaluation
+from jaxkv.evals.task import TASKS, How, Task
+from jaxkv.loading import load
+from jaxkv.policies.registry import documented
+
+NOTES = """\
+A run that was ended, however, goes on with the same command, and ends with the same lines. In the folder: run.json,
+what was asked; samples.jsonl, a line for each sample under each policy; table.md; pictures where matplotlib is there.
+
+examples:
+  two policies at three budgets, and what they are held against:
+    jaxkv eval 2stageretr --model smollm2-135m-instruct --policies full,snapkv,adakv --budgets 64,128,0.2 --out found
+
+  the context compressed before the question is seen:
+    jaxkv eval 2stageretr --policies snapkv,adakv --budgets 128 --question-agnostic --out agnostic
+
+  on two machines, then together:
+    jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 0/2 --out part0
+    jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 1/2 --out part1
+    jaxkv eval merge part0 part1 --out whole
+
+  a page to look at and to send:
+    jaxkv eval report whole
+"""
+_LEAST_DEVICES = 8
+
+
+def add_eval_options(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's own subcommands: the tasks, and what is done with what they leave.
+
+    Args:
+        parser: the subcommand's.
+    """
+    parser.add_argument("--list", action="store_true", help="print the tasks with their settings")
+    parser.set_defaults(run=print_tasks)
+    commands = parser.add_subparsers(title="tasks, and what is done after them", metavar="TASK")
+    for name, cls in TASKS.items():
+        about = described(cls).rstrip(".")
+        one = commands.add_parser(name, help=about.replace("%", "%%"), description=described(cls).replace("%", "%%"))
+        _add_run_options(one, cls)
+        add_task_options(one, cls)
+        one.set_defaults(run=_runner(name, cls))
+    joining = commands.add_parser("merge", help="join the shards of one evaluation")
+    joining.add_argument("folders", nargs="+", metavar="DIR", help="all of them, in any order")
+    joining.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    joining.add_argument("--json", action="store_true", help="print JSON")
+    joining.set_defaults(run=run_merge)
+    reporting = commands.add_parser("report", help="write a finished evaluation as one HTML page")
+    reporting.add_argument("folder", metavar="DIR", help="of an evaluation")
+    count = argument(whole, least=0)
+    reporting.add_argument("--samples", type=count, default=200, metavar="N", help="of each policy (default: 200)")
+    reporting.set_defaults(run=run_report)
+
+
+def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
+    add = parser.add_argument_group("what is run").add_argument
+    known = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)"
+    add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
+    add("--policies", required=True, metavar="A,B", help="of `jaxkv policies`, with commas between them")
+    budgets = "rows per kv head and layer, or shares of each prompt: 64,128,0.2"
+    add("--budgets", default="", metavar="N,N", help=budgets)
+    add("--out", required=True, metavar="DIR", help="the folder, made where it is not there")
+    if cls.asks:
+        agnostic = "compress the context before the question is seen"
+        add("--question-agnostic", action="store_true", help=agnostic)
+    add("--raw", action="store_true", help="plain text: no chat template")
+    about = "of samples that are drawn, and of policies that draw (default: the task's)"
+    add("--seed", type=seed_reader(), metavar="N", help=about)
+    add = parser.add_argument_group("where it is run").add_argument
+    count = argument(whole, least=1)
+    add("--batch", type=count, default=8, metavar="N", help="samples at a time (default: %(default)s)")
+    add("--shard", metavar="I/N", help="every N-th batch from the I-th on, counted from 0; `jaxkv eval merge` joins")
+    add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
+    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    add("--json", action="store_true", help="print JSON instead of the table")
+
+
+def _runner(name: str, cls: type[Task]) -> Callable[[argparse.Namespace], int]:
+    return lambda options: run_task(options, name, cls)
+
+
+def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
+    """Runs a task and prints its table.
+
+    Args:
+        options: of a task's parser.
+        name: the task's.
+        cls: its class.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: for options that cannot be honoured; before the model is fetched and loaded, where that can be told.
+        OSError: where the folder takes no more.
+    """
+    task = task_from(options, cls)
+    budgets = [_budget(word) for word in options.budgets.split(",") if word.strip()]
+    policies = at_budgets([each.strip() for each in options.policies.split(",") if each.strip()], budgets)
+    agnostic, raw = getattr(options, "question_agnostic", False), options.raw
+    how = How(agnostic=agnostic, raw=raw, seed=0 if options.seed is None else options.seed)
+    require_how(task, how)
+    require_model(options.model)
+    shard = None if options.shard is None else _shard(options.shard)
+    folder = require_folder(options.out, "--out")
+    said = {"task": name, "settings": settings_of(task), "agnostic": agnostic, "raw": raw, "seed": how.seed}
+    said |= {"batch": options.batch, "shard": None if shard is None else list(shard)}
+    said["budgets"] = {row: policy.parts().budget for row, policy in policies.items()}
+    require_same(folder, said)
+    mesh = None if options.mesh is None else _mesh(options.mesh)
+    enable_compilation_cache()
+    params = load(options.model, dtype=options.dtype, mesh=mesh)
+    try:
+        done = evaluate(
+            params, task, policies, folder, how=how, batch=options.batch, shard=shard, mesh=mesh, progress=True
+        )
+    except Failed as failed:
+        # What bad input leads to is told in a line; our mistakes keep their traceback.
+        if isinstance(failed.__cause__, (ValueError, TypeError, OSError, MemoryError, ImportError)):
+            raise ValueError(str(failed)) from failed
+        raise
+    _print(done, as_json=options.json)
+    return 0
+
+
+def run_merge(options: argparse.Namespace) -> int:
+    """Joins shards.
+
+    Args:
+        options: of which `folders` are joined into `out`.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: for shards that cannot be joined.
+        OSError: where the folder cannot be written.
+    """
+    _print(merge(options.folders, options.out), as_json=options.json)
+    return 0
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Writes the page, and prints where it is.
+
+    Args:
+        options: of which `folder` is reported.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: for a folder without a finished evaluation.
+        OSError: where the page cannot be written.
+    """
+    to_stdout(str(report(options.folder, samples=options.samples)))
+    return 0
+
+
+def print_tasks(options: argparse.Namespace) -> int:
+    """Prints the tasks, each with its settings.
+
+    Args:
+        options: of which `list` asks for them.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: where nothing is asked for.
+    """
+    require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are")
+    for name, cls in TASKS.items():
+        to_stdout(f"{name}: {described(cls)}")
+        for setting, default in _settings(cls).items():
+            to_stdout(f"  {setting:<14}{default}")
+        to_stdout("")
+    return 0
+
+
+def _settings(cls: type[Task]) -> dict[str, str]:
+    about = documented(cls)
+    return {field.name.replace("_", "-"): about.get(field.name, "") for field in dataclasses.fields(cls)}
+
+
+def _print(done: Evaluation, *, as_json: bool) -> None:
+    to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
+    missing = "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
+    to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
+
+
+def _budget(word: str) -> Any:
+    try:
+        return whole_or_real(word.strip())
+    except ValueError as error:
+        raise ValueError(f"--budgets={word!r}: {error}") from None
+
+
+def _shard(given: str) -> tuple[int, int]:
+    first, slash, count = given.partition("/")
+    fine = bool(slash) and first.isdecimal() and count.isdecimal() and int(first) < int(count)
+    require(fine, "--shard", given, "give I/N, such as 0/4 for the first of four parts")
+    return int(first), int(count)
+
+
+def _mesh(given: str) -> jax.sharding.Mesh:
+    """A mesh of the devices here; of a CPU's as many as are asked for."""
+    sizes = given.split("x")
+    fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
+    require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
+    shape = (int(sizes[0]), int(sizes[1]))
+    # XLA's CPU can wait for ever for one of three devices where three are all.
+    with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
+        jax.config.update("jax_num_cpu_devices", max(_LEAST_DEVICES, math.prod(shape)))
+    devices = jax.devices()
+    remedy = f"there are {len(devices)} devices here: give a mesh of so many at most"
+    require(math.prod(shape) <= len(devices), "--mesh", given, remedy)
+    return jax.make_mesh(shape, ("data", "model"), devices=devices[: math.prod(shape)])

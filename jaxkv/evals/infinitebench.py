@@ -1,0 +1,74 @@
+"""InfiniteBench: twelve tasks of 100,000 tokens and more, with its own prompts, output lengths and metrics."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv._errors import require
+from jaxkv.evals import metrics
+from jaxkv.evals.stored import Hub, StoredTask, table
+from jaxkv.evals.task import Sample, task
+
+_OPTIONS = "ABCD"
+_CHOICES = ("code_debug", "longbook_choice_eng")
+_NUMBERS = ("code_run", "math_find")
+# Of these the official functions look at the first label alone.
+_FIRST_LABEL = ("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng")
+
+
+@task("infinitebench")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfiniteBench(StoredTask):
+    """InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
+
+    Prompts are the official ones for open models (those of YaRN-Mistral, Yi and ChatGLM3), which begin the answer and
+    have no chat template. What stands behind the document is what a question-agnostic run keeps from the policy; of
+    math_find and code_run the official prompt says before the document, too, what will be asked.
+
+    Attributes:
+        data: folder with the official files, such as passkey.jsonl; by default they are fetched from the hub.
+        tasks: names of files, such as ("passkey", "kv_retrieval"); by default all 12.
+        count: samples of each, from its beginning; 0 for all.
+        longest: tokens of a prompt, above which its middle goes; 0 for what the model's positions leave.
+        new_tokens: tokens of an answer; 0 for the official number of each task, which is 30,000 of math_calc.
+    """
+
+    benchmark = "infinitebench"
+    hub = Hub(repo="xinrongzhang2022/InfiniteBench", file="{name}.jsonl")
+    keys = ("context", "input", "answer")
+
+    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """The question, its options, and what the prompt says of it in advance; see `StoredTask.fields_of`."""
+        asked, options = str(row["input"]), row.get("options") or ()
+        told = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
+        told |= {"question": asked, "input": asked}
+        if name == "code_run":
+            call = re.findall(r"func_[0-9]+\(\-?[0-9]+\)", asked)
+            require(bool(call), "data", asked, "code_run asks for a call such as func_1(2): is it the official file?")
+            told |= {"func": call[0].split("(")[0], "func_call": call[0]}
+        if name == "math_find":
+            found = re.findall(r"The .+ of", asked)
+            require(bool(found), "data", asked, 'math_find asks for "The ... of": is it the official file?')
+            told["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
+        return told
+
+    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Numbers as JSON, of choices the text with its letter, else texts; see `StoredTask.answers_of`."""
+        right = row["answer"]
+        several = right if isinstance(right, list) else [right]
+        if name in _CHOICES:
+            return (several[0], several[1] if len(several) == 2 else _OPTIONS[row["options"].index(several[0])])
+        if name == "math_calc":
+            return (json.dumps(several[0] if isinstance(several[0], list) else several),)
+        if name in _NUMBERS:
+            return (json.dumps(several[0]),)
+        return tuple(str(each) for each in (several[:1] if name in _FIRST_LABEL else several))
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """The official metric of the sample's task, the best over its answers."""
+        of = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
+        if sample.group in _CHOICES:
+            return of(prediction, sample.answers)
+        return max((of(prediction, answer) for answer in sample.answers), default=0.0)

@@ -1,0 +1,57 @@
+"""LongBench: 16 English data sets of long documents, with its own prompts, output lengths, truncation and metrics."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.evals import metrics
+from jaxkv.evals.stored import Hub, StoredTask, table
+from jaxkv.evals.task import Sample, task
+
+# Examples, or code, to be gone on with: a chat template is in the way.
+_RAW = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+# Models go on with another example: the answer is the first line.
+_FIRST_LINE = ("trec", "triviaqa", "samsum")
+
+
+@task("longbench")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongBench(StoredTask):
+    """LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
+
+    What stands behind a document in the official prompts, such as the question, is what a question-agnostic run keeps
+    from the policy; what stands before it never names the question.
+
+    Attributes:
+        data: folder with the official files, such as narrativeqa.jsonl; by default they are fetched from the hub.
+        tasks: data sets, such as ("hotpotqa", "lcc"); by default all 16.
+        count: samples of each, from its beginning; 0 for all.
+        longest: tokens of a prompt, above which its middle goes; 0 for what the model's positions leave. The official
+            figures have 3500 for models of 4096 positions, 7500 for 8192 and 31500 for 32768.
+        new_tokens: tokens of an answer; 0 for the official number of each data set.
+    """
+
+    benchmark = "longbench"
+    hub = Hub(repo="THUDM/LongBench", file="data.zip", member="data/{name}.jsonl")
+    keys = ("input", "context", "answers", "all_classes")
+
+    def raw(self, name: str) -> bool:
+        """Few-shot prompts and code are gone on with; see `StoredTask.raw`."""
+        return name in _RAW
+
+    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
+        """The question, or what else is asked; see `StoredTask.fields_of`."""
+        return {"input": row["input"]}
+
+    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """All that are right; see `StoredTask.answers_of`."""
+        return tuple(row["answers"])
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """The official metric of the sample's data set, the best over its answers."""
+        metric = table(self.benchmark)[sample.group]["metric"]
+        given = {"classes": sample.tags["classes"]} if metric == "one_class" else {}
+        if sample.group in _FIRST_LINE:
+            prediction = prediction.lstrip("\n").split("\n")[0]
+        of = getattr(metrics, metric)
+        return max((of(prediction, answer, **given) for answer in sample.answers), default=0.0)

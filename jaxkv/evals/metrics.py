@@ -1,0 +1,366 @@
+"""LongBench's and InfiniteBench's metrics: a prediction and what is right, and how well they agree, in [0, 1].
+
+Where a library gives the official figure, it is used: rouge-score for summaries of books, difflib for code. The ROUGE-L
+of LongBench is that of the package rouge 1.0.1, which counts distinct words sentence by sentence, as no other package
+does: it is written here by its definition, as the others are.
+`tests/golden/metrics` has what the official functions say.
+"""
+
+import difflib
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CHINESE = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟"
+    "〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+_CHINESE_TOO = str.maketrans("", "", string.punctuation + _CHINESE)
+_MARKS = "\n:\"'.,?!{}"
+_LETTERS = "ABCD"
+
+
+def words_of(text: str) -> list[str]:
+    """Words as answers are compared by: lower case, without punctuation and articles.
+
+    Args:
+        text: what was said.
+
+    Returns:
+        The words, in order.
+    """
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(said: Sequence[str], right: Sequence[str]) -> float:
+    """Harmonic mean of the shares of words that two lists have in common.
+
+    Args:
+        said: words of the prediction.
+        right: words of the answer.
+
+    Returns:
+        The mean; 0 without a common word.
+    """
+    common = (Counter(said) & Counter(right)).total()
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(said), common / len(right)
+    return 2 * precision * recall / (precision + recall)
+
+
+def answer_f1(prediction: str, answer: str) -> float:
+    """F1 of words, as SQuAD has it.
+
+    Args:
+        prediction: what was said.
+        answer: what is right.
+
+    Returns:
+        A share.
+    """
+    return f1(words_of(prediction), words_of(answer))
+
+
+def chinese_f1(prediction: str, answer: str) -> float:
+    """F1 of characters, punctuation left out.
+
+    Args:
+        prediction: what was said.
+        answer: what is right.
+
+    Returns:
+        A share.
+    """
+    said, right = ("".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer))
+    return f1(said, right)
+
+
+def rouge_l(prediction: str, answer: str) -> float:
+    """ROUGE-L of summaries, as the package rouge 1.0.1 counts it.
+
+    Sentences end at full stops. Of each of the answer's, the distinct words on a longest common subsequence with any of
+    the prediction's count, once in the whole; so do both texts' distinct words, of which they are shares.
+
+    Args:
+        prediction: what was said.
+        answer: what is right.
+
+    Returns:
+        The F1 of both shares; 0 where either text is empty.
+
+    References:
+        Lin, ROUGE (2004), section 3.2, summary level.
+    """
+    said, right = _sentences(prediction), _sentences(answer)
+    if not said or not right:
+        return 0.0
+    common = {word for theirs in right for ours in said for word in _common(theirs, ours)}
+    precision, recall = (len(common) / len({word for each in of for word in each}) for of in (said, right))
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    # A sentence of spaces alone is one of an empty word, as there.
+    return [" ".join(each.split()).split(" ") for each in text.split(".") if each]
+
+
+def _common(right: list[str], said: list[str]) -> list[str]:
+    """Words on a longest common subsequence: of several, the one that the package walks back along."""
+    table = [[0] * (len(said) + 1)]
+    for mine in right:
+        above, row = table[-1], [0]
+        for column, theirs in enumerate(said):
+            row.append(above[column] + 1 if mine == theirs else max(above[column + 1], row[column]))
+        table.append(row)
+    at, to, found = len(right), len(said), []
+    while at and to:
+        if right[at - 1] == said[to - 1]:
+            found.append(right[at - 1])
+            at, to = at - 1, to - 1
+        elif table[at - 1][to] > table[at][to - 1]:
+            at -= 1
+        else:
+            to -= 1
+    return found
+
+
+def rouge_l_of_lines(prediction: str, answer: str) -> float:
+    """ROUGE-Lsum of the package rouge-score, without stemming: sentences are lines.
+
+    Args:
+        prediction: what was said.
+        answer: what is right.
+
+    Returns:
+        Its F1.
+
+    Raises:
+        ImportError: without rouge-score, naming the extra that brings it.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ImportError("this metric needs rouge-score: pip install 'jaxkv[eval]'") from None
+    return float(RougeScorer(["rougeLsum"], use_stemmer=False).score(answer, prediction)["rougeLsum"].fmeasure)
+
+
+def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """Whether the answer's class is named, shared with the others that are.
+
+    Args:
+        prediction: what was said.
+        answer: the class.
+        classes: all of them.
+
+    Returns:
+        One over the classes named, or 0 if the right one is not among them.
+    """
+    named = [each for each in classes if each in prediction]
+    # The official loop takes out of the list that it walks along, and so passes over what follows each.
+    for each in named:
+        if each in answer and each != answer:
+            named.remove(each)
+    return 1.0 / len(named) if answer in named else 0.0
+
+
+def share_of_numbers(prediction: str, number: str) -> float:
+    """How many of the numbers said are the right one.
+
+    Args:
+        prediction: what was said.
+        number: digits.
+
+    Returns:
+        A share; 0 where no number was said.
+    """
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
+
+
+def paragraph(prediction: str, answer: str) -> float:
+    """How many of the numbers said are the answer's paragraph.
+
+    Args:
+        prediction: what was said.
+        answer: such as "Paragraph 7".
+
+    Returns:
+        A share.
+    """
+    return share_of_numbers(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+
+
+def line_of_code(prediction: str, answer: str) -> float:
+    """How alike the first line of code said and the right one are.
+
+    fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not ask for: difflib's, in whole hundredths.
+    RapidFuzz gives another one, by edit distance.
+
+    Args:
+        prediction: what was said; lines with a backtick, "#" or "//" are passed over.
+        answer: the line.
+
+    Returns:
+        A share.
+    """
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
+    if line == answer:
+        return 1.0
+    if not line or not answer:
+        return 0.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+def first_number(prediction: str, answer: str) -> float:
+    """Whether the first digits said are the answer.
+
+    Args:
+        prediction: what was said.
+        answer: digits.
+
+    Returns:
+        1 or 0.
+    """
+    found = re.search(r"[0-9]+", prediction)
+    return float(answer == (found.group() if found else ""))
+
+
+def among_words(prediction: str, answer: str) -> float:
+    """Whether the answer is one of the words said, between spaces and marks.
+
+    Args:
+        prediction: what was said.
+        answer: a word.
+
+    Returns:
+        1 or 0.
+    """
+    return float(answer in _apart(prediction, _MARKS).split())
+
+
+def among_names(prediction: str, answer: str) -> float:
+    """Whether a name is one of the words said, in capitals.
+
+    Args:
+        prediction: what was said.
+        answer: the name, in capitals.
+
+    Returns:
+        1 or 0.
+    """
+    return among_words(prediction.strip().upper(), answer)
+
+
+def last_number(prediction: str, answer: str) -> float:
+    """Whether the last word said is the number.
+
+    Args:
+        prediction: what was said.
+        answer: a number, as JSON has it.
+
+    Returns:
+        1 or 0.
+    """
+    words = _apart(prediction.strip(), "\n.`'\":").split()
+    return float(_number(words[-1]) == json.loads(answer)) if words else 0.0
+
+
+def found_number(prediction: str, answer: str) -> float:
+    """Whether the first number said is the answer.
+
+    Args:
+        prediction: what was said.
+        answer: a number, as JSON has it.
+
+    Returns:
+        1 or 0. The official function fails on a fraction where a whole number is right: that is 0 here.
+    """
+    found, right = re.search(r"\d+\.\d+|\d+", prediction), json.loads(answer)
+    if found is None:
+        return 0.0
+    return float((float(found.group()) if isinstance(right, float) else _number(found.group())) == right)
+
+
+def values_in_a_row(prediction: str, answer: str) -> float:
+    """How many values are right before the first wrong one.
+
+    Args:
+        prediction: what was said; signs do not count, as in the official function.
+        answer: a list of numbers, as JSON has it.
+
+    Returns:
+        A share of the list.
+    """
+    right = json.loads(answer)
+    said = [int(each) for each in re.findall(r"[0-9]+", prediction)]
+    wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
+    return next(wrong, len(right)) / len(right)
+
+
+def faulty_function(prediction: str, answers: Sequence[str]) -> float:
+    """Whether the right option is chosen: at once, or behind words such as "answer is:".
+
+    Args:
+        prediction: what was said.
+        answers: the function's name and its letter.
+
+    Returns:
+        1 or 0.
+    """
+    name, letter = answers
+    said = prediction.strip()
+    if said[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
+        said = said.replace(mark, " ")
+    behind = _behind(re.sub(" +", " ", said), ("answer is:", "is:", "answer:", "correct option is:"))
+    return float(behind is not None and behind.startswith((letter, name)))
+
+
+def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
+    """Whether the right option is chosen: by its letter or text, at once, behind words, or anywhere.
+
+    Args:
+        prediction: what was said.
+        answers: the option's text and its letter.
+
+    Returns:
+        1 or 0.
+    """
+    said = prediction.strip()
+    if not said:
+        return 0.0
+    if said[0] in _LETTERS:
+        return float(said[0] in answers)
+    if said in answers:
+        return 1.0
+    said = re.sub(" +", " ", _apart(said, _MARKS.replace(":", "")))
+    behind = _behind(said, ("answer is:", "answer:", "answer is", "option is"))
+    if behind is not None:
+        return float(behind.startswith(tuple(answers)))
+    # "AB" is a word of "ABCD", too, as there.
+    return float(next((word for word in said.split() if word in _LETTERS), "") in answers)
+
+
+def _behind(said: str, prefixes: Sequence[str]) -> str | None:
+    """What stands a character behind the first of these that occurs: nothing where the text ends there."""
+    at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
+    return None if at is None else said[at + 1 :] or "\0"
+
+
+def _apart(text: str, marks: str) -> str:
+    return text.translate(str.maketrans(marks, " " * len(marks)))
+
+
+def _number(word: str) -> Any:
+    try:
+        return int(word)
+    except ValueError:
+        return None

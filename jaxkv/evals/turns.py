@@ -1,0 +1,213 @@
+"""Conversations turn after turn on one cache: what was told at first is asked for at last."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv._errors import require
+from jaxkv.cache import KVCache
+from jaxkv.evals.metrics import rouge_l
+from jaxkv.evals.perplexity import texts_of
+from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.generation import generate
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.policy import Method
+
+# Between the turns of a sample's context: no text has it.
+_NEXT = "\x1e"
+JUDGES = ("substring", "rouge-l")
+
+
+class _Fact(NamedTuple):
+    told: str
+    asked: str
+    values: tuple[str, ...]
+
+
+_FACTS = (
+    _Fact("My dog is called {}.", "What is my dog called?", ("Bramble", "Pixel", "Juno", "Otto", "Clover", "Biscuit")),
+    _Fact("My sister lives in {}.", "Where does my sister live?", ("Lisbon", "Oslo", "Kyoto", "Lima", "Turin", "Cork")),
+    _Fact("My meeting is on {}.", "On which day is my meeting?", ("Monday", "Tuesday", "Thursday", "Friday", "Sunday")),
+    _Fact("I keep the spare key in the {}.", "Where is my spare key?", ("teapot", "shed", "piano", "drawer", "boot")),
+    _Fact(
+        "My front door is {}.", "Which colour is my front door?", ("turquoise", "crimson", "yellow", "violet", "grey")
+    ),
+    _Fact("I work as a {}.", "What do I work as?", ("welder", "dentist", "botanist", "pilot", "tailor", "plumber")),
+    _Fact("My locker's code is {}.", "What is my locker's code?", ("4817", "2960", "7352", "6148", "9073", "3581")),
+    _Fact(
+        "My train leaves from platform {}.", "From which platform does my train leave?", ("17", "23", "31", "46", "52")
+    ),
+)
+
+
+@task("turns")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns(Task):
+    """Conversations on one cache that the policy keeps within its budget (D2O, appendix, MT-bench's setting).
+
+    By default conversations are made: facts are told in the first turns, passages talked about in those between, and
+    the facts asked for in the last ones. The score is the share of asked turns whose answer has the fact.
+
+    MT-bench's own questions are read from its `question.jsonl`. Its judge, a large language model, is out of reach:
+    what is scored are the turns with a reference, and conversations without any are left out.
+
+    Attributes:
+        data: a file of lines of JSON as MT-bench's question.jsonl has them: "turns", and for each of them a
+            "reference", empty where none is asked for; by default conversations are made.
+        count: conversations; 0 for all of the file.
+        turns: of each that is made.
+        words: of each passage that is talked about.
+        new_tokens: tokens of an answer.
+        judge: how an answer is held against its reference: "substring", whatever the case, or "rouge-l".
+        seed: of the draws.
+    """
+
+    asks = False
+
+    data: str | None = None
+    count: int = 20
+    turns: int = 10
+    words: int = 80
+    new_tokens: int = 32
+    judge: str = "substring"
+    seed: int = 0
+
+    def __post_init__(self):
+        require(self.judge in JUDGES, "judge", self.judge, f"choose among {', '.join(JUDGES)}")
+        require(self.count >= (self.data is None), "count", self.count, "hold at least 1 conversation")
+        most = 3 * len(_FACTS)
+        require(2 <= self.turns <= most, "turns", self.turns, f"give 2 to {most}: something to tell, and to ask for")
+        for name in ("words", "new_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """The conversations; see `Task.samples`."""
+        require(params.text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
+        assert params.text is not None
+        held = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
+        made, most = [], params.config.max_positions
+        for talk in itertools.islice(held, self.count or None):
+            # A template writes a few words around each turn.
+            length = sum(len(params.text.encode(turn, bos=True)) + self.new_tokens + 32 for turn in talk.turns)
+            remedy = f"they may take {length} tokens, and the model has {most} positions: give fewer or shorter ones"
+            require(length <= most, "turns", len(talk.turns), remedy)
+            sample = Sample(
+                id=talk.name,
+                group=talk.group,
+                context=_NEXT.join(talk.turns),
+                answers=talk.references,
+                new_tokens=self.new_tokens,
+                tags={"turns": len(talk.turns)},
+            )
+            made.append(sample)
+        return made
+
+    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+        """Holds a batch of conversations side by side; see `Task.run`."""
+        outcomes: dict[int, Outcome] = {}
+        # Those of a length keep step.
+        for length in dict.fromkeys(sample.context.count(_NEXT) for sample in samples):
+            at = [number for number, sample in enumerate(samples) if sample.context.count(_NEXT) == length]
+            same = [samples[number] for number in at]
+            told, caches = _held(params, policy, same, how)
+            outcomes |= {
+                number: self._outcome(samples[number], told[row], caches, row) for row, number in enumerate(at)
+            }
+        return [outcomes[number] for number in range(len(samples))]
+
+    def _outcome(self, sample: Sample, told: Sequence[str], kept: Sequence[np.ndarray], row: int) -> Outcome:
+        asked = [(said, right) for said, right in zip(told, sample.answers, strict=True) if right]
+        scores = [self._judged(said, right) for said, right in asked]
+        return Outcome(
+            score=float(np.mean(scores)),
+            prediction=json.dumps(list(told), ensure_ascii=False),
+            figures={
+                "rows": [float(each[:, row].mean()) for each in kept],
+                "most_rows": [int(each[:, row].max()) for each in kept],
+                "scores": scores,
+            },
+        )
+
+    def _judged(self, said: str, right: str) -> float:
+        return float(right.lower() in said.lower()) if self.judge == "substring" else rouge_l(said, right)
+
+
+def _held(
+    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+) -> tuple[list[list[str]], list[np.ndarray]]:
+    """What the model says in each turn of each conversation, and the rows `[L, B, K]` that it then holds."""
+    assert params.text is not None
+    turns = [sample.context.split(_NEXT) for sample in samples]
+    cache: KVCache | None = None
+    told: list[list[str]] = [[] for _ in samples]
+    kept, plain = [], how.raw or not params.text.has_template
+    ends = set(params.text.eos_ids)
+    for each in zip(*turns, strict=True):
+        # Without a template, lines part what is said from what is answered.
+        said = [f"{'' if cache is None else chr(10) * 2}{text}\n" for text in each] if plain else list(each)
+        of: dict[str, Any] = {"policy": policy} if cache is None else {"cache": cache}
+        new = samples[0].new_tokens
+        out = generate(params, said, **of, max_new_tokens=new, raw=how.raw, key=how.seed, progress=False)
+        cache = out.cache
+        kept.append(cache.kept)
+        for row, tokens in enumerate(out.tokens):
+            told[row].append(params.text.decode([token for token in tokens.tolist() if token not in ends]))
+    return told, kept
+
+
+class _Talk(NamedTuple):
+    """A conversation: its turns, and of each what is right, or nothing."""
+
+    name: str
+    group: str
+    turns: tuple[str, ...]
+    references: tuple[str, ...]
+
+
+def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
+    """Conversations without end: the first is the same however many follow."""
+    passages = [text.split() for text in texts_of(None).values()]
+    facts = max(1, turns * 3 // 10)
+    for number in itertools.count():
+        rng = np.random.default_rng([seed, number])
+        chosen = [_FACTS[at] for at in rng.permutation(len(_FACTS))[:facts]]
+        values = [str(rng.choice(fact.values)) for fact in chosen]
+        said = [f"{fact.told.format(value)} Please remember it." for fact, value in zip(chosen, values, strict=True)]
+        for _ in range(turns - 2 * facts):
+            text = passages[rng.integers(len(passages))]
+            first = int(rng.integers(max(1, len(text) - words)))
+            said.append(
+                f'Here is a passage: "{" ".join(text[first : first + words])}" Say in a few words what it is about.'
+            )
+        order = rng.permutation(facts)
+        asked = [chosen[at].asked for at in order]
+        right = [values[at] for at in order]
+        yield _Talk(f"{number:03d}", "told and asked", (*said, *asked), (*([""] * len(said)), *right))
+
+
+def _stored(data: str) -> Iterator[_Talk]:
+    path = Path(data).expanduser()
+    if not path.is_file():
+        where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"
+        raise FileNotFoundError(f"data={data!r}: no such file; give a question.jsonl, such as {where}")
+    found = 0
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        sound = isinstance(row, dict) and bool(row.get("turns"))
+        require(sound, "data", data, f'line {number} lacks turns: give lines such as {{"turns": ["..."]}}')
+        references = [each or "" for each in row.get("reference") or []]
+        if not any(references):
+            continue
+        found += 1
+        turns = tuple(row["turns"])
+        padded = (*references, *([""] * len(turns)))[: len(turns)]
+        yield _Talk(f"{row.get('question_id', number)}", str(row.get("category", "turns")), turns, padded)
+    remedy = "no conversation has a reference, and a judge that needs none, a large language model, is out of reach"
+    require(found > 0, "data", data, remedy)

@@ -1,0 +1,37 @@
+"""What the tests of RULER and of the needle map share: a tokenizer of words, and what RULER's own scripts made."""
+
+import functools
+import gzip
+import json
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from jaxkv.evals.ruler import pieces
+from jaxkv.loading import LanguageModel
+from jaxkv.testing import tiny_model
+from jaxkv.text.tokenizer import Text
+
+GOLDEN = Path(__file__).parent / "golden" / "ruler"
+
+
+def count(prompt) -> int:
+    """Tokens of a prompt: words, digits and marks."""
+    return len(pieces(prompt.text))
+
+
+@functools.cache
+def model() -> LanguageModel:
+    """A model whose tokens are words, digits and marks; the same token is every one."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    pattern = Regex(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
+    made = tiny_model()
+    made.text = Text(tokenizer)
+    return made
+
+
+@functools.cache
+def golden() -> dict:
+    """What `tests/golden/make_ruler.py` wrote."""
+    return json.loads(gzip.decompress((GOLDEN / "golden.json.gz").read_bytes()))

@@ -1,0 +1,62 @@
+"""docs/claims.md has every row once, says how each stands, and names tests, files and commands that exist."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxkv.cli import _parser
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+PAGE = (ROOT / "docs" / "claims.md").read_text("utf-8")
+ROWS = {row: cells for row, *cells in re.findall(r"^\| ([A-Z]-\d+) \| (.*?) \| (.*?) \| (.*) \|$", PAGE, flags=re.M)}
+PAPERS = {"P": 12, "A": 13, "D": 14, "O": 16}
+STANDINGS = ["reproduced", "refuted", "out of reach"]
+PLACES = r"(Abstract.*|(Section|Equation|Table|Theorem|Figure|Algorithm|Appendix)s? [A-Z\d.]+.*|Not in the paper; .*)$"
+
+
+def named_in(text):
+    return re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+
+
+def functions(name):
+    tree = ast.parse((TESTS / name).read_text("utf-8"))
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def test_every_row_is_there_once():
+    listed = re.findall(r"^\| ([A-Z]-\d+) \|", PAGE, flags=re.M)
+    assert listed == list(ROWS) == [f"{paper}-{row}" for paper, rows in PAPERS.items() for row in range(1, rows + 1)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_says_where_it_is_from_how_it_stands_and_by_what_that_is_known(row):
+    claim, standing, known = ROWS[row]
+    # The last sentence is the place.
+    assert re.match(PLACES, re.split(r"\. (?=[A-Z])", claim)[-1])
+    words = standing.split(", ")
+    assert words == [each for each in STANDINGS if each in words]
+    named = named_in(known)
+    assert all(test in functions(file) for file, test in named)
+    assert named or "reproduced" not in words
+
+
+def test_every_test_of_a_claim_is_named_in_its_row():
+    for test in functions("test_claims.py"):
+        paper, number = re.match(r"test_([pado])(\d+)_", test).groups()
+        assert ("test_claims.py", test) in named_in(ROWS[f"{paper.upper()}-{number}"][2])
+
+
+def test_commands_exist():
+    known = _parser()
+    ours = next(action.choices for action in known._actions if isinstance(action.choices, dict))
+    commands = [shlex.split(each) for each in re.findall(r"`((?:jaxkv|python -m) [^`]+)`", PAGE)]
+    assert len(commands) > 20
+    for words in commands:
+        if words[0] == "python":
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), words
+        elif words[1] != "analyze" or "analyze" in ours:
+            known.parse_args(words[1:])

@@ -1,0 +1,402 @@
+"""Evaluations: lines that a model gave, the same bytes however often a run was ended, shards that are the whole."""
+
+import dataclasses
+import errno
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import evaluating
+import numpy as np
+import pytest
+from evaluating import POLICIES, Told, Words, told, words
+
+import jaxkv
+from jaxkv.evals import (
+    TASKS,
+    Evaluation,
+    Failed,
+    How,
+    Outcome,
+    TwoStage,
+    answers,
+    at_budgets,
+    evaluate,
+    folder,
+    interval,
+    merge,
+    runs,
+)
+from jaxkv.evals.folder import locked
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Nothing is drawn: a picture takes longer than everything else here."""
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+
+
+@functools.cache
+def whole() -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as there, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runs, "PLOTS_MISSING", True)
+        return told(Path(there) / "whole")
+
+
+# --- a model's answers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agnostic", [False, True])
+def test_lines_are_what_the_model_says(tmp_path, plain, agnostic):
+    task, how = Words(), How(agnostic=agnostic)
+    policies = {"full": jaxkv.FullKV(), "few": jaxkv.KNorm(budget=9)}
+    found = evaluate(words(), task, policies, tmp_path / "out", how=how, batch=3)
+    samples = task.samples(words())
+    for name, policy in policies.items():
+        said = [text for part in (samples[:3], samples[3:]) for text in answers(words(), policy, part, how)]
+        records = found.of(name)
+        assert [record.prediction for record in records] == said
+        assert [record.score for record in records] == [task.score(samples[0], text) for text in said]
+        assert [record.tokens for record in records] == [22 + at for at in range(6)]
+        # What the question brings comes on top of what was compressed.
+        kept = [9] * 6 if name == "few" else [20 + at + 2 * (not agnostic) for at in range(6)]
+        assert [record.rows for record in records] == kept
+        config, row = words().config, 2 * 8 * 4 + 4
+        assert [record.nbytes for record in records] == [n * config.layers * config.kv_heads * row for n in kept]
+    assert found.scores("full").shape == (6,) and found.run.agnostic is agnostic
+    assert found.of("full") != found.of("few")
+
+
+def test_a_task_of_the_library_runs(tmp_path, plain):
+    task = TwoStage(count=3, sizes=(3, 4), new_tokens=2)
+    found = evaluate(words(), task, {"few": jaxkv.StreamingLLM(budget=16)}, tmp_path / "out", how=How(agnostic=True))
+    assert found.run.task == "2stageretr" and [record.id for record in found.records] == ["0000", "0001", "0002"]
+    assert found.run.settings["sizes"] == [3, 4] and found.cell("few").n == 3
+    assert all(record.score == (record.answers[0] in record.prediction) for record in found.records)
+
+
+# --- ended, and gone on with ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, plain, monkeypatch):
+    given, ran = whole(), []
+    lines = given.split(b"\n")[:-1]
+    assert [json.loads(line)["policy"] for line in lines] == [name for name in POLICIES for _ in range(14)]
+    assert [json.loads(line)["id"] for line in lines[:3]] == ["00", "10", "01"]
+    run = Told.run
+    monkeypatch.setattr(Told, "run", lambda self, *each: ran.append(each[2]) or run(self, *each))
+    out = tmp_path / "out"
+    told(out)
+    ends = np.cumsum([0, *(len(line) + 1 for line in lines)])
+    rng = np.random.default_rng(0)
+    cuts = {0, 1, len(given) - 1, *ends[[3, 4, 14, 15]], ends[5] - 1, *rng.integers(0, len(given), 25)}
+    for cut in sorted(int(each) for each in cuts):
+        (out / "samples.jsonl").write_bytes(given[:cut])
+        ran.clear()
+        assert told(out) == given, cut
+        there = int((ends <= cut).sum()) - 1
+        # Of each policy's 14 lines batches of 3, 3, 3, 3 and 2 are whole.
+        done = there // 14 * 14 + (there % 14) // 3 * 3
+        assert sum(len({sample.id for sample in batch}) for batch in ran) == len(lines) - done, cut
+        # One size for all, so that programs are compiled once.
+        assert {len(batch) for batch in ran} <= {3}
+    ran.clear()
+    assert told(out) == given and not ran
+
+
+_SLOW = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import evaluating
+from pathlib import Path
+from jaxkv.evals import runs
+runs.PLOTS_MISSING = True
+run = evaluating.Told.run
+evaluating.Told.run = lambda self, *each: (time.sleep(0.05), run(self, *each))[1]
+print("begun", flush=True)
+evaluating.told(Path(sys.argv[2]))
+"""
+
+
+def test_a_process_that_is_killed_leaves_whole_lines(tmp_path, plain):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", _SLOW, str(Path(__file__).parent), str(out)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as slow:
+        while not (out / "samples.jsonl").exists() or (out / "samples.jsonl").read_bytes().count(b"\n") < 6:
+            assert slow.poll() is None
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match="another process is at it"):
+            told(out)
+        slow.send_signal(signal.SIGKILL)
+    cut = (out / "samples.jsonl").read_bytes()
+    assert 0 < len(cut) < len(whole()) and whole().startswith(cut)
+    assert told(out) == whole()
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path, plain, monkeypatch):
+    write, written = os.write, []
+
+    def full(number, data):
+        written.append(len(data))
+        if len(written) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(number, data[: 1 + len(data) // 2])  # the rest comes with the next call
+
+    monkeypatch.setattr(folder.os, "write", full)
+    out = tmp_path / "out"
+    with pytest.raises(OSError, match=r"samples\.jsonl: No space left on device; \d+ lines are whole: make room"):
+        told(out)
+    monkeypatch.undo()
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    cut = (out / "samples.jsonl").read_bytes()
+    assert whole().startswith(cut) and (not cut or cut.endswith(b"\n"))
+    assert told(out) == whole()
+
+
+def broken(at, what):
+    class Broken(Told):
+        def outcome(self, policy, sample, how):
+            if sample.id == at and isinstance(policy, jaxkv.KNorm):
+                return what()
+            return super().outcome(policy, sample, how)
+
+    return Broken()
+
+
+def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, plain, monkeypatch):
+    def fails():
+        raise MemoryError("too long")
+
+    cases = {
+        "sample 02: score=nan": lambda: Outcome(score=float("nan")),
+        "sample 02: score=1.5": lambda: Outcome(score=1.5),
+        "sample 02: figures: Out of range": lambda: Outcome(score=1.0, figures={"loss": float("inf")}),
+        "samples 11 to 12: MemoryError: too long": fails,
+    }
+    for number, (message, what) in enumerate(cases.items()):
+        out = tmp_path / str(number)
+        with pytest.raises(Failed, match=message) as failed:
+            told(out, broken("02", what))
+        # The first policy is done, and the first batch of the second.
+        assert "17 lines are in" in str(failed.value)
+        assert (out / "samples.jsonl").read_bytes().count(b"\n") == 17
+    short = dataclasses.make_dataclass("Short", [], bases=(Told,), namespace={"run": lambda *_: []}, frozen=True)()
+    with pytest.raises(Failed, match="gave 0 outcomes for 3"):
+        told(tmp_path / "short", short)
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": Told(count=8)}, "settings.count: 7, not 8"),
+        ({"batch": 4}, "batch: 3, not 4"),
+        ({"how": How(agnostic=True)}, "agnostic: false, not true"),
+        ({"how": How(seed=1)}, "seed: 0, not 1"),
+        ({"shard": (0, 2)}, r"shard: null, not \[0, 2\]"),
+        ({"policies": {"full": jaxkv.FullKV()}}, "policies: full, knorm@9, streamingllm@9, not full"),
+        (
+            {"policies": {**POLICIES, "knorm@9": jaxkv.KNorm(budget=8)}},
+            r"policies.knorm@9: .*budgets.knorm@9: 9, not 8",
+        ),
+        ({"task": broken("none", None)}, "task: "),
+    ],
+)
+def test_another_evaluation_in_the_folder_is_refused(tmp_path, plain, options, message):
+    out = tmp_path / "out"
+    told(out)
+    with pytest.raises(ValueError, match=message):
+        told(out, **options)
+    assert (out / "samples.jsonl").read_bytes() == whole()
+
+
+def test_other_samples_and_versions_are_refused(tmp_path, plain, monkeypatch):
+    out = tmp_path / "out"
+    told(out)
+    for name, other in (("digest", "0"), ("fingerprint", "0"), ("made_with", {"jax": "0.1"})):
+        said = json.loads((out / "run.json").read_text())
+        before = dict(said)
+        said[name] = {**said[name], **other} if isinstance(other, dict) else other
+        (out / "run.json").write_text(json.dumps(said))
+        with pytest.raises(ValueError, match=rf"another evaluation has begun there \({name}"):
+            told(out)
+        (out / "run.json").write_text(json.dumps(before))
+    # Where the model lies does not matter.
+    (out / "run.json").write_text(json.dumps({**before, "model": "elsewhere"}))
+    assert told(out) == whole()
+
+
+def test_changed_files_are_refused(tmp_path, plain):
+    out = tmp_path / "out"
+    given = told(out)
+    lines = given.split(b"\n")
+    for changed in ([*lines[:2], b"{}", *lines[3:]], [*lines[:2], b"\x00", *lines[3:]], [lines[1], *lines[1:]]):
+        (out / "samples.jsonl").write_bytes(b"\n".join(changed))
+        with pytest.raises(ValueError, match="remove (it|the line) and those behind it"):
+            told(out)
+    (out / "samples.jsonl").write_bytes(given + lines[0] + b"\n")
+    with pytest.raises(ValueError, match="43 lines"):
+        told(out)
+    for text in ("", "[]", '{"format": 0}'):
+        (out / "run.json").write_text(text)
+        with pytest.raises(ValueError, match="give another folder"):
+            told(out)
+
+
+def test_folders_that_are_none_are_refused(tmp_path, plain):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    for out, message in (
+        (file, "file"),
+        (file / "in", "file"),
+        (tmp_path / "full", "holds something else"),
+        (Path("/proc/none/such"), "give another folder"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            told(out)
+    with locked(tmp_path / "busy"), pytest.raises(ValueError, match="another process is at it"):
+        told(tmp_path / "busy")
+
+
+def test_arguments_are_refused(tmp_path, plain):
+    run = functools.partial(evaluate, words(), out=tmp_path / "out", policies=POLICIES)
+    with pytest.raises(ValueError, match="did you mean 2stageretr"):
+        run("2stageret")
+    for options, message in (
+        ({"batch": 0}, "batch=0"),
+        ({"shard": (2, 2)}, "from 0 to n - 1"),
+        ({"shard": (0, 9)}, "as many shards at most"),
+        ({"policies": {}}, "at least one"),
+        ({"policies": {"a\nb": jaxkv.FullKV()}}, "names of one line"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(Told(), **options)
+    with pytest.raises(ValueError, match=r"few: budget=0.1: prompt 0 \(22 tokens\)"):
+        evaluate(words(), Words(), {"few": jaxkv.StreamingLLM(budget=0.1)}, tmp_path / "out")
+    silent = dataclasses.make_dataclass("Silent", [], bases=(Told,), namespace={"asks": False}, frozen=True)()
+    with pytest.raises(ValueError, match="silent asks nothing"):
+        run(silent, how=How(agnostic=True))
+    twice = dataclasses.make_dataclass(
+        "Twice",
+        [],
+        bases=(Told,),
+        namespace={"samples": lambda self, params: 2 * Told(count=1).samples(params)},
+        frozen=True,
+    )
+    with pytest.raises(ValueError, match="two samples of this id"):
+        run(twice())
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_names_and_budgets():
+    rows = at_budgets(["full", "SnapKV", "omnikv"], [64, 0.2])
+    assert list(rows) == ["full", "snapkv@64", "snapkv@0.2", "omnikv@64", "omnikv@0.2"]
+    assert rows["snapkv@0.2"] == jaxkv.SnapKV(budget=0.2) and rows["full"] == jaxkv.FullKV()
+    with pytest.raises(ValueError, match="did you mean adakv"):
+        at_budgets(["adavk"], [64])
+    with pytest.raises(ValueError, match="snapkv@8: budget=8: .*"):
+        at_budgets(["snapkv"], [8])
+    with pytest.raises(ValueError, match="say which"):
+        at_budgets(["snapkv"])
+
+
+# --- shards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_are_the_whole(tmp_path, plain, count):
+    parts = [tmp_path / f"{at}" for at in range(count)]
+    lines = [told(part, shard=(at, count)) for at, part in enumerate(parts)]
+    assert sum(each.count(b"\n") for each in lines) == whole().count(b"\n") and len(set(lines)) == count
+    joined = merge(parts[::-1], tmp_path / "joined")
+    assert (tmp_path / "joined" / "samples.jsonl").read_bytes() == whole()
+    # It is one: nothing is run again, and what a run would have said is said.
+    assert told(tmp_path / "joined") == whole() and joined.run.shard is None
+    assert merge(parts, tmp_path / "joined").records == joined.records
+    with pytest.raises(ValueError, match=r"shard \[0\] of .*it is missing"):
+        merge(parts[1:], tmp_path / "none")
+    with pytest.raises(ValueError, match="more than once"):
+        merge([*parts, parts[0]], tmp_path / "none")
+    with pytest.raises(ValueError, match="no shard, but a whole"):
+        merge([*parts, tmp_path / "joined"], tmp_path / "none")
+    with pytest.raises(ValueError, match="another evaluation has begun"):
+        merge(parts, parts[0])
+    other = tmp_path / "other"
+    told(other, Told(count=6), shard=(0, count))
+    with pytest.raises(ValueError, match="no shards of one evaluation .*settings.count"):
+        merge([*parts[1:], other], tmp_path / "none")
+    (parts[0] / "samples.jsonl").write_bytes(lines[0][:-5])
+    with pytest.raises(ValueError, match="run the same command again"):
+        merge(parts, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+# --- what came out --------------------------------------------------------------------------------------------------
+
+
+def test_intervals_of_shares():
+    # Newcombe 1998, table I, method 3.
+    for hits, n, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        found = interval((np.arange(n) < hits).astype(float))
+        assert np.allclose(found, (low, high), atol=6e-5)
+    # Student's, of 4 numbers: 3.182 standard errors; as far as shares go.
+    values = np.asarray([0.25, 0.5, 0.75, 1.0])
+    width = 3.182446 * values.std(ddof=1) / 2
+    assert np.allclose(interval(values, shares=False), (0.625 - width, 0.625 + width))
+    assert interval(values)[1] == 1.0 and interval(np.asarray([0.3])) is None
+    assert interval(np.asarray([1.0, 1.0]), shares=False) == (1.0, 1.0)
+
+
+def test_cells_and_differences(tmp_path, plain):
+    told(tmp_path / "out")
+    found = Evaluation.read(tmp_path / "out")
+    assert found.policies == tuple(POLICIES) and found.groups == ("a", "b")
+    a, b, mean = found.cell("full", "a"), found.cell("full", "b"), found.cell("full")
+    assert (a.n, mean.n, mean.mean) == (7, 14, (a.mean + b.mean) / 2)
+    assert mean.mean == pytest.approx(found.scores("full").mean())
+    # Two groups of one size: half the interval's ends in quadrature.
+    assert mean.low == pytest.approx(mean.mean - np.hypot(a.mean - a.low, b.mean - b.low) / 2)
+    assert mean.high == pytest.approx(mean.mean + np.hypot(a.high - a.mean, b.high - b.mean) / 2)
+    apart = found.scores("full") - found.scores("knorm@9")
+    said = found.difference("full", "knorm@9")
+    assert (said.above, said.below, said.n) == ((apart > 0).sum(), (apart < 0).sum(), 14)
+    assert said.mean == pytest.approx(apart.mean()) and said.low < said.mean < said.high
+    assert mean.rows == pytest.approx(np.mean([record.rows for record in found.of("full")]))
+    with pytest.raises(ValueError, match="there are full, knorm@9"):
+        found.cell("adakv")
+    short = found.cell("full", length=10)
+    assert found.lengths == (10, 20, 30) and short.n == 6 == len(found.of("full", length=10))
+    assert short.mean == np.mean([found.scores("full", group, length=10).mean() for group in "ab"])
+    with pytest.raises(ValueError, match="length=11: no sample has this tag"):
+        found.cell("full", length=11)
+    with pytest.raises(ValueError, match="there are a, b"):
+        found.cell("full", "c")
+    text = found.table()
+    assert (tmp_path / "out" / "table.md").read_text() == text + "\n"
+    line = f"| full | {100 * mean.mean:.1f} | {100 * mean.low:.1f} to {100 * mean.high:.1f} | 14 | {mean.rows:.1f} |"
+    assert line in text and "| **mean** | 14 |" in text
+    assert json.loads(json.dumps(found.as_dict()))["cells"][2]["group"] == "mean"
+
+
+def test_the_registered_task_is_there():
+    assert TASKS["2stageretr"] is TwoStage and evaluating.Told not in TASKS.values()

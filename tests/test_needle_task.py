@@ -1,0 +1,111 @@
+"""The needle map: one sentence at every length and depth, and how the papers score what was said."""
+
+import pytest
+
+from jaxkv.evals import TASKS, Needle, ids_of
+from jaxkv.evals.ruler import SMALL_WORDS, pieces, small_vocabulary
+from tests.ruler_cases import model
+
+DEPTHS = (0.0, 0.25, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("wording", ["official", "small"])
+def test_a_grid(wording):
+    asked = Needle(lengths=(256, 1024), depths=DEPTHS, count=2, wording=wording)
+    made = asked.samples(model())
+    assert [(each.tags["length"], each.tags["depth"]) for each in made[::2]] == [
+        (length, depth) for length in (256, 1024) for depth in DEPTHS
+    ]
+    assert len({each.id for each in made}) == len({each.context for each in made}) == 16
+    assert made == asked.samples(model()) and {each.group for each in made} == {"needle"}
+    for each in made:
+        taken = sum(map(len, ids_of(model().text, each))) + each.new_tokens
+        assert 0.9 * each.tags["length"] <= taken <= each.tags["length"]
+        at = each.context.find(asked.needle if wording == "official" else "One of the special magic")
+        opening = each.context.index("<book> ") + 7 if wording == "official" else each.context.index("\n") + 1
+        hay = len(each.context) - opening
+        # At the end of a sentence before its depth, of which the longest takes some of a short text.
+        depth = (at - opening) / hay
+        room = 0.35 if each.tags["length"] == 256 else 0.12
+        assert depth <= each.tags["depth"] + 0.02 and depth >= each.tags["depth"] - room
+        if each.tags["depth"] == 1:
+            assert each.context[at:].count(".") == 1
+        else:
+            assert at == opening or each.context[at - 2] in ".!?"
+
+
+def test_the_first_sample_begins_with_the_text():
+    first, second = Needle(lengths=(256,), depths=(0.5,), count=2).samples(model())
+    assert "<book> CHAPTER 1. Loomings. Call me Ishmael." in first.context
+    assert "Call me Ishmael" not in second.context and second.context.count("Dolores") == 1
+
+
+def test_the_small_wording():
+    made = Needle(lengths=(300,), depths=DEPTHS, wording="small").samples(model())
+    for each in made:
+        (value,) = each.answers
+        assert each.context.count(value) == 1 and each.context.count("One of the special") == 1
+        assert set(pieces(each.context + each.question + each.prefix)) <= set(small_vocabulary())
+        assert each.question.split()[7] in SMALL_WORDS
+    asked = Needle(wording="small")
+    assert asked.score(made[0], f" {made[0].answers[0]}.") == 1 and asked.score(made[0], "0000") == 0
+
+
+def test_scores():
+    """Those of the papers' maps: different words of the answer that were said, whatever their order."""
+    asked = Needle(lengths=(256,), depths=(0.5,))
+    (sample,) = asked.samples(model())
+    words = "eat a sandwich and sit in Dolores Park on a sunny day.".lower().split()
+    for said in (
+        " eat a sandwich and sit in Dolores Park on a sunny day.",
+        "\n\nTo EAT a sandwich",
+        " visit the bridge in a park on foot.\neat a sandwich and sit in Dolores Park on a sunny day.",
+        " a sunny day",
+        "",
+    ):
+        line = said.strip().split("\n")[0]
+        expected = len(set(line.lower().split()).intersection(words)) / len(set(words))
+        assert asked.score(sample, said) == expected
+    assert asked.score(sample, words_of(sample)) == 1
+    assert asked.score(sample, "\n\nTo EAT a sandwich") == 3 / 11
+
+
+def words_of(sample) -> str:
+    return sample.answers[0].upper()
+
+
+def test_own_needle(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("It rained. " * 20, "utf-8")
+    asked = Needle(
+        lengths=(200,),
+        depths=(1.0,),
+        needle="The key is under the stone.",
+        question="Where is the key?",
+        prefix="",
+        answer="under the stone.",
+        haystack=str(path),
+    )
+    (sample,) = asked.samples(model())
+    assert sample.context.endswith(" The key is under the stone.") and sample.prefix == "Answer: "
+    assert "Question: Where is the key?" in sample.question and sample.answers == ("under the stone.",)
+    assert TASKS["needle"] is Needle
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"depths": ()}, r"depths=\(\): name at least one"),
+        ({"depths": (0.5, 1.5)}, "give shares from 0 to 1"),
+        ({"depths": (0.5, 0.5)}, "name each once"),
+        ({"lengths": (0,)}, "lengths=0: count tokens|lengths=.*count tokens"),
+        ({"new_tokens": 0}, "new_tokens=0: draw at least 1"),
+        ({"needle": " "}, "needle=' ': say it in words"),
+        ({"needle": "A stone.", "wording": "small"}, "the small wording has its own"),
+        ({"lengths": (64,)}, "length=64: Story takes [0-9]+ tokens at least"),
+        ({"lengths": (1 << 20,)}, "the model was made for 65536 tokens"),
+    ],
+)
+def test_refusals(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Needle(**settings).samples(model())

@@ -1,0 +1,99 @@
+"""Loss of true tokens over compressed caches, token by token."""
+
+import dataclasses
+import json
+import math
+
+import eval_models
+import numpy as np
+import pytest
+import running
+import tiny
+
+import jaxkv
+from jaxkv.evals import TASKS, How
+from jaxkv.evals.perplexity import Loss, Perplexity, judged, texts_of
+
+TEXT = "The river ran past the mill, and Ada counted the boats that came up it. " * 3
+
+
+def written(tmp_path, *texts):
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    return str(tmp_path)
+
+
+def test_loss_is_that_of_one_long_prompt():
+    model = tiny.tiny(tiny.MODELS["gqa3"])
+    ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
+    found, before, after = judged(model, jaxkv.FullKV(), ids, 32)
+    prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
+    _, logits = running.prefill(model, prefixes)
+    logits = logits.astype(np.float64).reshape(2, 8, -1)
+    gathered = np.take_along_axis(logits, ids[:, 32:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found, np.log(np.exp(logits).sum(axis=-1)) - gathered, atol=1e-4)
+    assert before.tolist() == [32, 32] and after.tolist() == [39, 39]
+
+
+@pytest.mark.parametrize(
+    "policy, rows",
+    [
+        (jaxkv.H2O(budget=16), (16, 16)),
+        (jaxkv.D2O(budget=16), (16, 16)),
+        (jaxkv.StreamingLLM(budget=16, slide=True), (16, 16)),
+        (jaxkv.TOVA(budget=48), (32, 39)),
+        (jaxkv.SnapKV(budget=16, window=4), (16, 23)),
+        (jaxkv.SnapKV(budget=16, window=4, every=4), (16, 19)),
+    ],
+    ids=repr,
+)
+def test_rows_stay_within_the_budget_where_the_policy_sees_to_it(policy, rows):
+    model = tiny.tiny(tiny.TWO_LAYERS)
+    ids = np.asarray(tiny.prompts(1, (40, 40)), np.int32)
+    found, before, after = judged(model, policy, ids, 32)
+    assert np.isfinite(found).all() and before.tolist() == [rows[0]] * 2
+    assert after.tolist() == [rows[1]] * 2
+
+
+def test_the_curve_is_of_all_tokens(tmp_path):
+    task = Perplexity(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=150)
+    model = eval_models.speaking()
+    samples = task.samples(model)
+    assert [sample.tags["title"] for sample in samples] == ["0", "1"] and not task.asks and not task.higher
+    outcomes = task.run(model, jaxkv.H2O(budget=16), samples, How())
+    for outcome in outcomes:
+        figures = outcome.figures
+        # A vocabulary of 260: chance is 5.56 nats, and the random model is surer and so worse.
+        assert outcome.score == pytest.approx(np.mean(figures["losses"]), abs=1e-9) and outcome.score > math.log(100)
+        assert figures["positions"] == list(range(22, 171, 2)) and len(figures["losses"]) == 75
+        assert figures["rows"] == figures["rows_in_the_end"] == 16
+    assert outcomes[0].score != outcomes[1].score
+
+
+def test_two_names_two_defaults():
+    assert TASKS["perplexity"] is Perplexity and TASKS["loss"] is Loss
+    assert (Loss().prefix, Loss().tokens) == (4096, 512) and Loss(prefix=64, tokens=4032) != Perplexity()
+
+
+def test_texts_come_from_wherever(tmp_path):
+    shipped = texts_of(None)
+    assert len(shipped) == 8 and list(texts_of(None, 2)) == list(shipped)[:2]
+    assert all(len(text) > 15_000 for text in shipped.values())
+    folder = written(tmp_path, "a", "b")
+    assert texts_of(folder) == {"0": "a", "1": "b"} and texts_of(f"{folder}/1.txt") == {"1": "b"}
+    lines = tmp_path / "books.jsonl"
+    lines.write_text("\n".join(json.dumps(row) for row in ({"text": "a", "title": "A"}, {"text": "b"})))
+    assert texts_of(str(lines)) == {"000 A": "a", "001": "b"}
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    model = eval_models.speaking()
+    with pytest.raises(FileNotFoundError, match=r"nowhere'.*folder of \.txt files"):
+        Perplexity(data=str(tmp_path / "nowhere")).samples(model)
+    task = Perplexity(data=written(tmp_path, "short", TEXT), prefix=20, tokens=100)
+    with pytest.raises(ValueError, match="tokens=100: with prefix=20 .*'0': 6"):
+        task.samples(model)
+    with pytest.raises(ValueError, match="prefix=0"):
+        dataclasses.replace(task, prefix=0)
+    with pytest.raises(ValueError, match="tokenizer"):
+        task.samples(tiny.tiny(tiny.TWO_LAYERS))

@@ -1,0 +1,143 @@
+"""A finished evaluation as pictures and as a page: everything is there, and what a model has said stays text."""
+
+import base64
+import hashlib
+import html.parser
+
+import pytest
+from evaluating import POLICIES, Told, told
+
+import jaxkv
+from jaxkv.evals import Evaluation, page, pictures, runs
+
+HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
+ROWS = {**POLICIES, "knorm@12": jaxkv.KNorm(budget=12), "<b>$\\frac$": jaxkv.KNorm(budget=9)}
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser makes of a page: its elements, and the text of its tables."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.given, self.tables, self.inside = [], [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append(tag)
+        self.given += [(tag, *each) for each in attributes]
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.inside:
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Drawn once: a line for each policy, a map, a curve."""
+    path = tmp_path_factory.mktemp("evaluations") / "out"
+    told(path, Told(hostile=HOSTILE), policies=ROWS)
+    return path
+
+
+def test_pictures_lie_beside_the_lines(out):
+    there = {each.name for each in out.iterdir() if not each.name.startswith(".")}
+    drawn = {f"{name}.{kind}" for name in ("scores", "groups", "lengths", "map", "losses") for kind in ("svg", "png")}
+    assert there == {"run.json", "samples.jsonl", "table.md"} | drawn
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in drawn if name.endswith("png"))
+    # The same numbers are the same bytes.
+    assert pictures.draw(Evaluation.read(out), ("svg",))["map.svg"] == (out / "map.svg").read_bytes()
+
+
+def test_pictures_have_what_they_are_of(out):
+    evaluation = Evaluation.read(out)
+    figure = pictures._map(evaluation)
+    panels = {axes.get_title().partition(":")[0]: axes for axes in figure.axes if axes.get_title()}
+    assert set(panels) == set(ROWS)
+    shown = panels["knorm@9"].images[0].get_array()
+    assert shown.shape == (2, 3)
+    mine = [r for r in evaluation.of("knorm@9") if (r.tags["depth"], r.tags["length"]) == (1, 20)]
+    assert shown[1, 1] == pytest.approx(100 * sum(r.score for r in mine) / len(mine))
+    scores = pictures._scores(evaluation, (None,)).axes[0]
+    lines = {each.get_label(): each for each in [*scores.lines, *scores.containers]}
+    assert {"full", "knorm", "streamingllm"} <= set(lines)
+    knorm = lines["knorm"].lines[0].get_xydata()
+    assert [round(x) for x, _ in knorm] == [9, 12]
+    assert [y for _, y in knorm] == pytest.approx([100 * evaluation.cell(f"knorm@{n}").mean for n in (9, 12)])
+    by_length = pictures._lengths(evaluation).axes[0].lines[0].get_xydata()
+    assert by_length.tolist() == [
+        [n, pytest.approx(100 * evaluation.cell("full", length=n).mean)] for n in (10, 20, 30)
+    ]
+    curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
+    losses = [record.figures["losses"] for record in evaluation.of("full")]
+    assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+    pictures.drawing().close("all")
+
+
+def test_the_page_has_it_all_and_runs_nothing_of_it(out):
+    path = jaxkv.report(out)
+    text = path.read_text("utf-8")
+    seen = Page(text)
+    assert path == out / "report.html"
+    assert seen.elements.count("script") == 1 and not {"i", "iframe", "link", "object"} & set(seen.elements)
+    assert [value for tag, name, value in seen.given if tag == "img" and name == "src"] == [
+        "data:image/svg+xml;base64," + base64.b64encode((out / f"{name}.svg").read_bytes()).decode()
+        for name in ("scores", "groups", "lengths", "map", "losses")
+    ]
+    assert not [each for each in seen.given if each[1].startswith("on")]
+    assert not [value for _, name, value in seen.given if name in ("src", "href") and not value.startswith("data:")]
+    assert "url(" not in page._STYLE and "@import" not in page._STYLE
+    # The script that is allowed is the one that is there.
+    assert text.partition("<script>")[2].partition("</script>")[0] == page._SCRIPT
+    hashed = base64.b64encode(hashlib.sha256(page._SCRIPT.encode()).digest()).decode()
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'" in text
+    policies, first, second, lengths, _, *samples = seen.tables
+    assert [row[0] for row in lengths] == ["length", "10", "20", "30", "mean"]
+    assert [row[0] for row in policies[1:]] == list(ROWS)
+    assert first[0] == ["group", "samples", "full", "<b>$\\frac$", "knorm@9", "streamingllm@9"]
+    assert second[0] == ["group", "samples", "full", "<b>$\\frac$", "knorm@12"]
+    assert [row[0] for row in first[1:]] == [row[0] for row in second[1:]] == ["a", "b", "mean"]
+    records = Evaluation.read(out).records
+    rows = [row for table in samples for row in table[1:]]
+    assert [row[0] for row in rows] == [record.id for record in records]
+    for row in rows:
+        assert "<script>alert(1)</script>" in row[3] and "\\x00\\x1b \\u202e" in row[3]
+        assert "<script>" in row[4] and "onerror=alert(2)" in row[7]
+
+
+def test_a_page_shows_as_many_samples_as_are_asked_for(out):
+    text = jaxkv.report(out, samples=2).read_text("utf-8")
+    assert text.count("The first 2 of 14 samples.") == len(ROWS)
+    assert sum(len(table) - 1 for table in Page(text).tables[-len(ROWS) :]) == 2 * len(ROWS)
+    with pytest.raises(ValueError, match="samples=-1"):
+        jaxkv.report(out, samples=-1)
+
+
+def test_a_page_without_matplotlib_says_so(tmp_path, monkeypatch):
+    for module in (runs, page):
+        monkeypatch.setattr(module, "PLOTS_MISSING", True)
+    told(tmp_path / "out", Told(groups=1))
+    text = jaxkv.report(tmp_path / "out").read_text("utf-8")
+    assert "They need matplotlib" in text and "<img" not in text and "<h2>By group" not in text
+
+
+def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    out = tmp_path / "out"
+    lines = told(out)
+    (out / "samples.jsonl").write_bytes(lines[:-1])
+    with pytest.raises(ValueError, match="41 lines.*42 lines make it complete"):
+        jaxkv.report(out)
+    for folder in (tmp_path, tmp_path / "none", out / "run.json"):
+        with pytest.raises(ValueError, match="folder="):
+            jaxkv.report(folder)
+    assert not (out / "report.html").exists()

@@ -1,0 +1,299 @@
+"""RULER's tasks as jaxkv makes them: counts, forms, places, lengths, and what is refused."""
+
+import dataclasses
+import re
+import uuid
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxkv.evals import TASKS, Ruler, ids_of
+from jaxkv.evals.ruler import MADE, NAMES, SMALL_WORDS, Cell, pieces, recipe_of, small_vocabulary, wording_of
+from jaxkv.evals.ruler.niah import NEEDLE
+from jaxkv.evals.ruler.qa import read
+from jaxkv.evals.ruler.wording import sentences, word_lists
+from tests.ruler_cases import GOLDEN, count, model
+
+_TOLD = NEEDLE.format(kind="(numbers|uuids)", key="(.+?)", value=r"([\w-]+)")
+# Task of synthetic.yaml -> haystack, kinds of key and value, different keys, values of each, keys asked for.
+NEEDLES = {
+    "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
+    "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
+    "niah_single_3": ("essay", "words", "uuids", 1, 1, 1),
+    "niah_multikey_1": ("essay", "words", "numbers", 4, 1, 1),
+    "niah_multikey_2": ("needle", "words", "numbers", 1, 1, 1),
+    "niah_multikey_3": ("needle", "uuids", "uuids", 1, 1, 1),
+    "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
+    "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
+}
+LENGTH = 768
+
+
+def cell(name: str, wording: str, length: int = LENGTH) -> Cell:
+    made = recipe_of(name, wording=wording_of(wording), length=length, count=count, data=str(GOLDEN))
+    return Cell.of(made, length, count)
+
+
+def is_uuid4(text: str) -> bool:
+    return str(uuid.UUID(text)) == text and uuid.UUID(text).version == 4
+
+
+FORMS = {
+    ("official", "words"): lambda text: text.partition("-")[0] in word_lists()["adjectives"] or text.count("-") > 1,
+    ("official", "numbers"): lambda text: re.fullmatch(r"[1-9]\d{6}", text),
+    ("official", "uuids"): is_uuid4,
+    ("small", "words"): lambda text: text in SMALL_WORDS,
+    ("small", "numbers"): lambda text: re.fullmatch(r"[1-9]\d{3}", text),
+    ("small", "uuids"): lambda text: re.fullmatch(r"[1-9]\d{3}-[1-9]\d{3}", text),
+}
+
+
+@pytest.mark.parametrize("wording", ["official", "small"])
+@pytest.mark.parametrize("name", NEEDLES)
+def test_needles(name, wording):
+    haystack, key_kind, value_kind, keys, values, queries = NEEDLES[name]
+    made, rng = cell(name, wording), np.random.default_rng(0)
+    for _ in range(5):
+        prompt = made.make(rng)
+        told = re.findall(_TOLD, prompt.context)
+        others = len(told) - keys * values
+        assert others >= 3 if haystack == "needle" else others == 0
+        assert {kind for kind, _, _ in told} == {value_kind}
+        assert all(FORMS[wording, key_kind](key) and FORMS[wording, value_kind](value) for _, key, value in told)
+        # What is asked for has these values and no others, wherever they stand.
+        asked = re.search(r"for (.+) mentioned in the provided text\?$", prompt.question)[1]
+        asked = re.split(", and |, ", asked)
+        assert len(asked) == len(set(asked)) == queries and len(prompt.answers) == queries * values
+        found = [{value for _, key, value in told if key == each} for each in asked]
+        assert [set(prompt.answers[at * values : (at + 1) * values]) for at in range(queries)] == found
+        assert len({key for _, key, _ in told}) >= keys
+        many = queries * values > 1
+        assert prompt.question.startswith("\nWhat are all" if many else "\nWhat is the")
+        assert prompt.prefix.endswith(" are" if many else " is") and prompt.context.startswith("Some" if many else "A ")
+        assert 0 <= prompt.depth <= 1 and all(answer in prompt.target for answer in prompt.answers)
+        if haystack == "noise":
+            assert prompt.context.count("There and back again.") >= 5
+
+
+@pytest.mark.parametrize("wording", ["official", "small"])
+def test_needles_stand_everywhere(wording):
+    made, rng = cell("niah_single_2", wording), np.random.default_rng(0)
+    depths = np.array([made.make(rng).depth for _ in range(200)])
+    share, _ = np.histogram(depths, bins=4, range=(0, 1))
+    assert share.min() >= 30 and depths.min() < 0.1 and depths.max() > 0.9
+
+
+@pytest.mark.parametrize("wording", ["official", "small"])
+def test_a_chain_of_four_hops(wording):
+    made, rng = cell("vt", wording, 1200), np.random.default_rng(0)
+    for _ in range(5):
+        prompt = made.make(rng)
+        *shot, text = re.split(r"(?=Memorize and track)", prompt.context)[1:]
+        # RULER shows a solved one first; a tiny model was trained on the task.
+        assert len(shot) == (wording == "official")
+        (first,), hops = re.findall(r"VAR (\w+) = (\d+)", text), re.findall(r"VAR (\w+) = VAR (\w+)", text)
+        names = [first[0], *(name for name, _ in hops)]
+        assert [before for _, before in hops] == names[:-1] and tuple(names) == prompt.answers
+        assert len(set(names)) == 5 and f"assigned the value {first[1]} in" in prompt.question
+        assert re.fullmatch(r"\d{5}" if wording == "official" else r"\d{4}", first[1])
+        form = re.compile(r"[A-Z]{5}") if wording == "official" else re.compile("|".join(SMALL_WORDS), re.IGNORECASE)
+        assert all(form.fullmatch(name) and name.isupper() for name in names)
+        assert "5 variables are assigned" in prompt.prefix and prompt.target.split() == names
+        if shot:
+            solved = re.findall(r"VAR (\w{3}) =", shot[0])
+            assert len(solved) == 5 and shot[0].rstrip().endswith(" ".join(solved))
+
+
+@pytest.mark.parametrize(
+    "wording, length, often, seldom",
+    [
+        ("official", 1024, 6, 1),
+        ("official", 4096, 30, 3),
+        ("small", 768, 6, 1),
+        ("small", 1536, 12, 2),
+        ("small", 3072, 30, 3),
+    ],
+)
+def test_ten_common_words(wording, length, often, seldom):
+    prompt = cell("cwe", wording, length).make(np.random.default_rng(0))
+    *shot, text = prompt.context.split("Below is a numbered list")[1:]
+    entries = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", text.partition("\n")[2]))
+    assert Counter(entries.values()) == {often: 10, seldom: len(entries) - 10}
+    assert {word for word, _ in entries.most_common(10)} == set(prompt.answers)
+    assert re.findall(r"\d+\. (\S+)", prompt.target) == list(prompt.answers) or wording == "official"
+    assert len(shot) == (wording == "official")
+    if shot:
+        # 20 or 40 words, of which 10 are common and stand behind the prefix.
+        listed, solved = shot[0].split(prompt.prefix)
+        words = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |\n|$)", listed.partition("most often.\n")[2]))
+        assert len(words) == (20 if length < 4096 else 40) and solved.count(". ") == 10
+
+
+@pytest.mark.parametrize("wording, length", [("official", 1024), ("official", 4096), ("small", 512)])
+def test_three_frequent_words(wording, length):
+    made = cell("fwe", wording, length)
+    prompt = made.make(np.random.default_rng(0))
+    text = Counter(prompt.context.partition("coded words. ")[2].split(" "))
+    # Ranks 2, 3 and 4 of a zeta distribution of exponent 2, of which the dots are the first.
+    first = text.pop("...")
+    ranked = text.most_common(4)
+    assert {word for word, _ in ranked[:3]} == set(prompt.answers) and ranked[2][1] > ranked[3][1]
+    for rank, (_, times) in enumerate(ranked, start=2):
+        assert abs(times - first / rank**2) <= 1
+    if wording == "official":
+        assert all(re.fullmatch("[a-z]{6}", word) for word in text)
+        assert made.recipe.vocabulary == (length - 50) // 50
+
+
+@pytest.mark.parametrize("name", ["qa_1", "qa_2"])
+def test_documents(name):
+    data = read(str(GOLDEN), name)
+    made, rng = cell(name, "official", 375), np.random.default_rng(0)
+    for index, asked in enumerate(data.questions):
+        prompt = made.make(rng, index)
+        numbers, texts = zip(
+            *re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|\Z)", prompt.context, re.S), strict=True
+        )
+        assert list(numbers) == [str(each) for each in range(1, len(texts) + 1)]
+        assert len(set(texts)) == len(texts) and {data.documents[each] for each in asked.context} <= set(texts)
+        assert prompt.answers == asked.answers and prompt.question.endswith(f"Question: {asked.text}")
+    # Questions without an answer are left out; a question of two hops has several documents.
+    assert len(data.questions) == (12 if name == "qa_1" else 4)
+    assert {len(each.context) for each in data.questions} == ({1} if name == "qa_1" else {10})
+    with pytest.raises(
+        ValueError, match=rf"count={len(data.questions) + 1}: the file has {len(data.questions)} questions"
+    ):
+        made.make(rng, len(data.questions))
+
+
+def test_too_few_documents_stand_there_again():
+    made = cell("qa_2", "official", 4096)
+    texts = re.findall(r"Document \d+:\n(.+?)\n", made.make(np.random.default_rng(0)).context)
+    assert len(set(texts)) == len(made.recipe.data.documents) < len(texts)
+
+
+@pytest.mark.parametrize("wording", ["official", "small"])
+@pytest.mark.parametrize("name", MADE)
+def test_lengths_are_near_what_is_asked(name, wording):
+    # A unit of the haystack, and what samples differ by; fwe rounds all counts down at once.
+    slack = {"fwe": 0.1, "niah_multikey_3": 0.1}.get(name, 0.05)
+    for length in (1200, 2400):
+        made, rng = cell(name, wording, length), np.random.default_rng(0)
+        taken = [count(made.make(rng)) + made.recipe.new_tokens for _ in range(3)]
+        assert (1 - slack) * length <= min(taken) <= max(taken) <= length
+
+
+def test_the_small_wording_is_made_of_its_vocabulary():
+    known, rng = set(small_vocabulary()), np.random.default_rng(0)
+    assert len(SMALL_WORDS) == len(set(SMALL_WORDS)) == 256 and len(known) < 700
+    seen = set()
+    for name in MADE:
+        made = cell(name, "small")
+        for _ in range(5):
+            prompt = made.make(rng)
+            seen |= set(pieces(prompt.text + prompt.target))
+    assert seen <= known
+    # Nothing is in it that no prompt says, but for nouns not drawn.
+    nouns = {*SMALL_WORDS, *(word.upper() for word in SMALL_WORDS)}
+    assert known - seen <= nouns
+
+
+def test_no_word_is_found_in_another():
+    said = set(small_vocabulary()) - {word.upper() for word in SMALL_WORDS} | set(
+        "red blue green yellow purple".split()
+    )
+    assert not [(word, other) for word in SMALL_WORDS for other in said if word != other and word in other.lower()]
+
+
+def test_another_question_about_the_same_haystack():
+    made = cell("niah_multikey_1", "small").recipe
+    drawn = made.draw(20, np.random.default_rng(0))
+    first = made.write(drawn)
+    other = next(each for each in drawn.needles if each.key not in drawn.asked)
+    second = made.write(drawn._replace(asked=(other.key,), values=((other.value,),)))
+    assert second.context == first.context and second.answers == (other.value,) != first.answers
+    assert f"for {other.key} mentioned" in second.question
+
+
+def test_sentences():
+    text = 'Call me Ishmael. "Who?" Mr. Coffin asked! It cost 3.50 dollars... and more. (So it was.) The end'
+    assert sentences(text) == [
+        "Call me Ishmael.",
+        '"Who?"',
+        "Mr. Coffin asked!",
+        "It cost 3.50 dollars... and more.",
+        "(So it was.)",
+        "The end",
+    ]
+
+
+class TestTask:
+    def test_samples(self):
+        asked = Ruler(tasks=("vt", "niah_multiquery"), lengths=(512, 256), count=3, wording="small")
+        made = asked.samples(model())
+        assert [(each.group, each.tags["length"]) for each in made[::3]] == [
+            ("vt", 512),
+            ("vt", 256),
+            ("niah_multiquery", 512),
+            ("niah_multiquery", 256),
+        ]
+        assert len({each.id for each in made}) == len({each.context for each in made}) == 12
+        for each in made:
+            assert sum(map(len, ids_of(model().text, each))) + each.new_tokens <= each.tags["length"]
+        assert asked.samples(model()) == made
+        # More of them begin with the same; other seeds do not.
+        more = dataclasses.replace(asked, count=5).samples(model())
+        assert more[:3] == made[:3] and more[5:8] == made[3:6]
+        assert dataclasses.replace(asked, seed=1).samples(model())[0] != made[0]
+
+    def test_scores(self):
+        asked = Ruler(tasks=("niah_multiquery", "qa_1"), lengths=(440,), count=2, wording="official", data=str(GOLDEN))
+        many, _, one, _ = asked.samples(model())
+        assert asked.score(many, f"They are {many.answers[0]} and {many.answers[2]}.") == 0.5
+        assert asked.score(one, one.answers[1].upper()) == 1 and asked.score(one, "I do not know") == 0
+        assert (many.new_tokens, one.new_tokens) == (128, 32)
+
+    def test_own_text(self, tmp_path):
+        path = tmp_path / "text.txt"
+        path.write_text("Nothing happened. " * 50, "utf-8")
+        (made,) = Ruler(tasks=("niah_single_2",), lengths=(512,), count=1, haystack=str(path)).samples(model())
+        assert made.context.count("Nothing happened.") > 60
+
+    def test_it_has_a_name(self):
+        assert TASKS["ruler"] is Ruler and set(Ruler().tasks) == set(NAMES) - {"qa_1", "qa_2"}
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"tasks": ("niah",)}, "tasks='niah': take some of niah_single_1, "),
+        ({"tasks": ()}, r"tasks=\(\): name at least one"),
+        ({"tasks": ("vt", "vt")}, "name each once"),
+        ({"lengths": ()}, r"lengths=\(\): name at least one"),
+        ({"lengths": (512, 512)}, "name each once"),
+        ({"count": 0}, "count=0: make at least 1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"wording": "tiny"}, "wording='tiny': take 'official' or 'small'"),
+        ({"wording": "small", "haystack": "x.txt"}, "haystack='x.txt': the small wording makes its own"),
+        ({"lengths": (1 << 20,)}, "lengths=1048576: the model was made for 65536 tokens"),
+        ({"lengths": (100,)}, "length=100: Needles takes [0-9]+ tokens at least"),
+        ({"tasks": ("qa_1",), "wording": "small", "data": "x"}, "the small wording has no documents"),
+        ({"tasks": ("cwe",), "wording": "small", "lengths": (32768,)}, "the small wording has no more words"),
+    ],
+)
+def test_refusals(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Ruler(**settings).samples(model())
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data=None: qa_1 .* put https://rajpurkar.* as squad.json"):
+        Ruler(tasks=("qa_1",)).samples(model())
+    with pytest.raises(FileNotFoundError, match=r"put http://curtis.*v1.json into .*hotpotqa.json"):
+        Ruler(tasks=("qa_2",), data=str(tmp_path)).samples(model())
+    (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": 3}]}', "utf-8")
+    with pytest.raises(ValueError, match="squad.json'?: not the format of https://rajpurkar"):
+        Ruler(tasks=("qa_1",), data=str(tmp_path)).samples(model())
+    with pytest.raises(FileNotFoundError, match="haystack='nowhere.txt': no such file"):
+        Ruler(haystack="nowhere.txt").samples(model())
