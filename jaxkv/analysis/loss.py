@@ -243,7 +243,8 @@ def _lost(
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)
     count = total(jnp.full((), heads * group, jnp.float32), graphs.axes)
-    return loss, 2 * largest * (count - retained)
+    # Where everything is kept rounding could leave less than nothing.
+    return loss, 2 * largest * jnp.maximum(count - retained, 0)
 
 
 def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float[Array, "B S"]:
