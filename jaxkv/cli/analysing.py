@@ -43,6 +43,7 @@ FIGURES = {
 }
 _OF_POLICIES = ("budgets", "recall", "loss")
 _KINDS = ("png", "svg", "pdf")
+_TOKENS = 4096
 _USUAL = "snapkv:window=8,pyramidkv:window=8,adakv:window=8"
 
 ANALYZE_NOTES = """\
@@ -70,7 +71,8 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
     add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
     add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
-    add("--tokens", type=count, default=4096, metavar="N", help="of each text at most (default: %(default)s)")
+    usual = f"of each text at most (default: {_TOKENS}, or what the model was made for)"
+    add("--tokens", type=count, metavar="N", help=usual)
     add("--what", default=",".join(FIGURES), metavar="A,B", help="figures (default: %(default)s)")
     add = parser.add_argument_group("policies, for budgets, recall and loss").add_argument
     uniform = "of loss: uniform, safeguarded and adaptive heads"
@@ -213,8 +215,9 @@ def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -
     require(params.text is not None, "--model", options.model, remedy)
     assert params.text is not None
     longest = params.config.max_positions
-    require(options.tokens <= longest, "--tokens", options.tokens, f"the model was made for {longest} at most")
-    ids = [params.text.encode(text, bos=True)[: options.tokens] for text in texts]
+    tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
+    require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
+    ids = [params.text.encode(text, bos=True)[:tokens] for text in texts]
     for name, each in zip(options.text, ids, strict=True):
         remedy = f"it has {len(each)} tokens, of which {options.following} follow the prompt: give a longer text"
         require(len(each) > options.following + 1, "--text", name, remedy)
