@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.analysis.budgets import BudgetsWatcher
-from jaxkv.analysis.choosing import Budget, Policy, grid, with_budget
+from jaxkv.analysis.choosing import Budget, Policy, checked, grid
 from jaxkv.analysis.density import DensityWatcher
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
@@ -30,7 +30,6 @@ from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
-from jaxkv.policies import Method
 
 # What each figure says, above its table; those behind the first three are of policies.
 FIGURES = {
@@ -110,9 +109,7 @@ def run_analyze(options: argparse.Namespace) -> int:
     usual = _policies(_USUAL) if not policies else policies
     if set(names) & set(_OF_POLICIES):
         require(bool(budgets), "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
-        for name, policy in usual.items():
-            for budget in budgets:
-                _fits(name, policy, budget)
+        checked(usual, budgets)
     kinds = () if options.pictures == "none" else _listed(options.pictures, "--pictures", _KINDS)
     folder = None if options.out is None else _folder(options.out, bool(kinds))
     texts = [_text(name) for name in options.text]
@@ -183,13 +180,6 @@ def _policies(given: str) -> dict[str, Policy]:
             raise ValueError(f"--policies={word!r}: {error}") from None
     require(bool(made), "--policies", given, "give some of `jaxkv policies`, with commas between them")
     return made
-
-
-def _fits(name: str, policy: Policy, budget: Budget) -> Method:
-    try:
-        return with_budget(policy, budget)
-    except ValueError as error:
-        raise ValueError(f"--policies={name!r}: {error}") from None
 
 
 def _folder(given: str, pictures: bool) -> Path:
