@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxkv
+import jaxkv.evals
 import jaxkv.policies
 from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
 from jaxkv.cli import _parser as of_jaxkv
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-KNOWN = {**vars(jaxkv.policies), **vars(jaxkv)}
+KNOWN = {**vars(jaxkv.evals), **vars(jaxkv.policies), **vars(jaxkv)}
 # Capitals between backticks that are no names of ours.
 OTHERS = {"ValueError", "RuntimeError", "DIR", "SRC", "DST", "LICENSE", "WORD", "FILE"}
 

@@ -73,7 +73,7 @@ def test_help_and_list_say_what_there_is(told, capsys):
     listed = capsys.readouterr().out
     assert "told: Answers that no model gives" in listed and "  count         of each group" in listed
     assert all(f"{name}: " in listed for name in TASKS)
-    assert "give one of 2stageretr" in refused(capsys, "eval")
+    assert f"give one of {', '.join(TASKS)}, merge or report" in refused(capsys, "eval")
 
 
 @pytest.mark.parametrize(

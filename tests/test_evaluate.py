@@ -93,7 +93,7 @@ def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, plain, mo
     assert [json.loads(line)["policy"] for line in lines] == [name for name in POLICIES for _ in range(14)]
     assert [json.loads(line)["id"] for line in lines[:3]] == ["00", "10", "01"]
     run = Told.run
-    monkeypatch.setattr(Told, "run", lambda self, *each: ran.append(len(each[2])) or run(self, *each))
+    monkeypatch.setattr(Told, "run", lambda self, *each: ran.append(each[2]) or run(self, *each))
     out = tmp_path / "out"
     told(out)
     ends = np.cumsum([0, *(len(line) + 1 for line in lines)])
@@ -106,7 +106,9 @@ def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, plain, mo
         there = int((ends <= cut).sum()) - 1
         # Of each policy's 14 lines batches of 3, 3, 3, 3 and 2 are whole.
         done = there // 14 * 14 + (there % 14) // 3 * 3
-        assert sum(ran) == len(lines) - done, cut
+        assert sum(len({sample.id for sample in batch}) for batch in ran) == len(lines) - done, cut
+        # One size for all, so that programs are compiled once.
+        assert {len(batch) for batch in ran} <= {3}
     ran.clear()
     assert told(out) == given and not ran
 
@@ -382,6 +384,11 @@ def test_cells_and_differences(tmp_path, plain):
     assert mean.rows == pytest.approx(np.mean([record.rows for record in found.of("full")]))
     with pytest.raises(ValueError, match="there are full, knorm@9"):
         found.cell("adakv")
+    short = found.cell("full", length=10)
+    assert found.lengths == (10, 20, 30) and short.n == 6 == len(found.of("full", length=10))
+    assert short.mean == np.mean([found.scores("full", group, length=10).mean() for group in "ab"])
+    with pytest.raises(ValueError, match="length=11: no sample has this tag"):
+        found.cell("full", length=11)
     with pytest.raises(ValueError, match="there are a, b"):
         found.cell("full", "c")
     text = found.table()

@@ -51,7 +51,7 @@ def out(tmp_path_factory):
 
 def test_pictures_lie_beside_the_lines(out):
     there = {each.name for each in out.iterdir() if not each.name.startswith(".")}
-    drawn = {f"{name}.{kind}" for name in ("scores", "groups", "map", "losses") for kind in ("svg", "png")}
+    drawn = {f"{name}.{kind}" for name in ("scores", "groups", "lengths", "map", "losses") for kind in ("svg", "png")}
     assert there == {"run.json", "samples.jsonl", "table.md"} | drawn
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in drawn if name.endswith("png"))
     # The same numbers are the same bytes.
@@ -73,6 +73,10 @@ def test_pictures_have_what_they_are_of(out):
     knorm = lines["knorm"].lines[0].get_xydata()
     assert [round(x) for x, _ in knorm] == [9, 12]
     assert [y for _, y in knorm] == pytest.approx([100 * evaluation.cell(f"knorm@{n}").mean for n in (9, 12)])
+    by_length = pictures._lengths(evaluation).axes[0].lines[0].get_xydata()
+    assert by_length.tolist() == [
+        [n, pytest.approx(100 * evaluation.cell("full", length=n).mean)] for n in (10, 20, 30)
+    ]
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
@@ -87,7 +91,7 @@ def test_the_page_has_it_all_and_runs_nothing_of_it(out):
     assert seen.elements.count("script") == 1 and not {"i", "iframe", "link", "object"} & set(seen.elements)
     assert [value for tag, name, value in seen.given if tag == "img" and name == "src"] == [
         "data:image/svg+xml;base64," + base64.b64encode((out / f"{name}.svg").read_bytes()).decode()
-        for name in ("scores", "groups", "map", "losses")
+        for name in ("scores", "groups", "lengths", "map", "losses")
     ]
     assert not [each for each in seen.given if each[1].startswith("on")]
     assert not [value for _, name, value in seen.given if name in ("src", "href") and not value.startswith("data:")]
@@ -96,7 +100,8 @@ def test_the_page_has_it_all_and_runs_nothing_of_it(out):
     assert text.partition("<script>")[2].partition("</script>")[0] == page._SCRIPT
     hashed = base64.b64encode(hashlib.sha256(page._SCRIPT.encode()).digest()).decode()
     assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hashed}'" in text
-    policies, first, second, *samples = seen.tables
+    policies, first, second, lengths, _, *samples = seen.tables
+    assert [row[0] for row in lengths] == ["length", "10", "20", "30", "mean"]
     assert [row[0] for row in policies[1:]] == list(ROWS)
     assert first[0] == ["group", "samples", "full", "<b>$\\frac$", "knorm@9", "streamingllm@9"]
     assert second[0] == ["group", "samples", "full", "<b>$\\frac$", "knorm@12"]
@@ -122,7 +127,7 @@ def test_a_page_without_matplotlib_says_so(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "PLOTS_MISSING", True)
     told(tmp_path / "out", Told(groups=1))
     text = jaxkv.report(tmp_path / "out").read_text("utf-8")
-    assert "They need matplotlib" in text and "<img" not in text and "<h2>Groups" not in text
+    assert "They need matplotlib" in text and "<img" not in text and "<h2>By group" not in text
 
 
 def test_what_is_not_finished_has_no_page(tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     if cls.asks:
         agnostic = "compress the context before the question is seen"
         add("--question-agnostic", action="store_true", help=agnostic)
-        add("--raw", action="store_true", help="plain text: no chat template")
+    add("--raw", action="store_true", help="plain text: no chat template")
     about = "of samples that are drawn, and of policies that draw (default: the task's)"
     add("--seed", type=seed_reader(), metavar="N", help=about)
     add = parser.add_argument_group("where it is run").add_argument
@@ -121,7 +121,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
     task = task_from(options, cls)
     budgets = [_budget(word) for word in options.budgets.split(",") if word.strip()]
     policies = at_budgets([each.strip() for each in options.policies.split(",") if each.strip()], budgets)
-    agnostic, raw = getattr(options, "question_agnostic", False), getattr(options, "raw", False)
+    agnostic, raw = getattr(options, "question_agnostic", False), options.raw
     how = How(agnostic=agnostic, raw=raw, seed=0 if options.seed is None else options.seed)
     require_how(task, how)
     require_model(options.model)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxkv._errors import require
 from jaxkv._values import is_whole, shortened
@@ -96,8 +97,8 @@ def _page(evaluation: Evaluation, samples: int) -> str:
     parts += [f"<h1>{_text(run.task)}</h1>", f'<p class="about">{_text(evaluation.title)}; {asked}.</p>']
     parts += ["<h2>Policies</h2>", f'<p class="about">{_text(evaluation.scale)}; intervals are of 95%.</p>']
     parts += [_policies(evaluation)]
-    if len(evaluation.groups) > 1:
-        parts += ["<h2>Groups</h2>", *(_groups(evaluation, part) for part in evaluation.blocks())]
+    for what, rows in evaluation.sections().items():
+        parts += [f"<h2>By {what}</h2>", *(_section(evaluation, what, rows, part) for part in evaluation.blocks())]
     parts += ["<h2>Pictures</h2>", *_pictures(evaluation), "<h2>Samples</h2>"]
     parts += [_samples(evaluation, policy, samples) for policy in evaluation.policies]
     parts += ["<h2>What was asked</h2>", _asked(evaluation), f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""]
@@ -147,13 +148,13 @@ def _policies(evaluation: Evaluation) -> str:
     return _table(["policy", "score", "samples", "rows kept", "MB", "prompt tokens"], rows)
 
 
-def _groups(evaluation: Evaluation, policies: Sequence[str]) -> str:
-    rows = []
-    for group in (*evaluation.groups, None):
-        cells = [evaluation.cell(policy, group) for policy in policies]
-        name = "<b>mean</b>" if group is None else _text(group)
-        rows.append("".join([_cell(name), _cell(str(cells[0].n)), *(_score(evaluation, cell) for cell in cells)]))
-    return _table(["group", "samples", *policies], rows)
+def _section(evaluation: Evaluation, what: str, rows: dict[str, dict[str, Any]], policies: Sequence[str]) -> str:
+    lines = []
+    for name, by in rows.items():
+        cells = [evaluation.cell(policy, **by) for policy in policies]
+        head = _cell(_text(name) if by else "<b>mean</b>", by.get("length", ""))
+        lines.append("".join([head, _cell(str(cells[0].n)), *(_score(evaluation, cell) for cell in cells)]))
+    return _table([what, "samples", *policies], lines)
 
 
 def _pictures(evaluation: Evaluation) -> list[str]:

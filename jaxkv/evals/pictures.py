@@ -14,7 +14,7 @@ from jaxkv.evals.summary import Evaluation
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 # More panels than this say nothing on a page.
 _MOST_PANELS = 30
-_TICKS = 11
+_TICKS, _MOST_BINS = 11, 25
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
@@ -25,7 +25,8 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
         kinds: of svg, png and pdf.
 
     Returns:
-        Files by name: `scores`, `groups`, `map`, and a curve by the name of every figure that is a list of numbers.
+        Files by name: `scores`, `groups`, `lengths`, `map`, and a curve by the name of every figure that is a list of
+        numbers.
 
     Raises:
         ImportError: without matplotlib, naming the extra that brings it.
@@ -33,6 +34,8 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     makers: dict[str, Any] = {"scores": lambda: _scores(evaluation, (None,))}
     if 1 < len(evaluation.groups) <= _MOST_PANELS:
         makers["groups"] = lambda: _scores(evaluation, evaluation.groups)
+    if evaluation.lengths:
+        makers["lengths"] = lambda: _lengths(evaluation)
     if _has_map(evaluation):
         makers["map"] = lambda: _map(evaluation)
     for name in _curves(evaluation):
@@ -108,11 +111,36 @@ def _bare(at: int) -> dict[str, str]:
     return {**style(at), "marker": ""}
 
 
+def _lengths(evaluation: Evaluation) -> Any:
+    """Score against the length that samples were made for."""
+    figure, axes = drawing().subplots(figsize=(7.5, 4.5), layout="constrained")
+    scale = 100 if evaluation.run.unit == "%" else 1
+    for at, policy in enumerate(evaluation.policies):
+        means = [scale * evaluation.cell(policy, length=length).mean for length in evaluation.lengths]
+        axes.plot(evaluation.lengths, means, label=policy, markersize=4, linewidth=1.2, **style(at))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(
+        *_ticks(evaluation.lengths, lambda value: f"{value:,}", at=evaluation.lengths), rotation=45, ha="right"
+    )
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel(evaluation.run.unit)
+    figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
 def _has_map(evaluation: Evaluation) -> bool:
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
-    sizes = [len({each["length"] for each in tags}), len({each["depth"] for each in tags})] if both else [1, 1]
-    return both and min(sizes) >= 1 and max(sizes) > 1 and evaluation.run.unit == "%"
+    lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))
+    return both and evaluation.run.unit == "%" and len(lengths) <= _MOST_BINS and len(lengths) * len(depths) > 1
+
+
+def _depth(record: Record, depths: Sequence[Any]) -> int:
+    """The line of a map that a record falls into, whose depths begin there."""
+    return max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
 
 
 def _is_number(value: Any) -> bool:
@@ -124,6 +152,8 @@ def _map(evaluation: Evaluation) -> Any:
     lines = list(_lines(evaluation).values())
     lengths = sorted({record.tags["length"] for record in evaluation.records})
     depths = sorted({record.tags["depth"] for record in evaluation.records})
+    if len(depths) > _MOST_BINS:  # drawn at random
+        depths = [at / 10 for at in range(10)]
     across = max(map(len, lines))
     size = (3.0 * across + 1.2, 2.0 * len(lines) + 0.8)
     figure, grid = drawing().subplots(len(lines), across, figsize=size, layout="constrained", squeeze=False)
@@ -148,16 +178,16 @@ def _map(evaluation: Evaluation) -> Any:
 def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
-        at = depths.index(record.tags["depth"]), lengths.index(record.tags["length"])
+        at = _depth(record, depths), lengths.index(record.tags["length"])
         sums[at] += record.score
         counts[at] += 1
     # Where there was no case, there is no colour.
     return np.divide(sums, counts, out=np.full_like(sums, math.nan), where=counts > 0)
 
 
-def _ticks(values: Sequence[Any], told: Any) -> tuple[list[int], list[str]]:
+def _ticks(values: Sequence[Any], told: Any, at: Sequence[Any] = ()) -> tuple[list[Any], list[str]]:
     step = -(-len(values) // _TICKS)
-    return list(range(0, len(values), step)), [told(value) for value in values[::step]]
+    return list(at or range(len(values)))[::step], [told(value) for value in values[::step]]
 
 
 def _curves(evaluation: Evaluation) -> list[str]:
@@ -171,18 +201,20 @@ def _is_curve(value: Any) -> bool:
 
 
 def _curve(evaluation: Evaluation, name: str) -> Any:
-    """The mean up to each position, averaged over samples as far as the shortest goes."""
-    pyplot = drawing()
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    """A figure by position, averaged over samples as far as the shortest goes; of losses the mean up to there."""
+    figure, axes = drawing().subplots(figsize=(7.5, 4.5), layout="constrained")
+    running = name == "losses"
     for at, policy in enumerate(evaluation.policies):
         records = evaluation.of(policy)
         count = min(len(record.figures[name]) for record in records)
         values = np.mean([record.figures[name][:count] for record in records], axis=0)
         given = records[0].figures.get("positions", [])
         xs = given[:count] if _is_curve(given) and len(given) >= count else range(1, count + 1)
-        axes.plot(xs, np.cumsum(values) / np.arange(1, count + 1), label=policy, linewidth=1.2, **_bare(at))
+        values = np.cumsum(values) / np.arange(1, count + 1) if running else values
+        axes.plot(xs, values, label=policy, linewidth=1.2, **_bare(at))
     axes.set_xlabel("position")
-    axes.set_ylabel(f"{name.replace('_', ' ')}: mean of the positions so far")
+    axes.grid(alpha=0.3)
+    axes.set_ylabel(name.replace("_", " ") + (", mean of those so far" if running else ""))
     axes.set_title(evaluation.title, fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure

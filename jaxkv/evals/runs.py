@@ -27,6 +27,10 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 
 TABLE = "table.md"
+# Of the 65,530 that Linux gives a process by default; one row of an evaluation takes some thousands.
+_MOST_MAPPINGS = 30_000
+# Shares that were summed up may come out above 1.
+_ROUNDING = 1e-6
 
 
 class Failed(RuntimeError):
@@ -215,11 +219,24 @@ def _fill(
         # In a file, a line now and then.
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
     ) as bar:
+        before = None
         for name, batch in todo[skipped:]:
             bar.set_postfix_str(name, refresh=False)
-            outcomes = _outcomes(params, task, name, rows[name], batch, how, len(lines.records), folder)
+            if before not in (None, name):
+                _make_room()
+            before = name
+            # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
+            filled = [*batch, *batch[-1:] * ((run.batch - len(batch)) * (run.samples > run.batch))]
+            outcomes = _outcomes(params, task, name, rows[name], filled, how, len(lines.records), folder)[: len(batch)]
             lines.add([_record(run, name, *each) for each in zip(batch, outcomes, strict=True)])
             bar.update(len(batch))
+
+
+def _make_room() -> None:
+    """Frees programs where they take up too many of the memory mappings that a process may have, and XLA crashes."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 def _there(lines: Lines, todo: Sequence[tuple[str, list[Sample]]], folder: Path) -> int:
@@ -265,7 +282,7 @@ def _outcomes(
         raise Failed(f"{name}, {ids}: {name_of(task)} gave {len(outcomes)} outcomes for {len(batch)}; {kept}")
     for sample, outcome in zip(batch, outcomes, strict=True):
         score = float(outcome.score)
-        if not math.isfinite(score) or (task.unit == "%" and not 0 <= score <= 1):
+        if not math.isfinite(score) or (task.unit == "%" and not -_ROUNDING <= score <= 1 + _ROUNDING):
             wanted = "a share in [0, 1]" if task.unit == "%" else "a finite number"
             raise Failed(f"{name}, sample {sample.id}: score={score}: {name_of(task)} owes {wanted}; {kept}")
         try:
@@ -276,6 +293,7 @@ def _outcomes(
 
 
 def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
+    score = float(outcome.score)
     return Record(
         task=run.task,
         policy=name,
@@ -285,7 +303,7 @@ def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
         tags=dict(sample.tags),
         prediction=outcome.prediction,
         answers=list(sample.answers),
-        score=float(outcome.score),
+        score=min(1.0, max(0.0, score)) if run.unit == "%" else score,
         tokens=outcome.tokens,
         rows=outcome.rows,
         nbytes=outcome.nbytes,

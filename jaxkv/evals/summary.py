@@ -17,6 +17,8 @@ from jaxkv._errors import require
 from jaxkv.evals.folder import read_lines
 from jaxkv.evals.records import Record, Run, read_record, read_run
 
+# More of them are samples' own, and none that they were made for.
+_MOST_LENGTHS = 25
 _Z = 1.959964  # of the normal distribution's middle 95%
 
 
@@ -161,51 +163,64 @@ class Evaluation:
         return tuple(dict.fromkeys(record.group for record in self.records))
 
     @functools.cached_property
-    def _by(self) -> dict[tuple[str, str], list[Record]]:
-        by: dict[tuple[str, str], list[Record]] = collections.defaultdict(list)
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths that samples were made for, ascending; none where they have no tag "length", or one each."""
+        given: list[Any] = [record.tags.get("length") for record in self.records]
+        found = sorted(set(given)) if all(isinstance(each, int) for each in given) else []
+        return tuple(found) if 1 < len(found) <= _MOST_LENGTHS else ()
+
+    @functools.cached_property
+    def _by(self) -> dict[str, list[Record]]:
+        by: dict[str, list[Record]] = collections.defaultdict(list)
         for record in self.records:
-            by[record.policy, record.group].append(record)
+            by[record.policy].append(record)
         return by
 
-    def of(self, policy: str, group: str | None = None) -> list[Record]:
+    def of(self, policy: str, group: str | None = None, **tags: Any) -> list[Record]:
         """Records of a policy.
 
         Args:
             policy: a row's name.
             group: of one group; all by default.
+            **tags: that they have, such as `length=4096`.
 
         Returns:
             In the order of the samples.
 
         Raises:
-            ValueError: for names that are not there.
+            ValueError: for names that are not there, and for tags that none has.
         """
         require(policy in self.policies, "policy", policy, f"there are {', '.join(self.policies)}")
         require(group is None or group in self.groups, "group", group, f"there are {', '.join(self.groups)}")
-        if group is not None:
-            return self._by[policy, group]
-        return [record for record in self.records if record.policy == policy]
+        found = [record for record in self._by[policy] if group is None or record.group == group]
+        for name, value in tags.items():
+            found = [record for record in found if name in record.tags and record.tags[name] == value]
+            require(bool(found), name, value, "no sample has this tag")
+        return found
 
-    def scores(self, policy: str, group: str | None = None) -> Float[np.ndarray, " n"]:
+    def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
         """Scores of a policy, in the order of the samples; see `of`."""
-        return np.asarray([record.score for record in self.of(policy, group)], np.float64)
+        return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
 
-    def cell(self, policy: str, group: str | None = None) -> Cell:
+    def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
         """A policy's mean score, how sure it is, and what it cost.
 
         Args:
             policy: a row's name.
             group: of one group; by default the mean of all groups, each of the same weight.
+            **tags: of samples that have them, such as `length=4096`.
 
         Returns:
             The cell.
 
         Raises:
-            ValueError: for names that are not there.
+            ValueError: for names that are not there, and for tags that none has.
         """
-        records = self.of(policy, group)
-        names = self.groups if group is None else (group,)
-        parts, shares = [self.scores(policy, name) for name in names], self.run.unit == "%"
+        records, shares = self.of(policy, group, **tags), self.run.unit == "%"
+        by: dict[str, list[float]] = {}
+        for record in records:
+            by.setdefault(record.group, []).append(record.score)
+        parts = [np.asarray(scores, np.float64) for scores in by.values()]
         means, ends = [float(part.mean()) for part in parts], [interval(part, shares=shares) for part in parts]
         found = _together(means, ends)
         low, high = (None, None) if found is None else found
@@ -259,15 +274,27 @@ class Evaluation:
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
             row = [policy, self.shown(cell.mean), self.shown_interval(cell), str(cell.n), *costs]
             lines.append(f"| {' | '.join(map(_escaped, row))} |")
-        if len(self.groups) > 1:
+        for what, rows in self.sections().items():
             for part in self.blocks():
-                lines += ["", f"| group | n | {' | '.join(map(_escaped, part))} |", "|---|---:|" + ":---:|" * len(part)]
-                for group in (*self.groups, None):
-                    cells = [self.cell(policy, group) for policy in part]
+                lines += [
+                    "",
+                    f"| {what} | n | {' | '.join(map(_escaped, part))} |",
+                    "|---|---:|" + ":---:|" * len(part),
+                ]
+                for name, by in rows.items():
+                    cells = [self.cell(policy, **by) for policy in part]
                     told = [f"{self.shown(cell.mean)} ({self.shown_interval(cell)})" for cell in cells]
-                    name = "**mean**" if group is None else _escaped(group)
-                    lines.append(f"| {name} | {cells[0].n} | {' | '.join(told)} |")
+                    lines.append(f"| {_escaped(name) if by else '**mean**'} | {cells[0].n} | {' | '.join(told)} |")
         return "\n".join(lines)
+
+    def sections(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Tables that samples fall apart into: by its title each one's rows, and what `cell` takes for them."""
+        made: dict[str, dict[str, dict[str, Any]]] = {}
+        if len(self.groups) > 1:
+            made["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
+        if self.lengths:
+            made["length"] = {**{f"{length:,}": {"length": length} for length in self.lengths}, "mean": {}}
+        return made
 
     @property
     def title(self) -> str:
