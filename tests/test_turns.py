@@ -64,6 +64,7 @@ def test_the_cache_stays_within_its_budget_turn_after_turn(tmp_path):
         cache, told = out.cache, [*told, out.text]
     for outcome, answers in zip(outcomes, zip(*told, strict=True), strict=True):
         assert outcome.figures["rows"] == [24] * 3 and outcome.figures["most_rows"] == [24] * 3
+        assert outcome.rows == 24 and outcome.tokens > 60
         assert json.loads(outcome.prediction) == list(answers) and len(outcome.figures["scores"]) == 1
 
 
