@@ -181,7 +181,7 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
         rng = np.random.default_rng([seed, number])
         chosen = [_FACTS[at] for at in rng.permutation(len(_FACTS))[:facts]]
         values = [str(rng.choice(fact.values)) for fact in chosen]
-        said = [f"{fact.told.format(value)} Please remember it." for fact, value in zip(chosen, values, strict=True)]
+        said = [fact.told.format(value) for fact, value in zip(chosen, values, strict=True)]
         for _ in range(turns - 2 * facts):
             text = passages[rng.integers(len(passages))]
             first = int(rng.integers(max(1, len(text) - words)))
