@@ -8,7 +8,7 @@ import pytest
 from cli_runs import refused
 from evaluating import POLICIES, Told, words
 
-from jaxkv import cli
+from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
 from jaxkv.cli.task_options import task_from
 from jaxkv.evals import TASKS, page, runs
@@ -64,6 +64,17 @@ def test_fields_are_options(told, tmp_path):
     assert list(said["policies"]) == list(POLICIES)
 
 
+def test_options_go_behind_a_policy(told, tmp_path, capsys):
+    given = "full, adakv  --base pyramidkv --alpha 0.3,snapkv --window 4"
+    out = tmp_path / "out"
+    assert cli.main(["eval", "told", "--policies", given, "--budgets", "64,0.5", "--out", str(out)]) == 0
+    said = json.loads((out / "run.json").read_text())["policies"]
+    rows = {f"adakv --base pyramidkv --alpha 0.3@{n}": AdaKV(base=PyramidKV(budget=n), alpha=0.3) for n in (64, 0.5)}
+    rows = {"full": FullKV(), **rows, **{f"snapkv --window 4@{n}": SnapKV(budget=n, window=4) for n in (64, 0.5)}}
+    assert said == {name: repr(policy) for name, policy in rows.items()}
+    assert "| group | n | full | adakv --base pyramidkv --alpha 0.3@64 |" in capsys.readouterr().out
+
+
 def test_help_and_list_say_what_there_is(told, capsys):
     assert cli.main(["eval", "told", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -83,6 +94,10 @@ def test_help_and_list_say_what_there_is(told, capsys):
         (("told", "--policies", "adavk", "--budgets", "9"), "did you mean adakv"),
         (("told", "--policies", "adakv"), "adakv keeps a part of each prompt"),
         (("told", "--policies", ","), "give some of full"),
+        (("told", "--policies", "adakv --alpha x", "--budgets", "64"), "'adakv --alpha x': --alpha=x: give a number"),
+        (("told", "--policies", "full --window 4"), "'full --window 4': --window=4: full has no such option"),
+        (("told", "--policies", "snapkv --windw 4", "--budgets", "64"), "unrecognized arguments: --windw 4"),
+        (("told", "--policies", "snapkv --window 4"), "snapkv keeps a part of each prompt"),
         (("told", "--policies", "snapkv", "--budgets", "9"), "snapkv@9: budget=9"),
         (("told", "--policies", "snapkv", "--budgets", "9x"), "--budgets='9x': give a number"),
         (("told", "--policies", "snapkv", "--budgets", "1.5"), "snapkv@1.5: budget=1.5"),
