@@ -4,11 +4,11 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracles as o
 import pytest
 import tiny
+from looking import CONFIG, HEADS, TEXTS, shown, weights
 
 import jaxkv
 from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV
@@ -21,13 +21,7 @@ from jaxkv.analysis.recall import RecallWatcher
 from jaxkv.analysis.retained import RetainedWatcher
 from jaxkv.analysis.similarity import SimilarityWatcher
 from jaxkv.analysis.watching import watch
-from jaxkv.engine.plan import bucket
-from jaxkv.engine.prefill import read_layers
-from jaxkv.policies.protocol import Needs
 
-CONFIG = tiny.shape(layers=3, kv_heads=2, group=3, dim=8)
-HEADS = CONFIG.heads
-TEXTS = tiny.prompts(0, (60, 37))
 FOLLOWING, WINDOW, LEAST, BINS, QUERIES, SHARES = 5, 4, 0.05, 4, 6, (0.1, 0.5, 1.0)
 # Layers with budgets of their own, heads that compete, choices that build on one another, sums over all queries.
 POLICIES = (
@@ -45,30 +39,6 @@ POLICIES = (
 BUDGETS = (16, 0.5)
 # Of those, what a mesh compiles for: one whose heads compete over devices, and one whose layers share a budget.
 ON_A_MESH = [4, 7]
-
-
-@functools.cache
-def shown(row):
-    """A text's layers: rotated queries [H, n, D], keys and values [K, n, D], the output projection [H, D, E]."""
-    model, ids = tiny.tiny(CONFIG), TEXTS[row]
-    slots = bucket(len(ids))
-    padded = jnp.asarray([ids + [0] * (slots - len(ids))], jnp.int32)
-    out = []
-    for index, layer in enumerate(
-        read_layers(model.flat, padded, jnp.asarray([len(ids)], jnp.int32), needs=Needs(queries=slots))
-    ):
-        q = np.asarray(layer.q, np.float64)[0, :, :, slots - len(ids) :].reshape(HEADS, len(ids), -1)
-        k, v = (np.asarray(each, np.float64)[0, :, : len(ids)] for each in (layer.k, layer.v))
-        weight = np.asarray(model.decoder.blocks[index].attention.out[...], np.float64)
-        out.append((q, k, v, weight.T.reshape(HEADS, CONFIG.head_dim, -1)))
-    return out
-
-
-@functools.cache
-def weights(row, layer):
-    """All attention weights of a layer, [H, n, n]."""
-    q, k, _, _ = shown(row)[layer]
-    return o.causal_probs(q, k)[0]
 
 
 @functools.cache

@@ -58,5 +58,5 @@ def test_commands_exist():
     for words in commands:
         if words[0] == "python":
             assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), words
-        elif words[1] in ours:
+        elif words[1] != "analyze" or "analyze" in ours:
             known.parse_args(words[1:])

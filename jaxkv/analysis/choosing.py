@@ -96,8 +96,18 @@ def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -
         remedy = "it keeps what it does not read, and chooses for each token: use `jaxkv eval visible`, or leave it out"
         require(as_policy(each).parts().read is None, "policies", name, remedy)
     of_model = (params.config.layers, params.filter_layers)
-    cells = tuple(tuple(with_budget(each, budget).for_model(*of_model) for budget in budgets) for each in given)
+    cells = tuple(
+        tuple(_cell(name, each, budget).for_model(*of_model) for budget in budgets)
+        for name, each in zip(called, given, strict=True)
+    )
     return Grid(names=called, budgets=tuple(budgets), cells=cells)
+
+
+def _cell(name: str, policy: Policy, budget: Budget) -> Method:
+    try:
+        return with_budget(policy, budget)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _name(policy: Policy) -> str:

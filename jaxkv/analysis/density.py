@@ -73,8 +73,10 @@ class Density(Figure):
         norm, image = LogNorm(low, max(float(np.nanmax(drawn)), 2 * low)), None
         for panel, layer, each in zip(panels, layers, drawn, strict=True):
             image = panel.imshow(np.maximum(each, low), norm=norm, cmap="viridis", extent=(0, 100, 100, 0))
-            panel.set(title=f"layer {layer}", xlabel="key, % of the text", xticks=(0, 50, 100), yticks=(0, 50, 100))
+            panel.set(title=f"layer {layer}", xticks=(0, 50, 100), yticks=(0, 50, 100))
+            panel.tick_params(labelleft=panel is panels[0])
         panels[0].set_ylabel("query, % of the text")
+        panels[len(panels) // 2].set_xlabel("key, % of the text")
         figure.colorbar(image, ax=panels, label="mean weight", pad=0.01)
 
     def _draw_lines(self, panel: Any) -> None:

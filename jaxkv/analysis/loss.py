@@ -113,8 +113,8 @@ class EvictionLoss(Figure):
                     "rows": float(self.rows[at, column].mean()),
                     "loss": float(self.loss[at, column].mean()),
                     "bound": float(self.bound[at, column].mean()),
-                    "queries <= first %": 100 * float(queries[column]),
-                    "layers <= first %": 100 * float(layers[column]),
+                    f"queries <= {self.policies[0]} %": 100 * float(queries[column]),
+                    f"layers <= {self.policies[0]} %": 100 * float(layers[column]),
                 }
             )
         return out

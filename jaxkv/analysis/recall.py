@@ -166,13 +166,13 @@ class RecallWatcher(Watcher):
         """What they pay to the rows that each policy keeps."""
         q, positions = layer.last(self.following)
         rows = text.masks(self.policies, layer.index)
-        paid = host(_paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
-        self.layers.append(paid.reshape(-1, *paid.shape[2:]).astype(np.float64))
+        mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
+        self.layers.append(mine.reshape(-1, *mine.shape[2:]).astype(np.float64))
 
     def done(self, text: Text) -> None:
         """A text's figures: `[P * N, L, H]`."""
-        paid = np.moveaxis(np.stack(self.layers), -1, 0)
-        kept, prompt = paid[:-1], paid[-1]
+        sets = np.moveaxis(np.stack(self.layers), -1, 0)
+        kept, prompt = sets[:-1], sets[-1]
         recalled = kept.sum(axis=-1) / np.maximum(prompt.sum(axis=-1), 1e-30)
         rows = np.asarray([text.rows[cell].sum() for cell in self.policies], np.int64)
         self.texts.append((recalled, (kept + 1 - prompt).mean(axis=-1), rows))
@@ -198,7 +198,7 @@ class RecallWatcher(Watcher):
 
 
 @program(static=("axes",))
-def _paid(
+def paid(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
@@ -206,7 +206,18 @@ def _paid(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B K G w n"]:
-    """What queries pay to sets of rows; `n` of them for each kv head."""
+    """What queries pay to sets of rows.
+
+    Args:
+        q: rotated queries.
+        k: rotated keys at positions 0 .. S.
+        positions: of the queries.
+        rows: n sets for each kv head.
+        axes: of the mesh that they lie on, if they do.
+
+    Returns:
+        The sums of their probabilities, float32.
+    """
     batch, heads, group, window, _ = q.shape
 
     def head(inputs: tuple[Array, ...]) -> Array:
@@ -215,5 +226,4 @@ def _paid(
 
     flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    paid = lax.map(head, (flat(q), flat(k), flat(spread), flat(rows)))
-    return paid.reshape(batch, heads, group, window, -1)
+    return lax.map(head, (flat(q), flat(k), flat(spread), flat(rows))).reshape(batch, heads, group, window, -1)

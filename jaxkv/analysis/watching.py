@@ -6,7 +6,7 @@ see a text's beginning, and all of it is looked at.
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,13 @@ class Watcher(abc.ABC):
 
 @settled
 def watch(
-    params: LanguageModel, texts: Sequence[Prompt], watchers: Sequence[Watcher], *, following: int = 0, key: int = 0
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    watchers: Sequence[Watcher],
+    *,
+    following: int = 0,
+    key: int = 0,
+    begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
     """Runs texts through the model under full attention, each once, for any number of watchers.
 
@@ -120,6 +126,7 @@ def watch(
         watchers: who looks at them. Where some ask for policies, each text's beginning is run once besides.
         following: last tokens of each text that policies do not see.
         key: seed of policies that draw.
+        begin: called before each text with its number and its tokens.
 
     Returns:
         What each has found.
@@ -128,8 +135,9 @@ def watch(
         ValueError: for texts that are empty or too long for the model, or budgets that a policy cannot honour.
     """
     policies = tuple({policy: None for watcher in watchers for policy in watcher.policies})
-    for encoded in _encoded(params, texts, following):
+    for at, encoded in enumerate(_encoded(params, texts, following)):
         count, copies = len(encoded.ids[0]), missing(1, params.axes)
+        begin(at, count)
         prompt = count - following
         beginning = dataclasses.replace(encoded, ids=[encoded.ids[0][:prompt]]).with_copies(copies)
         every, slots = encoded.with_copies(copies), bucket(count)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
+from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
 from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
 from jaxkv.cli.evaluating import add_eval_options
 from jaxkv.cli.exporting import add_export_options, run_export
@@ -175,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_options(planning)
     evaluating = commands.add_parser("eval", help="judge policies by tasks", epilog=EVAL_NOTES, **told)
     add_eval_options(evaluating)
+    analysing = commands.add_parser("analyze", help="what attention looks like", epilog=ANALYZE_NOTES, **told)
+    analysing.set_defaults(run=run_analyze)
+    add_analyze_options(analysing)
     models = commands.add_parser("models", help="list the named models")
     models.set_defaults(run=print_models)
     policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")

@@ -15,6 +15,7 @@ from jaxkv.evals.runs import Failed, evaluate
 from jaxkv.evals.summary import Cell, Difference, Evaluation, interval
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 from jaxkv.evals.turns import Turns
+from jaxkv.evals.visible import Visible, visible_attention
 
 __all__ = [
     "COLOURS",
@@ -40,6 +41,7 @@ __all__ = [
     "Task",
     "Turns",
     "TwoStage",
+    "Visible",
     "answers",
     "asked",
     "at_budgets",
@@ -50,4 +52,5 @@ __all__ = [
     "report",
     "task",
     "two_stage",
+    "visible_attention",
 ]

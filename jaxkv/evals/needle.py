@@ -70,8 +70,9 @@ class Needle(QuestionTask):
     """Needle in a haystack: one sentence in a long text, over lengths and depths, as in the papers' heat maps.
 
     The official wording is Kamradt's sentence in a text, asked as PyramidKV's authors ask it; a score is the share of
-    the answer's different words that the model said, which is what their maps show. The small wording is RULER's needle
-    among sentences of a few hundred words, and its number has to occur. Lengths count template, question and answer.
+    the answer's different words that the model said, which is what their maps show: "a", "in" and the like give
+    some other answers a third. The small wording is RULER's needle among sentences of a few hundred words, and its
+    number has to occur. Lengths count template, question and answer.
 
     Attributes:
         lengths: tokens of prompts, the answer's and a chat template's included.
@@ -138,6 +139,6 @@ class Needle(QuestionTask):
 
     def _recipe(self, wording: Wording, depth: float) -> Recipe:
         if not isinstance(wording, Official):
-            return Needles(wording=wording, new_tokens=6, haystack="essay", depth=depth)
+            return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
         said = {"needle": self.needle, "question": self.question, "prefix": self.prefix, "answer": self.answer}
         return Story(wording=wording, new_tokens=self.new_tokens, depth=depth, **said)

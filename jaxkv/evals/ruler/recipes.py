@@ -84,8 +84,8 @@ def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
     recipe = Needles(wording=wording, new_tokens=128, **settings)
     if wording.name == "official":
         return recipe
-    # Digits, and a comma or the like behind them.
-    tokens = (11 if recipe.value_kind == "uuids" else 6) * recipe.values * recipe.queries
+    # Digits, with a comma and a space or the like behind them, and a mark in front.
+    tokens = (11 if recipe.value_kind == "uuids" else 6) * recipe.values * recipe.queries + 2
     return dataclasses.replace(recipe, new_tokens=tokens)
 
 

@@ -1,0 +1,15 @@
+"""lm-evaluation-harness' own command line, with the model "jaxkv" among its models.
+
+python -m jaxkv.evals.harness run --model jaxkv --tasks gsm8k,coqa,truthfulqa_gen \
+    --model_args model=smollm2-135m-instruct,policy=snapkv,budget=256 --batch_size 8
+"""
+
+import lm_eval.models  # its own models: where one is known already, it does not look for them
+from lm_eval.__main__ import cli_evaluate
+
+import jaxkv.evals.harness  # noqa: F401  # which makes ours known
+
+assert lm_eval.models
+
+if __name__ == "__main__":
+    cli_evaluate()

@@ -1,0 +1,193 @@
+"""Visible attention: how much of full attention falls on rows that a policy can see, at each token of an answer."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxkv._errors import require
+from jaxkv._settings import settled
+from jaxkv.analysis.recall import paid
+from jaxkv.axes import host, missing, place
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.filters import Asking, choose
+from jaxkv.engine.plan import bucket
+from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.engine.session import Session
+from jaxkv.evals.asking import ids_of
+from jaxkv.evals.retrieval import TwoStage
+from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.generation import generate
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.methods import FullKV
+from jaxkv.policies.policy import Method
+from jaxkv.policies.protocol import Needs
+from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.testing import segments
+
+
+@task("visible")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visible(Task):
+    """The share of full attention's probability that falls on rows which a policy can see, over 2StageRetr.
+
+    The tokens that full attention draws are fed to every policy, so that a model which fails at the task still says
+    what each policy would let it see.
+
+    Attributes:
+        count: cases, of dictionaries of all sizes.
+        steps: first tokens of each answer at which it is measured.
+        seed: of the draws.
+    """
+
+    asks: ClassVar[bool] = False
+
+    count: int = 8
+    steps: int = 16
+    seed: int = 0
+
+    def __post_init__(self):
+        require(self.count >= 1, "count", self.count, "make at least 1 case")
+        require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """The cases; see `Task.samples`."""
+        sizes = TwoStage().sizes
+        # Small dictionaries and large ones, however few there are.
+        spread = tuple(sizes[at * len(sizes) // self.count] for at in range(min(self.count, len(sizes))))
+        cases = TwoStage(count=self.count, sizes=spread, seed=self.seed).samples(params)
+        return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
+
+    def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
+        """Measures a batch; see `Task.run`."""
+        prompts = [sum(ids_of(params.text, sample, raw=how.raw), []) for sample in samples]
+        drawn = generate(params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False).tokens
+        out = []
+        for ids, tokens in zip(prompts, drawn, strict=True):
+            figures, rows = visible_attention(params, policy, ids, np.asarray(tokens).tolist(), key=how.seed)
+            score = float(figures.mean())
+            out.append(Outcome(score=score, figures={"steps": figures.tolist()}, tokens=len(ids), rows=rows))
+        return out
+
+
+@settled
+def visible_attention(
+    params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], *, key: int = 0
+) -> tuple[Float[np.ndarray, " n"], float]:
+    """The share of full attention's probability that falls on rows which a policy can see.
+
+    Args:
+        params: from `jaxkv.load`.
+        policy: the compression; one that chooses what it reads is given full attention's queries.
+        prompt: token ids.
+        answer: those that follow it, n.
+        key: seed of a policy that draws.
+
+    Returns:
+        At each token of the answer the share, averaged over layers and query heads; and rows kept, or read, of the
+        prompt per kv head and layer, averaged.
+
+    Raises:
+        ValueError: on a mesh, for a policy that chooses what it reads.
+    """
+    policy = policy.for_model(params.config.layers, params.filter_layers)
+    flat, axes = params.flat, params.axes
+    ids, steps = [*prompt, *answer], len(answer)
+    copies, slots = 1 + missing(1, axes), bucket(len(ids))
+    padded = np.zeros((copies, slots), np.int32)
+    padded[:, : len(ids)] = ids
+    length = place(np.full(copies, len(ids), np.int32), "B", axes)
+    look, queries = _look(params, policy, prompt, answer, slots, key)
+    shares, rows = [], []
+    tokens, needs = place(padded, "B S", axes), Needs(queries=queries)
+    for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
+        mine = look(index, out)
+        sets = place(np.broadcast_to(np.moveaxis(mine, 0, -1), (copies, *mine.shape[1:], steps)), "B K S n", axes)
+        q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
+        every = host(paid(q, out.k, positions, sets, axes=axes))[0]
+        shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
+        rows.append(mine[0, :, : len(prompt)].sum(axis=-1).mean())
+    return np.stack(shares).astype(np.float64).mean(axis=0), float(np.mean(rows))
+
+
+def _look(
+    params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
+) -> tuple[Callable[[int, LayerOut], Bool[np.ndarray, "n K S"]], int]:
+    """What is seen of a layer at each token, `bool[n, K, S]`, and how many last queries it takes to say so."""
+    parts, layers = policy.parts(), params.config.layers
+    reading = parts.reading(layers, bucket(len(prompt)))
+    if reading is None or not reading.filters:
+        held = _held(params, policy, prompt, answer, slots, key)
+        return lambda index, out: held[:, index], len(answer)
+    name = type(policy).__name__
+    require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
+    require(parts.scorer is None, "policy", name, "it drops rows and chooses among the others: give one alone")
+    assert parts.read is not None
+    budget = int(parts.read.tokens(np.asarray([len(prompt)]), layers)[0])
+    return _Chooser(reading, len(prompt), len(answer), budget, slots).look, len(answer) + reading.window - 1
+
+
+def _held(
+    params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
+) -> Bool[np.ndarray, "n L K S"]:
+    """What a cache holds, and the token itself, as each token of the answer is read."""
+    session, config = Session(params, policy, key=key), params.config
+    cache = session.prefill(list(prompt), new=len(answer))
+    out = np.zeros((len(answer), config.layers, config.kv_heads, slots), bool)
+    everything = cache.bank is not None
+    for step, token in enumerate(answer):
+        now = len(prompt) + step
+        out[step, :, :, now] = True
+        if everything:
+            out[step, :, :, :now] = True
+            continue
+        for segment in segments(cache):
+            if segment.sequence == 0:
+                out[step, segment.layer, segment.head, segment.pos] = True
+        if step + 1 < len(answer):
+            cache = session.extend(cache, [token], chunk=1, donate=True)
+    return out
+
+
+class _Chooser:
+    """What filter layers choose by full attention's queries, and the layers above them see, one after the other."""
+
+    def __init__(self, reading: Reading, prompt: int, steps: int, budget: int, slots: int):
+        self.reading, self.prompt, self.steps, self.budget = reading, prompt, steps, budget
+        self.slots, self.window = slots, reading.window
+        self.chosen: dict[int, np.ndarray] = {}
+
+    def look(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
+        """What is seen of a layer at each step; a filter layer chooses first."""
+        now = self.prompt + np.arange(self.steps)[:, None]
+        position = np.arange(self.slots)
+        if index in self.reading.filters:
+            self.chosen[index] = np.stack([self._choose(out, step) for step in range(self.steps)])
+        source = self.reading.sources[index]
+        seen = position <= now
+        if source != WHOLE:
+            behind = now if self.reading.include_generated else self.prompt
+            seen = seen & (self.chosen[source] | (position >= behind))
+        return np.repeat(seen[:, None], out.k.shape[1], axis=1)
+
+    def _choose(self, out: LayerOut, step: int) -> np.ndarray:
+        reading, now = self.reading, self.prompt + step
+        # The newest query first, as weights go by age.
+        stretch = slice(step, step + self.window)
+        q, at = out.q[:, :, :, stretch][:, :, :, ::-1], out.q_positions[:, stretch][:, ::-1]
+        weights = jnp.asarray(reading.selector.weights(reading.window))[None]
+        k = out.k.reshape(1, -1, out.k.shape[-1])
+        pool = Pool(k=k, v=k, pos=jnp.zeros(k.shape[:2], jnp.int32))
+        none = jnp.zeros(out.k.shape[:2], jnp.int32)
+        number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
+        candidates = now if reading.include_generated else self.prompt
+        asked = Asking(q=q, positions=at, weights=weights)
+        of = (none, none, number(candidates), number(self.budget), number(now))
+        found = choose(asked, pool, *of, reading, windowed=True)
+        mask = np.zeros(self.slots, bool)
+        mask[host(found.positions)[0, : int(found.count[0])]] = True
+        return mask

@@ -1,0 +1,181 @@
+"""The adapter for lm-evaluation-harness; where that is not installed, over a stand-in of the class it derives from."""
+
+import functools
+import importlib.util
+import math
+import sys
+import types
+
+import eval_models
+import numpy as np
+import pytest
+import running
+import tiny
+
+import jaxkv
+from jaxkv.evals.perplexity import judged
+
+POLICIES = {"full": {}, "h2o": {"budget": 12}, "snapkv": {"budget": 8, "window": 4}}
+CONTEXT = "Ada kept the mill by the river"
+
+
+class Request(types.SimpleNamespace):
+    """What the harness hands over, as far as it is looked at."""
+
+
+def requests(*args):
+    return [Request(args=each) for each in args]
+
+
+@pytest.fixture(scope="module")
+def lm_class():
+    """JaxKVLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("lm_eval") is None:
+
+            class LM:
+                def __init__(self):
+                    self.cache_hook = types.SimpleNamespace(add_partial=lambda *args: None)
+
+            parts = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.api.model": {"LM": LM}}
+            parts["lm_eval.api.registry"] = {"register_model": lambda *names: lambda cls: cls}
+            for name, held in parts.items():
+                module = types.ModuleType(name)
+                vars(module).update(held)
+                patch.setitem(sys.modules, name, module)
+        from jaxkv.evals.harness import JaxKVLM
+
+        yield JaxKVLM
+
+
+@pytest.fixture
+def made(lm_class):
+    return functools.partial(lm_class, eval_models.speaking())
+
+
+def test_likelihoods_are_those_of_the_model(made):
+    lm = made(batch_size=4)
+    # Spaces between are the continuation's, and a text without context begins behind the first token.
+    asked = [(CONTEXT, " yes"), (CONTEXT[:8] + "   ", "no"), ("", "river")]
+    same = [(CONTEXT, " yes"), (CONTEXT[:8], "   no"), ("", "river")]
+    found = lm.loglikelihood(requests(*asked), disable_tqdm=True)
+    ids = [(lm._encoded(of) or [lm._first], lm._encoded(behind, bos=False)) for of, behind in same]
+    prefixes = [before + behind[:at] for before, behind in ids for at in range(len(behind))]
+    # All in one batch.
+    _, logits = running.prefill(lm.params, prefixes)
+    logs = np.asarray(logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True)))
+    ends = np.cumsum([len(behind) for _, behind in ids])
+    for (value, greedy), (_, behind), part in zip(found, ids, np.split(logs, ends[:-1]), strict=True):
+        assert value == pytest.approx(part[np.arange(len(behind)), behind].sum(), abs=1e-4)
+        assert greedy == (part.argmax(axis=-1).tolist() == behind) and not greedy
+
+
+def test_what_greedy_drawing_gives_is_said_to_be(made):
+    lm = made(policy="h2o", budget=12)
+    ids = lm._encoded(CONTEXT)
+    drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=4, stop_at_eos=False).tokens.tolist()
+    other = [*drawn[:-1], (drawn[-1] + 1) % 256]
+    values, greedy = lm._scored([ids], [drawn, other, drawn[:2]])
+    assert greedy.tolist() == [True, False, True] and values[2] > values[0] > values[1]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_choices_of_one_context_are_what_they_are_alone(made, name):
+    lm = made(policy=name, **POLICIES[name], batch_size=3)
+    asked = [(CONTEXT, " yes"), (CONTEXT, " a longer one"), (CONTEXT, "!"), (CONTEXT[:-3], " no"), (CONTEXT[3:], " we")]
+    together = lm.loglikelihood(requests(*asked), disable_tqdm=True)
+    lm.batch_size = 1
+    alone = [lm.loglikelihood(requests(each), disable_tqdm=True)[0] for each in asked]
+    np.testing.assert_allclose([value for value, _ in together], [value for value, _ in alone], atol=1e-4)
+    assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
+    # What they are is the policy's own: rows are gone.
+    if name != "full":
+        full = made(batch_size=3).loglikelihood(requests(*asked), disable_tqdm=True)
+        assert not np.allclose([value for value, _ in together], [value for value, _ in full], atol=1e-2)
+
+
+def test_whole_texts_are_read_on_one_cache(made):
+    lm = made(policy="h2o", budget=12)
+    texts = [CONTEXT, CONTEXT[::-1] + " again"]
+    found = lm.loglikelihood_rolling(requests(*((text,) for text in texts)), disable_tqdm=True)
+    for value, text in zip(found, texts, strict=True):
+        losses, *_ = judged(lm.params, lm.policy, np.asarray([lm._encoded(text)], np.int32), 1)
+        assert value == pytest.approx(-losses.sum(), abs=1e-3) and losses.shape[1] == len(text)
+
+
+def test_long_texts_go_in_parts_of_the_models_length(lm_class):
+    lm = lm_class(eval_models.speaking(positions=32))
+    ids = list(range(70))
+    parts = list(lm._windows(5, ids))
+    assert [token for part in parts for token in part.continuation] == ids and {part.request for part in parts} == {5}
+    assert parts[0].context == [lm._first] and parts[1].context == [31]
+    # The last one is judged with what fits before it.
+    assert parts[2].context == list(range(37, 64)) and len(parts[2].context + parts[2].continuation) == 33
+    assert list(lm._windows(0, [])) == []
+
+
+def test_answers_are_those_of_generate(made):
+    lm = made(policy="snapkv", budget=8, window=4, batch_size=2)
+    texts = [CONTEXT, CONTEXT[:9], CONTEXT[4:]]
+    of = {"policy": lm.policy, "max_new_tokens": 12, "raw": True}
+    whole = [jaxkv.generate(lm.params, text, **of).text for text in texts]
+    stop = whole[0][3:5]
+    # The harness gives one dictionary a task; these are of two.
+    asked = [(text, {"until": [stop], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}) for text in texts]
+    asked.insert(1, (CONTEXT, {"until": None, "max_new_tokens": 5}))
+    told = lm.generate_until(requests(*asked), disable_tqdm=True)
+    assert [told[0], *told[2:]] == [text.split(stop)[0] for text in whole] and told[0] != whole[0]
+    assert told[1] == jaxkv.generate(lm.params, CONTEXT, **{**of, "max_new_tokens": 5}).text
+    # What is too long loses its beginning.
+    long = lm.generate_until(requests((CONTEXT * 20, {"max_gen_toks": 4})), disable_tqdm=True)
+    assert len(long) == 1 and lm.max_length == 512 < len(CONTEXT * 20)
+
+
+def test_generation_arguments_are_honoured_or_refused(lm_class):
+    from jaxkv.evals.harness.model import _drawing
+
+    assert _drawing({}, 7) == ((), 7, jaxkv.Greedy())
+    assert _drawing({"until": "\n", "max_tokens": 3, "do_sample": False, "temperature": 1.0, "top_p": 0.5}, 7) == (
+        ("\n",),
+        3,
+        jaxkv.Greedy(),
+    )
+    for given, sampling in (
+        ({"do_sample": True}, jaxkv.Temperature(temperature=1.0)),
+        ({"temperature": 0.5, "top_p": 1.0, "top_k": 0}, jaxkv.Temperature(temperature=0.5)),
+        ({"do_sample": True, "temperature": 0.0}, jaxkv.Greedy()),
+        ({"do_sample": True, "top_k": 1}, jaxkv.TopK(k=1, temperature=1.0)),
+        ({"temperature": 0.5, "top_p": 0.9}, jaxkv.TopP(p=0.9, temperature=0.5)),
+        ({"temperature": 0.5, "min_p": 0.1, "top_p": 1}, jaxkv.MinP(p=0.1, temperature=0.5)),
+    ):
+        assert _drawing(given, 7)[2] == sampling
+    with pytest.raises(ValueError, match=r"generation_kwargs=\['num_beams'\]"):
+        _drawing({"num_beams": 4}, 7)
+    with pytest.raises(ValueError, match="one cut at a time"):
+        _drawing({"do_sample": True, "top_k": 5, "top_p": 0.9}, 7)
+
+
+def test_models_are_made_of_the_harness_arguments(lm_class):
+    model = eval_models.speaking(chat=True)
+    lm = lm_class(model, policy="snapkv", budget=0.5, window=8, batch_size="4", device=None, max_batch_size=None)
+    assert lm.policy == jaxkv.SnapKV(budget=0.5, window=8) and lm.batch_size == 4
+    assert lm.apply_chat_template([{"role": "user", "content": "Hi"}]) == "<turn>user:Hi<end><turn>assistant:"
+    with pytest.raises(ValueError, match="batch_size='auto'"):
+        lm_class(model, batch_size="auto")
+    with pytest.raises(TypeError, match="budget: the policy is made already"):
+        lm_class(model, policy=jaxkv.SnapKV(), budget=3)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        lm_class(tiny.tiny(tiny.TWO_LAYERS))
+    with pytest.raises(ValueError, match="longer than the model's 512 positions"):
+        lm.loglikelihood(requests(("a", "b" * 600)), disable_tqdm=True)
+    with pytest.raises(ValueError, match="adds no token"):
+        lm.loglikelihood(requests(("a", "")), disable_tqdm=True)
+    assert math.isfinite(lm.loglikelihood(requests(("a" * 600, "b")), disable_tqdm=True)[0][0])
+
+
+def test_without_the_harness_the_error_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("jaxkv.evals.harness")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(ImportError, match=r"jaxkv\[harness\]"):
+        importlib.import_module("jaxkv.evals.harness")
