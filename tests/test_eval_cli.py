@@ -1,11 +1,12 @@
 """`jaxkv eval`: options from tasks' fields, refusals before anything is loaded, tables, shards, pages."""
 
 import json
+import re
 
 import evaluating
 import jax
 import pytest
-from cli_runs import refused
+from cli_runs import ROOT, refused
 from evaluating import POLICIES, Told, words
 
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, cli
@@ -49,6 +50,11 @@ def test_shards_are_joined(told, tmp_path, capsys):
     assert "# told: 14 samples, words\n" in capsys.readouterr().out
     assert (tmp_path / "all" / "samples.jsonl").read_bytes() == evaluating.told(tmp_path / "same")
     assert "it is missing" in refused(capsys, "eval", "merge", parts[1], "--out", str(tmp_path / "none"))
+
+
+def test_every_task_is_on_the_page():
+    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8").split("## Tasks")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", page, flags=re.M)) == set(TASKS)
 
 
 def test_fields_are_options(told, tmp_path):
