@@ -372,8 +372,11 @@ def test_intervals_of_shares():
     values = np.asarray([0.25, 0.5, 0.75, 1.0])
     width = 3.182446 * values.std(ddof=1) / 2
     assert np.allclose(interval(values, shares=False), (0.625 - width, 0.625 + width))
-    assert interval(values)[1] == 1.0 and interval(np.asarray([0.3])) is None
+    assert interval(values)[1] == 1.0 and interval(np.asarray([0.3]), shares=False) is None
     assert interval(np.asarray([1.0, 1.0]), shares=False) == (1.0, 1.0)
+    # Five alike are not known for sure: as far as shares of this mean can lie apart.
+    low, high = interval(np.full(5, 0.5))
+    assert interval(np.asarray([0.0, 1.0] * 5))[0] > low and high == pytest.approx(1 - low)
 
 
 def test_cells_and_differences(tmp_path, plain):
