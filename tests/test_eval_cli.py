@@ -1,14 +1,15 @@
 """`jaxkv eval`: options from tasks' fields, refusals before anything is loaded, tables, shards, pages."""
 
 import json
+import re
 
 import evaluating
 import jax
 import pytest
-from cli_runs import refused
+from cli_runs import ROOT, refused
 from evaluating import POLICIES, Told, words
 
-from jaxkv import cli
+from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
 from jaxkv.cli.task_options import task_from
 from jaxkv.evals import TASKS, page, runs
@@ -51,6 +52,11 @@ def test_shards_are_joined(told, tmp_path, capsys):
     assert "it is missing" in refused(capsys, "eval", "merge", parts[1], "--out", str(tmp_path / "none"))
 
 
+def test_every_task_is_on_the_page():
+    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8").split("## Tasks")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", page, flags=re.M)) == set(TASKS)
+
+
 def test_fields_are_options(told, tmp_path):
     given = "--count 3 --sizes 4,5 6 --share 0.25 --name x --loud --seed 9 --task-batch y".split()
     options = cli._parser().parse_args(["eval", "told", *RUN, "--out", "o", *given])
@@ -62,6 +68,17 @@ def test_fields_are_options(told, tmp_path):
     said = json.loads((out / "run.json").read_text())
     assert (said["seed"], said["settings"]["seed"], said["agnostic"], said["raw"]) == (9, 9, True, True)
     assert list(said["policies"]) == list(POLICIES)
+
+
+def test_options_go_behind_a_policy(told, tmp_path, capsys):
+    given = "full, adakv  --base pyramidkv --alpha 0.3,snapkv --window 4"
+    out = tmp_path / "out"
+    assert cli.main(["eval", "told", "--policies", given, "--budgets", "64,0.5", "--out", str(out)]) == 0
+    said = json.loads((out / "run.json").read_text())["policies"]
+    rows = {f"adakv --base pyramidkv --alpha 0.3@{n}": AdaKV(base=PyramidKV(budget=n), alpha=0.3) for n in (64, 0.5)}
+    rows = {"full": FullKV(), **rows, **{f"snapkv --window 4@{n}": SnapKV(budget=n, window=4) for n in (64, 0.5)}}
+    assert said == {name: repr(policy) for name, policy in rows.items()}
+    assert "| group | n | full | adakv --base pyramidkv --alpha 0.3@64 |" in capsys.readouterr().out
 
 
 def test_help_and_list_say_what_there_is(told, capsys):
@@ -83,6 +100,10 @@ def test_help_and_list_say_what_there_is(told, capsys):
         (("told", "--policies", "adavk", "--budgets", "9"), "did you mean adakv"),
         (("told", "--policies", "adakv"), "adakv keeps a part of each prompt"),
         (("told", "--policies", ","), "give some of full"),
+        (("told", "--policies", "adakv --alpha x", "--budgets", "64"), "'adakv --alpha x': --alpha=x: give a number"),
+        (("told", "--policies", "full --window 4"), "'full --window 4': --window=4: full has no such option"),
+        (("told", "--policies", "snapkv --windw 4", "--budgets", "64"), "unrecognized arguments: --windw 4"),
+        (("told", "--policies", "snapkv --window 4"), "snapkv keeps a part of each prompt"),
         (("told", "--policies", "snapkv", "--budgets", "9"), "snapkv@9: budget=9"),
         (("told", "--policies", "snapkv", "--budgets", "9x"), "--budgets='9x': give a number"),
         (("told", "--policies", "snapkv", "--budgets", "1.5"), "snapkv@1.5: budget=1.5"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jaxkv._errors import require
 from jaxkv.evals.folder import locked, read_lines, require_folder, write_whole
-from jaxkv.evals.records import RUN, SAMPLES, Run, differences, dumped, read_record
-from jaxkv.evals.runs import finish, require_same
+from jaxkv.evals.records import SAMPLES, Run, differences, read_record
+from jaxkv.evals.runs import begin, finish
 from jaxkv.evals.summary import Evaluation
 
 # What the shards' machines may have of their own.
@@ -36,8 +36,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
     target = require_folder(out)
     lines = [read_lines(shard.folder) for shard in sorted(shards, key=_number)]
     with locked(target):
-        require_same(target, run.as_dict())
-        write_whole(target / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
+        begin(target, run)
         write_whole(target / SAMPLES, b"".join(_joined(run, lines, target)))
         whole = Evaluation.read(target)
         finish(whole)

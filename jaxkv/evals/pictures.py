@@ -72,6 +72,7 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
             _line(axes, evaluation, label, policies, group, at, len(lines))
         if sizes:
             axes.set_xscale("log", base=2)
+            axes.set_xlim(sizes[0] / 1.4, sizes[-1] * 1.4)
             axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], rotation=45, ha="right", fontsize=8)
             axes.minorticks_off()
             axes.set_xlabel("budget, rows per kv head and layer")
@@ -126,6 +127,8 @@ def _lengths(evaluation: Evaluation) -> Any:
     axes.grid(alpha=0.3)
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel(evaluation.run.unit)
+    if evaluation.run.unit == "%":
+        axes.set_ylim(-3, 103)
     figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
@@ -155,6 +158,10 @@ def _map(evaluation: Evaluation) -> Any:
     if len(depths) > _MOST_BINS:  # drawn at random
         depths = [at / 10 for at in range(10)]
     across = max(map(len, lines))
+    if across == 1:  # as many beside one another as below
+        across = math.ceil(math.sqrt(len(lines)))
+        every = [policies[0] for policies in lines]
+        lines = [every[at : at + across] for at in range(0, len(every), across)]
     size = (3.0 * across + 1.2, 2.0 * len(lines) + 0.8)
     figure, grid = drawing().subplots(len(lines), across, figsize=size, layout="constrained", squeeze=False)
     for row, policies in zip(grid, lines, strict=True):

@@ -84,8 +84,7 @@ def evaluate(
     require_budgets(params, task, rows, samples, how)
     run = _run(params, task, rows, samples, how=how, batch=batch, shard=shard)
     with locked(folder):
-        require_same(folder, run.as_dict())
-        write_whole(folder / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
+        begin(folder, run)
         with Lines(folder) as lines:
             _fill(lines, params, task, rows, samples, run, how, folder, progress)
         evaluation = Evaluation.read(folder)
@@ -108,6 +107,22 @@ def require_same(folder: Path, said: Mapping[str, Any]) -> None:
         found = differences(there.as_dict(), said)
         what = f"another evaluation has begun there ({'; '.join(found)})"
         require(not found, "out", str(folder), f"{what}: give it as it was, or another folder")
+
+
+def begin(folder: Path, run: Run) -> None:
+    """Writes down what is asked, before anything is run; where it has begun, it is the same.
+
+    Args:
+        folder: of an evaluation, locked.
+        run: what is asked.
+
+    Raises:
+        ValueError: where another evaluation has begun there, naming what differs.
+        OSError: where nothing can be written.
+    """
+    require_same(folder, run.as_dict())
+    if read_run(folder) is None:
+        write_whole(folder / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
 
 
 def finish(evaluation: Evaluation) -> None:

@@ -78,14 +78,14 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
         shares: they lie in [0, 1], and so does their mean.
 
     Returns:
-        Its ends: Wilson's where every share is 0 or 1, also where all are alike; Student's otherwise, None for one
-        score.
+        Its ends: Wilson's where every share is 0 or 1, and where all are alike, as wide as if they were; Student's
+        otherwise, None for one score that is no share.
 
     References:
         Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
     """
     n, mean = len(scores), float(scores.mean())
-    if shares and np.isin(scores, (0.0, 1.0)).all():
+    if shares and (np.isin(scores, (0.0, 1.0)).all() or (scores == scores[0]).all()):
         middle, width = mean + _Z**2 / (2 * n), _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n * n))
         scale = 1 + _Z**2 / n
         return max(0.0, (middle - width) / scale), min(1.0, (middle + width) / scale)
