@@ -34,7 +34,7 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  decode-step throughput omnikv tune aot aot-quick aot-sharded plan-cells plan-memory needle clean \
+  decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells plan-memory needle clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
 	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
+	@echo "make recall       attention in documents: what policies recall and lose of it at equal totals, on this machine"
 	@echo "make tune         search for the fastest tiles on this machine's GPU, 8 minutes, and ship them"
 	@echo "make aot          compile every kernel for H100, H200 and A100, read what ptxas says, model times; aot-quick: one each"
 	@echo "make aot-0.11     the same kernels by JAX 0.11, under Python 3.12; aot-0.12 by JAX 0.12"
@@ -111,6 +112,9 @@ throughput: $(STAMP)
 
 omnikv: $(STAMP)
 	@$(BIN)/python -m benchmarks.omnikv
+
+recall: $(STAMP)
+	@$(BIN)/python -m benchmarks.recall
 
 tune:
 	@python3 -m benchmarks.tune --out benchmarks/results

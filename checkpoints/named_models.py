@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ._errors import require
@@ -40,6 +42,52 @@ class WheelSource:
         """Name of the weights file without its folders."""
         return self.member.rsplit("/", 1)[-1]
 
+    @property
+    def where(self) -> str:
+        """Where the weights lie, in words."""
+        return f"{self.package}=={self.version}: {self.member}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackagedFile:
+    """What a file of a packaged model must be.
+
+    Attributes:
+        sha256: its hash.
+        bytes: its size.
+    """
+
+    sha256: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderSource:
+    """A folder in Hugging Face's layout that comes with this package: nothing is fetched.
+
+    Attributes:
+        folder: its name.
+        files: what each of its files must be, by name.
+    """
+
+    folder: str
+    files: Mapping[str, PackagedFile]
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return Path(str(resources.files(__package__) / "data" / self.folder))
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(each.bytes for each in self.files.values())
+
+    @property
+    def where(self) -> str:
+        """Where the weights lie, in words."""
+        return "comes with jaxkv"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -55,7 +103,7 @@ class Manifest:
     """
 
     name: str
-    source: WheelSource
+    source: WheelSource | FolderSource
     license: str
     notes: str
     hub_id: str | None = None
@@ -125,8 +173,15 @@ def _manifests() -> dict[str, Manifest]:
 def _parse(raw: dict[str, Any]) -> Manifest:
     source = dict(raw["source"])
     kind = source.pop("kind")
-    require(kind == "wheel", "source.kind", kind, f"the manifest of {raw['name']} must name a wheel")
+    require(
+        kind in ("wheel", "folder"), "source.kind", kind, f"the manifest of {raw['name']} must name a wheel or folder"
+    )
+    found = WheelSource(**source) if kind == "wheel" else _folder(**source)
     filters = raw.get("filter_layers")
-    return Manifest(
-        **{**raw, "source": WheelSource(**source), "filter_layers": None if filters is None else tuple(filters)}
+    return Manifest(**{**raw, "source": found, "filter_layers": None if filters is None else tuple(filters)})
+
+
+def _folder(*, folder: str, files: dict[str, dict[str, Any]]) -> FolderSource:
+    return FolderSource(
+        folder=folder, files=MappingProxyType({name: PackagedFile(**each) for name, each in files.items()})
     )

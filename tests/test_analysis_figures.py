@@ -11,7 +11,7 @@ import tiny
 from looking import CONFIG, HEADS, TEXTS, shown, weights
 
 import jaxkv
-from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV
+from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV, StreamingLLM
 from jaxkv.analysis import budgets, eviction_loss, recall
 from jaxkv.analysis.budgets import BudgetsWatcher
 from jaxkv.analysis.choosing import grid, with_budget
@@ -216,6 +216,7 @@ def test_budgets_go_to_bases_and_names():
         (recall, {"following": 60}, "texts='60 tokens'"),
         (budgets, {"texts": []}, "texts="),
         (eviction_loss, {"policies": [D2O()]}, "policies='D2O.*merges"),
+        (eviction_loss, {"policies": [StreamingLLM(rolling_positions=True)]}, "policies='StreamingLLM.*positions"),
     ],
     ids=str,
 )

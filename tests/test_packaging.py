@@ -60,9 +60,12 @@ def test_a_wheel_holds_them_inside(tmp_path):
 def test_every_file_of_data_is_installed():
     """A package's data are the files that its code reads; those for its readers stay behind."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
-    for name, folder in {**{each: ROOT / each for each in BESIDE}, "planning": ROOT / "jaxkv" / "planning"}.items():
-        lie = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        read = {path for path in lie if path.suffix not in (".py", ".pyc", ".md")}
+    inside = {name: ROOT / "jaxkv" / name.replace(".", "/") for name in ("planning", "evals", "evals.ruler")}
+    for name, folder in {**{each: ROOT / each for each in BESIDE}, **inside}.items():
+        others = [path.parent for path in folder.rglob("__init__.py") if path.parent != folder]
+        files = [path for path in folder.rglob("*") if path.is_file() and not set(others) & set(path.parents)]
+        lie = [path.relative_to(folder) for path in files if path.suffix not in (".pyc", ".md")]
+        read = {path for path in lie if path.suffix != ".py"}
         taken = {path for path in lie if any(path.match(pattern) for pattern in data[f"jaxkv.{name}"])}
         assert read == taken, name
     table = Path("tuned/nvidia-h200.json")

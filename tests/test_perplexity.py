@@ -26,13 +26,15 @@ def written(tmp_path, *texts):
 def test_loss_is_that_of_one_long_prompt():
     model = tiny.tiny(tiny.MODELS["gqa3"])
     ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found, before, after = judged(model, jaxkv.FullKV(), ids, 32)
+    found, before, after, nbytes = judged(model, jaxkv.FullKV(), ids, 32)
     prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
     _, logits = running.prefill(model, prefixes)
     logits = logits.astype(np.float64).reshape(2, 8, -1)
     gathered = np.take_along_axis(logits, ids[:, 32:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(found, np.log(np.exp(logits).sum(axis=-1)) - gathered, atol=1e-4)
     assert before.tolist() == [32, 32] and after.tolist() == [39, 39]
+    # Of three layers and two heads, keys and values of eight numbers, and a position.
+    assert nbytes.tolist() == [39 * 3 * 2 * (2 * 8 * 4 + 4)] * 2
 
 
 @pytest.mark.parametrize(
@@ -50,13 +52,13 @@ def test_loss_is_that_of_one_long_prompt():
 def test_rows_stay_within_the_budget_where_the_policy_sees_to_it(policy, rows):
     model = tiny.tiny(tiny.TWO_LAYERS)
     ids = np.asarray(tiny.prompts(1, (40, 40)), np.int32)
-    found, before, after = judged(model, policy, ids, 32)
+    found, before, after, _ = judged(model, policy, ids, 32)
     assert np.isfinite(found).all() and before.tolist() == [rows[0]] * 2
     assert after.tolist() == [rows[1]] * 2
 
 
 def test_the_curve_is_of_all_tokens(tmp_path):
-    task = Perplexity(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=150)
+    task = Perplexity(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=151)
     model = eval_models.speaking()
     samples = task.samples(model)
     assert [sample.tags["title"] for sample in samples] == ["0", "1"] and not task.asks and not task.higher
@@ -64,9 +66,10 @@ def test_the_curve_is_of_all_tokens(tmp_path):
     for outcome in outcomes:
         figures = outcome.figures
         # A vocabulary of 260: chance is 5.56 nats, and the random model is surer and so worse.
-        assert outcome.score == pytest.approx(np.mean(figures["losses"]), abs=1e-9) and outcome.score > math.log(100)
-        assert figures["positions"] == list(range(22, 171, 2)) and len(figures["losses"]) == 75
-        assert figures["rows"] == figures["rows_in_the_end"] == 16
+        whole = np.average(figures["losses"], weights=[2] * 75 + [1])
+        assert outcome.score == pytest.approx(whole, abs=1e-9) and outcome.score > math.log(100)
+        assert figures["positions"] == [*range(22, 171, 2), 171] and len(figures["losses"]) == 76
+        assert figures["rows_after_prefill"] == outcome.rows == 16 and outcome.tokens == 171
     assert outcomes[0].score != outcomes[1].score
 
 

@@ -76,6 +76,16 @@ def test_needles(name, wording):
             assert prompt.context.count("There and back again.") >= 5
 
 
+def test_what_is_asked_for_has_one_value_among_all_words():
+    made = recipe_of("niah_multikey_2", wording=wording_of("small"), length=8192, count=count)
+    for seed in range(5):
+        prompt = made.make(400, np.random.default_rng(seed))
+        keys = Counter(key for _, key, _ in re.findall(_TOLD, prompt.context))
+        # More needles than words: some stand there twice, but not the one that is asked for.
+        assert sum(keys.values()) == 401 and max(keys.values()) >= 2
+        assert keys[re.search(r"for (\w+) mentioned", prompt.question)[1]] == 1
+
+
 @pytest.mark.parametrize("wording", ["official", "small"])
 def test_needles_stand_everywhere(wording):
     made, rng = cell("niah_single_2", wording), np.random.default_rng(0)

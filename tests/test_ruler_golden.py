@@ -11,7 +11,7 @@ from jaxkv.evals.ruler import recipe_of, wording_of
 from jaxkv.evals.ruler.chains import Chain
 from jaxkv.evals.ruler.counted import Listed
 from jaxkv.evals.ruler.metrics import cleaned, string_match_all, string_match_part
-from jaxkv.evals.ruler.niah import DEPTHS, NEEDLE, Draw, Needle
+from jaxkv.evals.ruler.niah import DEPTHS, NEEDLE, Draw, Needle, places_at
 from jaxkv.evals.ruler.recipe import fit
 from jaxkv.evals.ruler.recipes import NAMES
 from tests.ruler_cases import GOLDEN, count, golden
@@ -44,7 +44,7 @@ def test_needles(name):
     if made.haystack == "essay":
         haystack = WORDING.essay(np.random.default_rng(0), size)
         assert set(drawn["places"]) <= set(DEPTHS.tolist())
-        places = sorted(int(len(haystack) * (depth / 100)) for depth in drawn["places"])
+        places = places_at(drawn["places"], len(haystack))
         needles = drawn["needles"]
     else:
         others = zip(drawn["others"][::2], drawn["others"][1::2], strict=True)

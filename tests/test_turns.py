@@ -30,7 +30,7 @@ def test_what_is_told_first_is_asked_for_last():
         assert len(turns) == len(right) == 10 == sample.tags["turns"]
         assert right[:7] == ("",) * 7 and all(right[7:])
         for value in right[7:]:
-            assert sum(value in turn for turn in turns[:3]) == 1 and all("Please remember it." in t for t in turns[:3])
+            assert sum(value in turn for turn in turns[:3]) == 1
         assert all(turn.startswith('Here is a passage: "') and len(turn.split()) == 33 for turn in turns[3:7])
         assert all(turn.endswith("?") for turn in turns[7:])
     assert made == Turns(count=6, turns=10, words=20).samples(model)
@@ -64,6 +64,7 @@ def test_the_cache_stays_within_its_budget_turn_after_turn(tmp_path):
         cache, told = out.cache, [*told, out.text]
     for outcome, answers in zip(outcomes, zip(*told, strict=True), strict=True):
         assert outcome.figures["rows"] == [24] * 3 and outcome.figures["most_rows"] == [24] * 3
+        assert outcome.rows == 24 and outcome.tokens > 60
         assert json.loads(outcome.prediction) == list(answers) and len(outcome.figures["scores"]) == 1
 
 

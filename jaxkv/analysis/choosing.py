@@ -77,6 +77,24 @@ def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -
 
     Args:
         params: the model.
+        policies: as for `checked`.
+        budgets: as for `checked`.
+
+    Returns:
+        The grid.
+
+    Raises:
+        ValueError: as `checked`, and for policies that the model cannot honour.
+    """
+    made, of_model = checked(policies, budgets), (params.config.layers, params.filter_layers)
+    cells = tuple(tuple(cell.for_model(*of_model) for cell in row) for row in made.cells)
+    return dataclasses.replace(made, cells=cells)
+
+
+def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
+    """Policies at every budget, whatever the model.
+
+    Args:
         policies: by name, class or value, which is what they are called; or in a dictionary, under names of their own.
         budgets: rows, or shares.
 
@@ -95,10 +113,8 @@ def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -
     for name, each in zip(called, given, strict=True):
         remedy = "it keeps what it does not read, and chooses for each token: use `jaxkv eval visible`, or leave it out"
         require(as_policy(each).parts().read is None, "policies", name, remedy)
-    of_model = (params.config.layers, params.filter_layers)
     cells = tuple(
-        tuple(_cell(name, each, budget).for_model(*of_model) for budget in budgets)
-        for name, each in zip(called, given, strict=True)
+        tuple(_cell(name, each, budget) for budget in budgets) for name, each in zip(called, given, strict=True)
     )
     return Grid(names=called, budgets=tuple(budgets), cells=cells)
 
@@ -144,6 +160,7 @@ def kept_rows(
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
         for chooser in choosers:
             chooser.look(index, out)
+        del out
     return {policy: each.rows()[..., :count] for policy, each in zip(policies, choosers, strict=True)}
 
 

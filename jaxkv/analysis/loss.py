@@ -131,7 +131,8 @@ def eviction_loss(
 ) -> EvictionLoss:
     """Measures what dropping rows changes in each layer's attention, for the tokens that follow a prompt.
 
-    Each layer is given what it is given under full attention, so that what lower layers lost is not counted again.
+    Each layer is given what it is given under full attention, so that what lower layers lost is not counted again. What
+    a policy drops while tokens are drawn is not dropped: its rows are those behind the prompt.
 
     Args:
         params: from `jaxkv.load`.
@@ -147,7 +148,7 @@ def eviction_loss(
 
     Raises:
         ValueError: for texts that are empty or too long for the model, budgets that cannot be honoured, and policies
-            that merge rows or choose what they read for each token.
+            that merge rows, renumber positions or choose what they read for each token.
 
     References:
         Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Rows are dropped by kv head, and h counts
@@ -164,8 +165,11 @@ class LossWatcher(Watcher):
         """Takes the policies."""
         require(following >= 1, "following", following, "let at least 1 token follow the prompt")
         for name, (cell, *_) in zip(given.names, given.cells, strict=True):
-            merges = cell.parts().merge is not None
-            require(not merges, "policies", name, "it merges rows, of which nothing is dropped: give merge=None")
+            parts = cell.parts()
+            require(
+                parts.merge is None, "policies", name, "it merges rows, of which nothing is dropped: give merge=None"
+            )
+            require(not parts.rolling, "policies", name, "its positions are those within the cache: leave that out")
         self.grid, self.policies, self.following = given, given.flat, following
         self.layers, self.texts, self.lengths = list[np.ndarray](), list[tuple[np.ndarray, ...]](), list[int]()
 
@@ -243,7 +247,8 @@ def _lost(
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)
     count = total(jnp.full((), heads * group, jnp.float32), graphs.axes)
-    return loss, 2 * largest * (count - retained)
+    # Where everything is kept rounding could leave less than nothing.
+    return loss, 2 * largest * jnp.maximum(count - retained, 0)
 
 
 def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float[Array, "B S"]:

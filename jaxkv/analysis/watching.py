@@ -161,6 +161,7 @@ def _show(
         layer = Layer(index=index, leaves=flat.blocks[index], graphs=flat.graphs, out=out)
         for watcher in watchers:
             watcher.look(text, layer)
+        del out, layer
 
 
 def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:

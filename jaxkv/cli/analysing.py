@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.analysis.budgets import BudgetsWatcher
-from jaxkv.analysis.choosing import Budget, Policy, grid, with_budget
+from jaxkv.analysis.choosing import Budget, Policy, checked, grid
 from jaxkv.analysis.density import DensityWatcher
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
@@ -30,7 +30,6 @@ from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
-from jaxkv.policies import Method
 
 # What each figure says, above its table; those behind the first three are of policies.
 FIGURES = {
@@ -43,6 +42,7 @@ FIGURES = {
 }
 _OF_POLICIES = ("budgets", "recall", "loss")
 _KINDS = ("png", "svg", "pdf")
+_TOKENS = 4096
 _USUAL = "snapkv:window=8,pyramidkv:window=8,adakv:window=8"
 
 ANALYZE_NOTES = """\
@@ -70,7 +70,8 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
     add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
     add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
-    add("--tokens", type=count, default=4096, metavar="N", help="of each text at most (default: %(default)s)")
+    usual = f"of each text at most (default: {_TOKENS}, or what the model was made for)"
+    add("--tokens", type=count, metavar="N", help=usual)
     add("--what", default=",".join(FIGURES), metavar="A,B", help="figures (default: %(default)s)")
     add = parser.add_argument_group("policies, for budgets, recall and loss").add_argument
     uniform = "of loss: uniform, safeguarded and adaptive heads"
@@ -108,9 +109,7 @@ def run_analyze(options: argparse.Namespace) -> int:
     usual = _policies(_USUAL) if not policies else policies
     if set(names) & set(_OF_POLICIES):
         require(bool(budgets), "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
-        for name, policy in usual.items():
-            for budget in budgets:
-                _fits(name, policy, budget)
+        checked(usual, budgets)
     kinds = () if options.pictures == "none" else _listed(options.pictures, "--pictures", _KINDS)
     folder = None if options.out is None else _folder(options.out, bool(kinds))
     texts = [_text(name) for name in options.text]
@@ -183,13 +182,6 @@ def _policies(given: str) -> dict[str, Policy]:
     return made
 
 
-def _fits(name: str, policy: Policy, budget: Budget) -> Method:
-    try:
-        return with_budget(policy, budget)
-    except ValueError as error:
-        raise ValueError(f"--policies={name!r}: {error}") from None
-
-
 def _folder(given: str, pictures: bool) -> Path:
     """Where files go, refused before the work if they cannot."""
     if pictures:
@@ -213,8 +205,9 @@ def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -
     require(params.text is not None, "--model", options.model, remedy)
     assert params.text is not None
     longest = params.config.max_positions
-    require(options.tokens <= longest, "--tokens", options.tokens, f"the model was made for {longest} at most")
-    ids = [params.text.encode(text, bos=True)[: options.tokens] for text in texts]
+    tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
+    require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
+    ids = [params.text.encode(text, bos=True)[:tokens] for text in texts]
     for name, each in zip(options.text, ids, strict=True):
         remedy = f"it has {len(each)} tokens, of which {options.following} follow the prompt: give a longer text"
         require(len(each) > options.following + 1, "--text", name, remedy)

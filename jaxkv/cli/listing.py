@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxkv.checkpoints import cache_dir, manifest, names
+from jaxkv.checkpoints import FolderSource, cache_dir, manifest, names
 from jaxkv.cli.policy_options import flags_of
 from jaxkv.cli.streams import to_stdout
 from jaxkv.policies.registry import POLICIES, defaults
@@ -49,17 +49,19 @@ def _model(name: str) -> Record:
     source = model.source
     return {
         "name": name,
-        "source": f"{source.package}=={source.version}: {source.member}",
+        "source": source.where,
         "license": model.license,
         "bytes": source.bytes,
-        "cached": (cache_dir() / name / source.filename).is_file(),
+        "cached": isinstance(source, FolderSource) or (cache_dir() / name / source.filename).is_file(),
         "hub_id": model.hub_id,
         "notes": model.notes,
     }
 
 
 def _described_model(model: Record) -> str:
-    cached = f"yes, in {cache_dir() / model['name']}" if model["cached"] else "no, fetched at first use"
+    source = manifest(model["name"]).source
+    folder = source.path if isinstance(source, FolderSource) else cache_dir() / model["name"]
+    cached = f"yes, in {folder}" if model["cached"] else "no, fetched at first use"
     facts = {"source": model["source"], "license": model["license"], "size": f"{model['bytes'] / 1e6:.1f} MB"}
     return _described(model["name"], facts | {"cached": cached, "on the hub": model["hub_id"], "notes": model["notes"]})
 

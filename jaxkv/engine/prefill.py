@@ -56,6 +56,8 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
         out = run_layer(flat, index, x, length, table, needs, Implementation.XLA)
         x = out.x
         yield out
+        # One layer at a time, where whoever looks lets go of it as well.
+        del out
 
 
 def compile_ahead(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.axes import host
-from jaxkv.cache import KVCache
 from jaxkv.engine.session import Session
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.loading import LanguageModel
@@ -31,7 +31,8 @@ class Perplexity(Task):
 
     A text's first tokens are prefilled, then its true tokens follow one by one, as if they had been drawn: policies
     that drop a row for every new one do so, and with `every=n` caches are compressed again. Each token is judged by
-    what the cache says of it before it is read. The curve is of the mean loss up to each position.
+    what the cache says of it before it is read. The curve is of the mean loss up to each position; rows are those held
+    in the end.
 
     Attributes:
         data: a text, a folder of texts (.txt, as PG-19 has them), or a file of lines of JSON with a "text"; by default
@@ -61,9 +62,8 @@ class Perplexity(Task):
         texts, need = texts_of(self.data, self.count), self.prefix + self.tokens
         lengths = {title: len(_ids(params, text)) for title, text in texts.items()}
         short = {title: length for title, length in lengths.items() if length < need}
-        require(
-            not short, "tokens", self.tokens, f"with prefix={self.prefix} more than there are of {short}: lower one"
-        )
+        remedy = f"with prefix={self.prefix} more than there are of {short}: lower one"
+        require(not short, "tokens", self.tokens, remedy)
         return [
             Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"length": need, "title": title})
             for number, (title, text) in enumerate(texts.items())
@@ -72,7 +72,7 @@ class Perplexity(Task):
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
         """Reads a batch of texts; see `Task.run`."""
         ids = np.asarray([_ids(params, sample.context)[: self.prefix + self.tokens] for sample in samples], np.int32)
-        losses, before, after = judged(params, policy, ids, self.prefix, seed=how.seed)
+        found = judged(params, policy, ids, self.prefix, seed=how.seed)
         wide = -(-self.tokens // _POINTS)
         ends = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
@@ -80,12 +80,14 @@ class Perplexity(Task):
                 score=float(loss.mean()),
                 figures={
                     "positions": (self.prefix + ends).tolist(),
-                    "losses": [float(loss[max(end - wide, 0) : end].mean()) for end in ends],
-                    "rows": float(before[at]),
-                    "rows_in_the_end": float(after[at]),
+                    "losses": [float(part.mean()) for part in np.split(loss, ends[:-1])],
+                    "rows_after_prefill": float(found.before[at]),
                 },
+                tokens=ids.shape[1],
+                rows=float(found.rows[at]),
+                nbytes=int(found.nbytes[at]),
             )
-            for at, loss in enumerate(losses)
+            for at, loss in enumerate(found.losses)
         ]
 
 
@@ -106,9 +108,23 @@ class Loss(Perplexity):
     tokens: int = 512
 
 
-def judged(
-    params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0
-) -> tuple[Float[np.ndarray, "B T"], Float[np.ndarray, " B"], Float[np.ndarray, " B"]]:
+class Read(NamedTuple):
+    """What came of texts that were read on top of compressed prefixes.
+
+    Attributes:
+        losses: of each token, in nats.
+        before: rows per kv head and layer after prefill, averaged.
+        rows: in the end.
+        nbytes: that these weigh.
+    """
+
+    losses: Float[np.ndarray, "B T"]
+    before: Float[np.ndarray, " B"]
+    rows: Float[np.ndarray, " B"]
+    nbytes: Int[np.ndarray, " B"]
+
+
+def judged(params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0) -> Read:
     """The loss of each token behind a prefix, read one by one on top of its compressed cache.
 
     Args:
@@ -119,14 +135,14 @@ def judged(
         seed: for policies that draw.
 
     Returns:
-        Losses in nats; rows per kv head and layer after prefill, and in the end, averaged.
+        Losses, and what the caches held.
 
     Raises:
         ValueError: for texts longer than the model's positions.
     """
     session, losses = Session(params, policy, key=seed), []
     cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
-    before = _rows(cache)
+    before = cache.kept.mean(axis=(0, 2))
     period = session.policy.parts().every
     for at in range(prefix, ids.shape[1]):
         assert cache.logits is not None
@@ -137,16 +153,13 @@ def judged(
             if period:
                 cache = session.compress_again(cache, room=period)
     found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(ids)]
-    return found, before, _rows(cache)
+    kept = cache.kept
+    return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.row_bytes)
 
 
 @jax.jit
 def _loss(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
-
-
-def _rows(cache: KVCache) -> Float[np.ndarray, " B"]:
-    return cache.kept.mean(axis=(0, 2))
 
 
 def _ids(params: LanguageModel, text: str) -> list[int]:

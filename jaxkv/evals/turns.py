@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._errors import require
+from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
 from jaxkv.evals.perplexity import texts_of
@@ -114,10 +115,12 @@ class Turns(Task):
         for length in dict.fromkeys(sample.context.count(_NEXT) for sample in samples):
             at = [number for number, sample in enumerate(samples) if sample.context.count(_NEXT) == length]
             same = [samples[number] for number in at]
-            told, caches = _held(params, policy, same, how)
-            outcomes |= {
-                number: self._outcome(samples[number], told[row], caches, row) for row, number in enumerate(at)
-            }
+            told, kept, cache = _held(params, policy, same, how)
+            for row, number in enumerate(at):
+                outcome = self._outcome(samples[number], told[row], kept, row)
+                seen, nbytes = int(host(cache.seen)[row]), int(kept[-1][:, row].sum()) * cache.row_bytes
+                rows = outcome.figures["rows"][-1]
+                outcomes[number] = dataclasses.replace(outcome, tokens=seen, rows=rows, nbytes=nbytes)
         return [outcomes[number] for number in range(len(samples))]
 
     def _outcome(self, sample: Sample, told: Sequence[str], kept: Sequence[np.ndarray], row: int) -> Outcome:
@@ -139,8 +142,8 @@ class Turns(Task):
 
 def _held(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
-) -> tuple[list[list[str]], list[np.ndarray]]:
-    """What the model says in each turn of each conversation, and the rows `[L, B, K]` that it then holds."""
+) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
+    """What the model says in each turn of each conversation, the rows `[L, B, K]` that it then holds, and the cache."""
     assert params.text is not None
     turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None
@@ -157,7 +160,8 @@ def _held(
         kept.append(cache.kept)
         for row, tokens in enumerate(out.tokens):
             told[row].append(params.text.decode([token for token in tokens.tolist() if token not in ends]))
-    return told, kept
+    assert cache is not None
+    return told, kept, cache
 
 
 class _Talk(NamedTuple):
@@ -177,7 +181,7 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
         rng = np.random.default_rng([seed, number])
         chosen = [_FACTS[at] for at in rng.permutation(len(_FACTS))[:facts]]
         values = [str(rng.choice(fact.values)) for fact in chosen]
-        said = [f"{fact.told.format(value)} Please remember it." for fact, value in zip(chosen, values, strict=True)]
+        said = [fact.told.format(value) for fact, value in zip(chosen, values, strict=True)]
         for _ in range(turns - 2 * facts):
             text = passages[rng.integers(len(passages))]
             first = int(rng.integers(max(1, len(text) - words)))

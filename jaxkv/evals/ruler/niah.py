@@ -146,8 +146,7 @@ class Needles(Recipe):
         if self.depth is not None:
             return [round(self.depth * size)] * count
         if self.haystack == "essay":
-            depths = DEPTHS[rng.permutation(len(DEPTHS))[:count]]
-            return sorted(int(size * (int(depth) / 100)) for depth in depths)
+            return places_at(DEPTHS[rng.permutation(len(DEPTHS))[:count]].tolist(), size)
         return sorted(rng.permutation(size)[:count].tolist())
 
     def _hide(self, draw: Draw) -> str:
@@ -163,6 +162,11 @@ class Needles(Recipe):
         for needle, where in zip(reversed(told), reversed(draw.needles), strict=True):
             lines.insert(where.place, needle)
         return "\n".join(lines)
+
+
+def places_at(depths: list[int], size: int) -> list[int]:
+    """Where depths lie, in percent, as RULER rounds them: sentences of so many that the needles stand before."""
+    return sorted(int(size * (depth / 100)) for depth in depths)
 
 
 def _listed(words: tuple[str, ...]) -> str:
