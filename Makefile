@@ -34,7 +34,8 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells plan-memory needle clean \
+  decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells plan-memory needle \
+  train-tiny orders-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -61,6 +62,8 @@ help:
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
+	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
+	@echo "make orders-tiny  orders between policies on it, with intervals; goes on likewise"
 	@echo "make needle       find a needle in long prompts, policy by policy"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
 
@@ -154,6 +157,12 @@ $(AOT_VERSIONS:%=aot-%): aot-%:
 	else \
 	  echo "skipped: aot-$* needs Python 3.12; there is none on the path or in pyenv"; \
 	fi
+
+train-tiny: $(STAMP)
+	@$(BIN)/python -m benchmarks.train_tiny build/train_tiny
+
+orders-tiny: $(STAMP)
+	@$(BIN)/python -m benchmarks.orders_tiny
 
 needle: $(STAMP)
 	@$(BIN)/python benchmarks/needle.py

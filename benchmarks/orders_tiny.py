@@ -62,7 +62,11 @@ def orders(count: int) -> list[Order]:
         Order(title="question unseen, one of 4 keys", better=ada, worse=snap, task=keys, budgets=rows, agnostic=True),
         Order(title="question unseen, 4 of 4 keys", better=ada, worse=snap, task=asked, budgets=rows, agnostic=True),
         Order(
-            title="2StageRetr, reasoning", better=("OmniKV", {}), worse=h2o, task=stages[True], budgets=(0.2, 0.3, 0.5)
+            title="2StageRetr, reasoning",
+            better=("OmniKV", {"adjacent": 0}),
+            worse=h2o,
+            task=stages[True],
+            budgets=(0.2, 0.3, 0.5),
         ),
         Order(title="needle in the middle", better=snap, worse=("StreamingLLM", {}), task=middle, budgets=rows),
         Order(title="one of 4 keys", better=d2o, worse=h2o, task=keys, budgets=rows),

@@ -173,6 +173,16 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, plain, monkeypatch):
     assert told(out) == whole()
 
 
+def test_programs_are_freed_before_there_are_too_many(tmp_path, plain, monkeypatch):
+    freed = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: freed.append(1))
+    told(tmp_path / "few")
+    assert not freed
+    monkeypatch.setattr(runs, "_MOST_MAPPINGS", 0)
+    told(tmp_path / "many")
+    assert len(freed) == len(POLICIES) - 1
+
+
 def broken(at, what):
     class Broken(Told):
         def outcome(self, policy, sample, how):

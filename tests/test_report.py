@@ -1,6 +1,7 @@
 """A finished evaluation as pictures and as a page: everything is there, and what a model has said stays text."""
 
 import base64
+import dataclasses
 import hashlib
 import html.parser
 
@@ -80,6 +81,19 @@ def test_pictures_have_what_they_are_of(out):
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+    pictures.drawing().close("all")
+
+
+def test_depths_that_were_drawn_at_random_are_gathered(out):
+    evaluation = Evaluation.read(out)
+    count = len(evaluation.records)
+    records = [dataclasses.replace(r, tags={**r.tags, "depth": at / count}) for at, r in enumerate(evaluation.records)]
+    found = dataclasses.replace(evaluation, records=tuple(records))
+    assert pictures._has_map(found)
+    panel = next(axes for axes in pictures._map(found).axes if axes.get_title().startswith("full"))
+    shown = panel.images[0].get_array()
+    # The first policy has the first fifth of the depths.
+    assert shown.shape == (10, 3) and shown[:2].count() == 6 and shown[3:].count() == 0
     pictures.drawing().close("all")
 
 

@@ -112,8 +112,8 @@ def test_the_task_has_cases_of_all_sizes(monkeypatch):
     monkeypatch.setattr("jaxkv.evals.visible.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:7]))
     outcomes = Visible(count=2, steps=3).run(model, D2O(budget=0.5), cases[:2], How())
     for outcome in outcomes:
-        assert len(outcome.figures["steps"]) == 3 and 0.3 < outcome.score < 1
-        assert outcome.score == pytest.approx(np.mean(outcome.figures["steps"])) and outcome.tokens == len(PROMPT) + 7
+        assert len(outcome.figures["visible"]) == 3 and 0.3 < outcome.score < 1
+        assert outcome.score == pytest.approx(np.mean(outcome.figures["visible"])) and outcome.tokens == len(PROMPT) + 7
     for name in ("count", "steps"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             Visible(**{name: 0})

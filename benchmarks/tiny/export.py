@@ -9,8 +9,11 @@ import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
+import jaxkv
+from benchmarks.tiny.lessons import LESSONS
 from benchmarks.tiny.model import Shape, Weights
 from benchmarks.tiny.words import BEGIN, END, UNKNOWN
+from jaxkv.analysis import filter_layers
 
 ROOT = Path(__file__).parent.parent.parent
 NAME = "tiny-retrieval"
@@ -66,3 +69,22 @@ def write_manifest(filters: tuple[int, ...] | None) -> None:
 
 def _write(path: Path, record: dict) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+
+
+def find_filters(count: int = 24, room: int = 400) -> tuple[int, ...]:
+    """The layer that chooses best what those above it read (OmniKV), over lessons of every kind.
+
+    Args:
+        count: texts.
+        room: tokens of each, about.
+
+    Returns:
+        One layer: of four there is no more to choose.
+    """
+    params, rng = jaxkv.load(FOLDER, progress=False), np.random.default_rng(0)
+    assert params.text is not None
+    made, texts = ("needles", "variables", "two_stage"), []
+    for number in range(count):
+        text, asked = LESSONS[made[number % len(made)]](rng, room)
+        texts.append(params.text.encode(text + next(asked)[0], bos=True))
+    return filter_layers(params, texts, m=1, most_whole=3).filters

@@ -128,7 +128,8 @@ def _looking_back(weights: Weights, shape: Shape) -> Weights:
     return {"model.embed_tokens.weight": embedding, f"{of}q_proj.weight": q, f"{of}k_proj.weight": k}
 
 
-# What the second block's heads begin by comparing: a query's token so far back with a key's token so far back.
+# What the second block's heads begin by comparing: a query's token so far back with a key's token so far back. A
+# needle's number stands three behind its key, and is asked for six behind it.
 _COMPARED = ((0, 1, 2), (1, 1, 2), (2, 6, 3), (3, 1, 3))
 
 
@@ -140,28 +141,29 @@ def _comparing(weights: Weights, shape: Shape, rng: np.random.Generator) -> Weig
     """
     dim, half = shape.head_dim, shape.head_dim // 2
     first, second = (f"model.layers.{layer}.self_attn." for layer in (0, 1))
+    # As many as fit the residual stream side by side.
     codes = np.linalg.qr(rng.normal(size=(shape.embed, shape.embed)))[0]
+    written = {back: codes[:, at * dim : (at + 1) * dim] for at, back in enumerate((1, 2, 3, 6))}
     token = rng.normal(0, shape.embed**-0.5, (dim, shape.embed))
     token[:, 0] = 0.0
-    written = {back: codes[:, at * dim : (at + 1) * dim] for at, back in enumerate((1, 2, 3, 6))}
+    v = jnp.asarray(np.tile(token, (shape.kv_heads, 1)), jnp.float32)
     out = 0.3 * weights[f"{first}o_proj.weight"]
     for back, code in written.items():
         out = out.at[:, _rows(back - 1, shape)].set(jnp.asarray(0.25 * code, out.dtype))
     slow = np.r_[half // 2 : half, half + half // 2 : dim]
-    code = 2**0.5 * np.linalg.qr(rng.normal(size=(dim, dim)))[0][: len(slow)]
+    mixed = 2**0.5 * np.linalg.qr(rng.normal(size=(dim, dim)))[0][: len(slow)]
     q, k = (weights[f"{second}{name}_proj.weight"] for name in ("q", "k"))
 
     def reading(matrix: jax.Array, head: int, back: int) -> jax.Array:
         rows = np.zeros((dim, shape.embed))
-        rows[slow] = 1.5 * code @ written[back].T
+        rows[slow] = 1.5 * mixed @ written[back].T
         of = _rows(head, shape)
         return matrix.at[of].set(0.3 * matrix[of] + jnp.asarray(rows, matrix.dtype))
 
     for head, asked, held in _COMPARED:
         q, k = reading(q, head, asked), reading(k, head * shape.kv_heads // shape.heads, held)
-    value = jnp.asarray(np.tile(token, (shape.kv_heads, 1)), q.dtype)
     return {
-        f"{first}v_proj.weight": value,
+        f"{first}v_proj.weight": v,
         f"{first}o_proj.weight": out,
         f"{second}q_proj.weight": q,
         f"{second}k_proj.weight": k,
@@ -175,7 +177,8 @@ def _rows(head: int, shape: Shape) -> slice:
 def hidden_states(weights: Weights, tokens: jax.Array, shape: Shape) -> jax.Array:
     """Normed hidden states `f32[B, S, E]` of token ids `i32[B, S]`; a token sees those to its left."""
     x = weights["model.embed_tokens.weight"][tokens]
-    angles = jnp.arange(tokens.shape[1])[:, None] * shape.theta ** (-jnp.arange(0, shape.head_dim, 2) / shape.head_dim)
+    turns = shape.theta ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)
+    angles = jnp.arange(tokens.shape[1], dtype=jnp.float32)[:, None] * jnp.asarray(turns, jnp.float32)
     turn = jnp.cos(angles), jnp.sin(angles)
     for layer in range(shape.layers):
         of = f"model.layers.{layer}."

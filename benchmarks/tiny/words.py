@@ -1,4 +1,4 @@
-"""The tiny model's tokens: words, with the space before them where one stands, and every digit by itself."""
+"""The tiny model's tokens: words, with the space before them where one stands, and digits by twos."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-PIECES = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]|\s"
+PIECES = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]|\s"
 UNKNOWN, BEGIN, END = "<unk>", "<bos>", "<eos>"
 
 
@@ -27,7 +27,8 @@ def tokenizer_of(texts: Iterable[str], words: Sequence[str]) -> tokenizers.Token
     """
     known = {UNKNOWN: 0, BEGIN: 1, END: 2}
     for piece in [
-        *(f"{space}{digit}" for space in ("", " ") for digit in range(10)),
+        *(f"{space}{digit}" for space in ("", " ") for digit in range(100)),
+        *(f"{space}0{digit}" for space in ("", " ") for digit in range(10)),
         *(f"{space}{mark}" for mark in ".,:;?!=+-*/(){}[]'\"" for space in ("", " ")),
         " ",
         "\n",
