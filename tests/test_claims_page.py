@@ -52,11 +52,10 @@ def test_every_test_of_a_claim_is_named_in_its_row():
 
 def test_commands_exist():
     known = _parser()
-    ours = next(action.choices for action in known._actions if isinstance(action.choices, dict))
     commands = [shlex.split(each) for each in re.findall(r"`((?:jaxkv|python -m) [^`]+)`", PAGE)]
     assert len(commands) > 20
     for words in commands:
         if words[0] == "python":
             assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), words
-        elif words[1] != "analyze" or "analyze" in ours:
+        else:
             known.parse_args(words[1:])

@@ -143,6 +143,9 @@ def test_what_fails_is_told_in_a_line(told, monkeypatch, tmp_path, capsys):
     assert cli.main(["eval", "told", *RUN, "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("jaxkv: error: full, samples 00 to 01: prompt=0: too long; 0 lines are in")
+    monkeypatch.setattr(Told, "error", RuntimeError("RESOURCE_EXHAUSTED: 9 GB"), raising=False)
+    assert cli.main(["eval", "told", *RUN, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith("it needs a smaller --batch, or shorter prompts, in another folder\n")
     monkeypatch.setattr(Told, "error", KeyError("a mistake of ours"), raising=False)
     with pytest.raises(runs.Failed):
         cli.main(["eval", "told", *RUN, "--out", str(tmp_path / "out")])

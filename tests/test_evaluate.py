@@ -20,7 +20,6 @@ from evaluating import POLICIES, Told, Words, told, words
 import jaxkv
 from jaxkv.evals import (
     TASKS,
-    Evaluation,
     Failed,
     How,
     Outcome,
@@ -29,7 +28,6 @@ from jaxkv.evals import (
     at_budgets,
     evaluate,
     folder,
-    interval,
     merge,
     runs,
 )
@@ -171,6 +169,16 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, plain, monkeypatch):
     cut = (out / "samples.jsonl").read_bytes()
     assert whole().startswith(cut) and (not cut or cut.endswith(b"\n"))
     assert told(out) == whole()
+
+
+def test_programs_are_freed_before_there_are_too_many(tmp_path, plain, monkeypatch):
+    freed = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: freed.append(1))
+    told(tmp_path / "few")
+    assert not freed
+    monkeypatch.setattr(runs, "_MOST_MAPPINGS", 0)
+    told(tmp_path / "many")
+    assert len(freed) == len(POLICIES) - 1
 
 
 def broken(at, what):
@@ -353,61 +361,6 @@ def test_shards_are_the_whole(tmp_path, plain, count):
     with pytest.raises(ValueError, match="run the same command again"):
         merge(parts, tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-# --- what came out --------------------------------------------------------------------------------------------------
-
-
-def test_intervals_of_shares():
-    # Newcombe 1998, table I, method 3.
-    for hits, n, low, high in (
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ):
-        found = interval((np.arange(n) < hits).astype(float))
-        assert np.allclose(found, (low, high), atol=6e-5)
-    # Student's, of 4 numbers: 3.182 standard errors; as far as shares go.
-    values = np.asarray([0.25, 0.5, 0.75, 1.0])
-    width = 3.182446 * values.std(ddof=1) / 2
-    assert np.allclose(interval(values, shares=False), (0.625 - width, 0.625 + width))
-    assert interval(values)[1] == 1.0 and interval(np.asarray([0.3]), shares=False) is None
-    assert interval(np.asarray([1.0, 1.0]), shares=False) == (1.0, 1.0)
-    # Five alike are not known for sure: as far as shares of this mean can lie apart.
-    low, high = interval(np.full(5, 0.5))
-    assert interval(np.asarray([0.0, 1.0] * 5))[0] > low and high == pytest.approx(1 - low)
-
-
-def test_cells_and_differences(tmp_path, plain):
-    told(tmp_path / "out")
-    found = Evaluation.read(tmp_path / "out")
-    assert found.policies == tuple(POLICIES) and found.groups == ("a", "b")
-    a, b, mean = found.cell("full", "a"), found.cell("full", "b"), found.cell("full")
-    assert (a.n, mean.n, mean.mean) == (7, 14, (a.mean + b.mean) / 2)
-    assert mean.mean == pytest.approx(found.scores("full").mean())
-    # Two groups of one size: half the interval's ends in quadrature.
-    assert mean.low == pytest.approx(mean.mean - np.hypot(a.mean - a.low, b.mean - b.low) / 2)
-    assert mean.high == pytest.approx(mean.mean + np.hypot(a.high - a.mean, b.high - b.mean) / 2)
-    apart = found.scores("full") - found.scores("knorm@9")
-    said = found.difference("full", "knorm@9")
-    assert (said.above, said.below, said.n) == ((apart > 0).sum(), (apart < 0).sum(), 14)
-    assert said.mean == pytest.approx(apart.mean()) and said.low < said.mean < said.high
-    assert mean.rows == pytest.approx(np.mean([record.rows for record in found.of("full")]))
-    with pytest.raises(ValueError, match="there are full, knorm@9"):
-        found.cell("adakv")
-    short = found.cell("full", length=10)
-    assert found.lengths == (10, 20, 30) and short.n == 6 == len(found.of("full", length=10))
-    assert short.mean == np.mean([found.scores("full", group, length=10).mean() for group in "ab"])
-    with pytest.raises(ValueError, match="length=11: no sample has this tag"):
-        found.cell("full", length=11)
-    with pytest.raises(ValueError, match="there are a, b"):
-        found.cell("full", "c")
-    text = found.table()
-    assert (tmp_path / "out" / "table.md").read_text() == text + "\n"
-    line = f"| full | {100 * mean.mean:.1f} | {100 * mean.low:.1f} to {100 * mean.high:.1f} | 14 | {mean.rows:.1f} |"
-    assert line in text and "| **mean** | 14 |" in text
-    assert json.loads(json.dumps(found.as_dict()))["cells"][2]["group"] == "mean"
 
 
 def test_the_registered_task_is_there():

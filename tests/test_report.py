@@ -1,14 +1,17 @@
-"""A finished evaluation as pictures and as a page: everything is there, and what a model has said stays text."""
+"""A finished evaluation as numbers, pictures and a page: all of it is there, and what a model has said stays text."""
 
 import base64
+import dataclasses
 import hashlib
 import html.parser
+import json
 
+import numpy as np
 import pytest
 from evaluating import POLICIES, Told, told
 
 import jaxkv
-from jaxkv.evals import Evaluation, page, pictures, runs
+from jaxkv.evals import Evaluation, interval, page, pictures, runs
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
 ROWS = {**POLICIES, "knorm@12": jaxkv.KNorm(budget=12), "<b>$\\frac$": jaxkv.KNorm(budget=9)}
@@ -49,6 +52,59 @@ def out(tmp_path_factory):
     return path
 
 
+def test_intervals_of_shares():
+    # Newcombe 1998, table I, method 3.
+    for hits, n, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        found = interval((np.arange(n) < hits).astype(float))
+        assert np.allclose(found, (low, high), atol=6e-5)
+    # Student's, of 4 numbers: 3.182 standard errors; as far as shares go.
+    values = np.asarray([0.25, 0.5, 0.75, 1.0])
+    width = 3.182446 * values.std(ddof=1) / 2
+    assert np.allclose(interval(values, shares=False), (0.625 - width, 0.625 + width))
+    assert interval(values)[1] == 1.0 and interval(np.asarray([0.3]), shares=False) is None
+    assert interval(np.asarray([1.0, 1.0]), shares=False) == (1.0, 1.0)
+    # Five alike are not known for sure: as far as shares of this mean can lie apart.
+    low, high = interval(np.full(5, 0.5))
+    assert interval(np.asarray([0.0, 1.0] * 5))[0] > low and high == pytest.approx(1 - low)
+
+
+def test_cells_and_differences(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    told(tmp_path / "out")
+    found = Evaluation.read(tmp_path / "out")
+    assert found.policies == tuple(POLICIES) and found.groups == ("a", "b")
+    a, b, mean = found.cell("full", "a"), found.cell("full", "b"), found.cell("full")
+    assert (a.n, mean.n, mean.mean) == (7, 14, (a.mean + b.mean) / 2)
+    assert mean.mean == pytest.approx(found.scores("full").mean())
+    # Two groups of one size: half the interval's ends in quadrature.
+    assert mean.low == pytest.approx(mean.mean - np.hypot(a.mean - a.low, b.mean - b.low) / 2)
+    assert mean.high == pytest.approx(mean.mean + np.hypot(a.high - a.mean, b.high - b.mean) / 2)
+    apart = found.scores("full") - found.scores("knorm@9")
+    said = found.difference("full", "knorm@9")
+    assert (said.above, said.below, said.n) == ((apart > 0).sum(), (apart < 0).sum(), 14)
+    assert said.mean == pytest.approx(apart.mean()) and said.low < said.mean < said.high
+    assert mean.rows == pytest.approx(np.mean([record.rows for record in found.of("full")]))
+    with pytest.raises(ValueError, match="there are full, knorm@9"):
+        found.cell("adakv")
+    short = found.cell("full", length=10)
+    assert found.lengths == (10, 20, 30) and short.n == 6 == len(found.of("full", length=10))
+    assert short.mean == np.mean([found.scores("full", group, length=10).mean() for group in "ab"])
+    with pytest.raises(ValueError, match="length=11: no sample has this tag"):
+        found.cell("full", length=11)
+    with pytest.raises(ValueError, match="there are a, b"):
+        found.cell("full", "c")
+    text = found.table()
+    assert (tmp_path / "out" / "table.md").read_text() == text + "\n"
+    line = f"| full | {100 * mean.mean:.1f} | {100 * mean.low:.1f} to {100 * mean.high:.1f} | 14 | {mean.rows:.1f} |"
+    assert line in text and "| **mean** | 14 |" in text
+    assert json.loads(json.dumps(found.as_dict()))["cells"][2]["group"] == "mean"
+
+
 def test_pictures_lie_beside_the_lines(out):
     there = {each.name for each in out.iterdir() if not each.name.startswith(".")}
     drawn = {f"{name}.{kind}" for name in ("scores", "groups", "lengths", "map", "losses") for kind in ("svg", "png")}
@@ -80,6 +136,19 @@ def test_pictures_have_what_they_are_of(out):
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+    pictures.drawing().close("all")
+
+
+def test_depths_that_were_drawn_at_random_are_gathered(out):
+    evaluation = Evaluation.read(out)
+    count = len(evaluation.records)
+    records = [dataclasses.replace(r, tags={**r.tags, "depth": at / count}) for at, r in enumerate(evaluation.records)]
+    found = dataclasses.replace(evaluation, records=tuple(records))
+    assert pictures._has_map(found)
+    panel = next(axes for axes in pictures._map(found).axes if axes.get_title().startswith("full"))
+    shown = panel.images[0].get_array()
+    # The first policy has the first fifth of the depths.
+    assert shown.shape == (10, 3) and shown[:2].count() == 6 and shown[3:].count() == 0
     pictures.drawing().close("all")
 
 

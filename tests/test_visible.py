@@ -39,9 +39,10 @@ def held(policy):
     return out
 
 
-@pytest.mark.parametrize(
-    "policy", [SnapKV(budget=12, window=4), AdaKV(base=SnapKV(budget=12, window=4)), H2O(budget=12)]
-)
+ADA = AdaKV(base=SnapKV(budget=12, window=4))
+
+
+@pytest.mark.parametrize("policy", [ADA, H2O(budget=12)])
 def test_policies_that_drop_rows_see_what_their_caches_hold(policy):
     found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
     oracle = expected(lambda layer, head, step: {*held(policy)[step][layer][head], len(PROMPT) + step})
@@ -89,8 +90,8 @@ def test_everything_is_seen_where_everything_is_kept():
 
 def test_on_a_mesh_it_is_the_same_or_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    model, policy = tiny.tiny(CONFIG), SnapKV(budget=12, window=4)
-    alone, split = (visible_attention(each, policy, PROMPT, ANSWER)[0] for each in (model, model.on(mesh)))
+    model = tiny.tiny(CONFIG)
+    alone, split = (visible_attention(each, ADA, PROMPT, ANSWER)[0] for each in (model, model.on(mesh)))
     np.testing.assert_allclose(split, alone, atol=1e-5)
     with pytest.raises(ValueError, match="OmniKV is measured on one device"):
         visible_attention(model.on(mesh), OmniKV(budget=12, filter_layers=(0,)), PROMPT, ANSWER)
@@ -112,8 +113,8 @@ def test_the_task_has_cases_of_all_sizes(monkeypatch):
     monkeypatch.setattr("jaxkv.evals.visible.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:7]))
     outcomes = Visible(count=2, steps=3).run(model, D2O(budget=0.5), cases[:2], How())
     for outcome in outcomes:
-        assert len(outcome.figures["steps"]) == 3 and 0.3 < outcome.score < 1
-        assert outcome.score == pytest.approx(np.mean(outcome.figures["steps"])) and outcome.tokens == len(PROMPT) + 7
+        assert len(outcome.figures["visible"]) == 3 and 0.3 < outcome.score < 1
+        assert outcome.score == pytest.approx(np.mean(outcome.figures["visible"])) and outcome.tokens == len(PROMPT) + 7
     for name in ("count", "steps"):
         with pytest.raises(ValueError, match=f"{name}=0"):
             Visible(**{name: 0})

@@ -65,7 +65,7 @@ class Perplexity(Task):
         remedy = f"with prefix={self.prefix} more than there are of {short}: lower one"
         require(not short, "tokens", self.tokens, remedy)
         return [
-            Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"length": need, "title": title})
+            Sample(id=f"{number:03d}", group="texts", context=text, raw=True, tags={"title": title})
             for number, (title, text) in enumerate(texts.items())
         ]
 

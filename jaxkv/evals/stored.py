@@ -106,7 +106,7 @@ class StoredTask(QuestionTask):
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
-        of, told = table(self.benchmark)[name], self.fields_of(name, row)
+        of, told, classes = table(self.benchmark)[name], self.fields_of(name, row), row.get("all_classes")
         before, after = (filled(part, told) for part in of["prompt"].split("{context}"))
         new, raw = self.new_tokens or of["new_tokens"], self.raw(name)
         whole = (before + row["context"], after)
@@ -119,7 +119,7 @@ class StoredTask(QuestionTask):
             answers=self.answers_of(name, row),
             new_tokens=new,
             raw=raw,
-            tags={"length": length, "classes": tuple(row.get("all_classes") or ())},
+            tags={"prompt_tokens": length, **({"classes": tuple(classes)} if classes else {})},
         )
 
 

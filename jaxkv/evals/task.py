@@ -125,7 +125,11 @@ class Task(abc.ABC):
         """
 
 
-TASKS: dict[str, type[Task]] = {}
+class Tasks(dict[str, type[Task]]):
+    """Tasks' classes by name; `task` adds one."""
+
+
+TASKS = Tasks()
 _Task = TypeVar("_Task", bound=type[Task])
 
 

@@ -27,7 +27,6 @@ from jaxkv.policies.methods import FullKV
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, Reading
-from jaxkv.testing import segments
 
 
 @task("visible")
@@ -70,7 +69,7 @@ class Visible(Task):
         for ids, tokens in zip(prompts, drawn, strict=True):
             figures, rows = visible_attention(params, policy, ids, np.asarray(tokens).tolist(), key=how.seed)
             score = float(figures.mean())
-            out.append(Outcome(score=score, figures={"steps": figures.tolist()}, tokens=len(ids), rows=rows))
+            out.append(Outcome(score=score, figures={"visible": figures.tolist()}, tokens=len(ids), rows=rows))
         return out
 
 
@@ -135,19 +134,21 @@ def _held(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
 ) -> Bool[np.ndarray, "n L K S"]:
     """What a cache holds, and the token itself, as each token of the answer is read."""
-    session, config = Session(params, policy, key=key), params.config
+    config = params.config
+    now = len(prompt) + np.arange(len(answer))
+    # All that is kept, where everything is, and otherwise the token itself.
+    seen = np.arange(slots) <= now[:, None] if policy.parts().scorer is None else np.arange(slots) == now[:, None]
+    out = np.repeat(np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2)
+    if policy.parts().scorer is None:
+        return out
+    session = Session(params, policy, key=key)
     cache = session.prefill(list(prompt), new=len(answer))
-    out = np.zeros((len(answer), config.layers, config.kv_heads, slots), bool)
-    everything = cache.bank is not None
     for step, token in enumerate(answer):
-        now = len(prompt) + step
-        out[step, :, :, now] = True
-        if everything:
-            out[step, :, :, :now] = True
-            continue
-        for segment in segments(cache):
-            if segment.sequence == 0:
-                out[step, segment.layer, segment.head, segment.pos] = True
+        positions, first, length = [host(pool.pos)[0] for pool in cache.pools], cache.first_rows[:, 0], cache.kept[:, 0]
+        for layer, head in np.ndindex(config.layers, config.kv_heads):
+            begin = first[layer, head]
+            held = positions[cache.layout.pool_of(layer)][begin : begin + length[layer, head]]
+            out[step, layer, head, held] = True
         if step + 1 < len(answer):
             cache = session.extend(cache, [token], chunk=1, donate=True)
     return out
