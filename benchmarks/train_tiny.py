@@ -1,4 +1,4 @@
-"""Trains the tiny model that comes with jaxkv: a Llama of a million parameters that finds what it is asked for.
+"""Trains the tiny model that comes with jaxkv: a Llama of under a million parameters that finds what it is asked for.
 
     python -m benchmarks.train_tiny DIR              all stages; ended half-way, the same command goes on
     python -m benchmarks.train_tiny DIR --export     what it has come to, as a checkpoint in Hugging Face's layout
