@@ -44,6 +44,9 @@ class InfiniteBench(StoredTask):
         asked, options = str(row["input"]), row.get("options") or ()
         told = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
         told |= {"question": asked, "input": asked}
+        if name in _CHOICES:
+            four = isinstance(options, list) and len(options) == len(_OPTIONS)
+            require(four, "data", options, f"{name} has four options: is it the official file?")
         if name == "code_run":
             call = re.findall(r"func_[0-9]+\(\-?[0-9]+\)", asked)
             require(bool(call), "data", asked, "code_run asks for a call such as func_1(2): is it the official file?")
@@ -58,7 +61,11 @@ class InfiniteBench(StoredTask):
         """Numbers as JSON, of choices the text with its letter, else texts; see `StoredTask.answers_of`."""
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
+        sound = bool(several) and all(isinstance(each, (str, int, float, list)) for each in several)
+        require(sound, "data", right, f"{name} has an answer, or a list of some: is it the official file?")
         if name in _CHOICES:
+            known = len(several) == 2 or several[0] in row["options"]
+            require(known, "data", right, f"{name} answers with one of its options: is it the official file?")
             return (several[0], several[1] if len(several) == 2 else _OPTIONS[row["options"].index(several[0])])
         if name == "math_calc":
             return (json.dumps(several[0] if isinstance(several[0], list) else several),)

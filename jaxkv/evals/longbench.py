@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv._errors import require
 from jaxkv.evals import metrics
 from jaxkv.evals.stored import Hub, StoredTask, table
 from jaxkv.evals.task import Sample, task
@@ -45,7 +46,12 @@ class LongBench(StoredTask):
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """All that are right; see `StoredTask.answers_of`."""
-        return tuple(row["answers"])
+        right = row["answers"]
+        texts = isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
+        require(texts, "data", right, f"{name} has a list of texts as its answers: is it the official file?")
+        if table(self.benchmark)[name]["metric"] == "one_class":
+            require(bool(row["all_classes"]), "data", row["all_classes"], f"{name} names its classes in all_classes")
+        return tuple(right)
 
     def score(self, sample: Sample, prediction: str) -> float:
         """The official metric of the sample's data set, the best over its answers."""

@@ -104,6 +104,7 @@ class Needle(QuestionTask):
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         check_grid(self)
         require(bool(self.depths), "depths", self.depths, "name at least one, from 0 to 1")
         require(all(0 <= each <= 1 for each in self.depths), "depths", self.depths, "give shares from 0 to 1")

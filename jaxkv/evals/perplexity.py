@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv.axes import host
 from jaxkv.engine.session import Session
+from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -52,6 +53,7 @@ class Perplexity(Task):
     tokens: int = 4032
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.count >= 0, "count", self.count, "give 0 or more")
         for name in ("prefix", "tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1 token")
@@ -188,12 +190,19 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
         return {row["title"]: row["text"] for row in rows[: count or None]}
     path = Path(data).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()][: count or None]
-        read = [json.loads(line) for line in lines]
-        require(all("text" in row for row in read), "data", data, 'give lines such as {"text": "..."}')
+        read = json_lines(path, ("text",), count)
+        odd = next((row["text"] for row in read if not isinstance(row["text"], str)), None)
+        require(odd is None, "data", odd, 'give lines such as {"text": "..."}')
         return {f"{number:03d} {row.get('title', '')}".strip(): row["text"] for number, row in enumerate(read)}
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         remedy = "give a text, a .jsonl file of texts, or a folder of .txt files, such as PG-19's test set"
         raise FileNotFoundError(f"data={data!r}: no text there; {remedy}")
-    return {each.stem: each.read_text("utf-8") for each in files[: count or None]}
+    return {each.stem: _read(each) for each in files[: count or None]}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data={str(path)!r}: not UTF-8 text ({error}); save it as such") from None

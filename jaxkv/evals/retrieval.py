@@ -98,6 +98,10 @@ class TwoStage(QuestionTask):
     new_tokens: int = 48
     seed: int = 0
 
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
+
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """The cases; see `Task.samples`."""
         cases = two_stage(self.count, seed=self.seed, sizes=self.sizes, reason=self.reason)

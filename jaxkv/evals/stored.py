@@ -80,11 +80,14 @@ class StoredTask(QuestionTask):
     keys: ClassVar[tuple[str, ...]]
 
     def __post_init__(self):
+        super().__post_init__()
         known = table(self.benchmark)
         wrong = [each for each in self.tasks if each not in known]
         require(not wrong, "tasks", wrong, f"choose among {', '.join(known)}")
         for name in ("count", "longest", "new_tokens"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "give 0 or more")
+        remedy = f"give {_LEAST} or more, of which half stay from either end, or 0"
+        require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """The cases; see `Task.samples`."""
@@ -106,6 +109,9 @@ class StoredTask(QuestionTask):
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
+        for key in ("context", "input"):
+            remedy = f"row {number + 1} of {name} has no text as its {key}: is it the official file?"
+            require(isinstance(row[key], str), "data", row[key], remedy)
         of, told, classes = table(self.benchmark)[name], self.fields_of(name, row), row.get("all_classes")
         before, after = (filled(part, told) for part in of["prompt"].split("{context}"))
         new, raw = self.new_tokens or of["new_tokens"], self.raw(name)
@@ -161,9 +167,8 @@ def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: i
             raise FileNotFoundError(f"data={data!r}: no {path.name} in it; put the files of {hub.url} there")
     if data is None and hub.member:
         with zipfile.ZipFile(path) as archive, archive.open(hub.member.format(name=name)) as file:
-            return _rows([line.decode("utf-8") for line in file], f"{path.name}, {name}", keys, count)
-    with path.open(encoding="utf-8") as file:
-        return _rows(file, str(path), keys, count)
+            return _rows(file, f"{path.name}, {name}", keys, count)
+    return json_lines(path, keys, count)
 
 
 def _fetched(name: str, hub: Hub) -> Path:
@@ -179,7 +184,25 @@ def _fetched(name: str, hub: Hub) -> Path:
         ) from error
 
 
-def _rows(lines: Iterable[str], where: str, keys: Sequence[str], count: int) -> list[dict[str, Any]]:
+def json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
+    """Rows of a file of lines of JSON, which end with a line feed and nothing else; empty ones are passed over.
+
+    Args:
+        path: the file; its bytes may begin with the mark that some editors put there.
+        keys: what each row has to have.
+        count: rows to read; 0 for all.
+
+    Returns:
+        The rows, in order.
+
+    Raises:
+        ValueError: naming file, line and what is wrong there.
+    """
+    with path.open("rb") as file:
+        return _rows(file, str(path), keys, count)
+
+
+def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if count and len(rows) == count:
@@ -187,11 +210,11 @@ def _rows(lines: Iterable[str], where: str, keys: Sequence[str], count: int) -> 
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"data={where!r}: line {number} is no JSON ({error}); download the file again") from None
         missing = [key for key in keys if key not in row] if isinstance(row, dict) else list(keys)
-        require(not missing, "data", where, f"line {number} lacks {', '.join(missing)}: is it the official file?")
+        require(not missing, "data", where, f"line {number} lacks {', '.join(missing)}: is it the right file?")
         rows.append(row)
     return rows
 
@@ -218,12 +241,16 @@ def fitted(
     text = params.text
     require(text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
     assert text is not None
-    if not longest:
-        around = "" if raw or not text.has_template else text.turns.opening + text.turns.closing
-        longest = params.config.max_positions - new_tokens - len(text.encode(around, bos=True)) - _SPARE
+    around = "" if raw or not text.has_template else text.turns.opening + text.turns.closing
+    room = params.config.max_positions - new_tokens - len(text.encode(around, bos=True))
+    ids = text.encode(before + after, bos=True)
+    if longest:
+        remedy = f"the model's positions leave {room} beside {new_tokens} of the answer and the chat template"
+        require(min(len(ids), longest) <= room, "longest", longest, f"{remedy}: give less, or 0")
+    else:
+        longest = room - _SPARE
         remedy = f"the model's {params.config.max_positions} positions leave no prompt beside them: draw fewer tokens"
         require(longest >= _LEAST, "new_tokens", new_tokens, remedy)
-    ids = text.encode(before + after, bos=True)
     if len(ids) <= longest:
         return before, after, len(ids)
     half = longest // 2

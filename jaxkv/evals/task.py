@@ -2,11 +2,18 @@
 
 import abc
 import dataclasses
+import math
+import os
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Union
+
+import numpy as np
 
 from jaxkv._errors import require
+from jaxkv._values import FARTHEST, as_real, plain
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 
@@ -85,6 +92,9 @@ class How:
 class Task(abc.ABC):
     """A task: a frozen dataclass whose fields are its settings, and the command line's options.
 
+    Settings are made what their annotations say: numbers plain, lists tuples, paths texts; what is no such thing is
+    refused. A task with a `__post_init__` of its own calls this one's first.
+
     Attributes:
         unit: what a score is: "%", of shares in [0, 1], or another, such as "nats".
         higher: whether more is better.
@@ -94,6 +104,14 @@ class Task(abc.ABC):
     unit: ClassVar[str] = "%"
     higher: ClassVar[bool] = True
     asks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        try:
+            hints = typing.get_type_hints(type(self))
+        except NameError:  # of a class inside a function, whose annotations are texts
+            return
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _made(hints[field.name], getattr(self, field.name), field.name))
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -123,6 +141,36 @@ class Task(abc.ABC):
         Returns:
             An outcome for each.
         """
+
+
+def _made(hint: Any, value: Any, name: str) -> Any:
+    """A setting as its annotation says; as it is where the command line could not write it."""
+    value = plain(value)
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        kinds = typing.get_args(hint)
+        some = [kind for kind in kinds if kind is not type(None)]
+        return value if len(some) != 1 or (value is None and len(some) < len(kinds)) else _made(some[0], value, name)
+    of = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and len(of) == 2 and of[1] is ...:
+        several = isinstance(value, (list, tuple, range)) or (isinstance(value, np.ndarray) and value.ndim == 1)
+        require(several, name, value, "give a tuple")
+        return tuple(_made(of[0], each, name) for each in value)
+    if hint is bool:
+        require(isinstance(value, bool), name, value, "give True or False")
+    elif hint is int:
+        require(isinstance(value, int) and not isinstance(value, bool), name, value, "give a whole number")
+        if name == "seed":  # numpy's generators take no others, however large
+            require(value >= 0, name, value, "give 0 or more")
+        else:
+            require(abs(value) <= FARTHEST, name, value, f"give at most {FARTHEST}")
+    elif hint is float:
+        number = as_real(value)
+        require(number is not None and math.isfinite(number), name, value, "give a number")
+        return number
+    elif hint is str:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        require(isinstance(value, str), name, value, "give a text")
+    return value
 
 
 class Tasks(dict[str, type[Task]]):

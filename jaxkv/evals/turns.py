@@ -14,6 +14,7 @@ from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
 from jaxkv.evals.perplexity import texts_of
+from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
@@ -79,6 +80,7 @@ class Turns(Task):
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.judge in JUDGES, "judge", self.judge, f"choose among {', '.join(JUDGES)}")
         require(self.count >= (self.data is None), "count", self.count, "hold at least 1 conversation")
         most = 3 * len(_FACTS)
@@ -200,17 +202,19 @@ def _stored(data: str) -> Iterator[_Talk]:
         where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"
         raise FileNotFoundError(f"data={data!r}: no such file; give a question.jsonl, such as {where}")
     found = 0
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = json.loads(line)
-        sound = isinstance(row, dict) and bool(row.get("turns"))
-        require(sound, "data", data, f'line {number} lacks turns: give lines such as {{"turns": ["..."]}}')
-        references = [each or "" for each in row.get("reference") or []]
+    for number, row in enumerate(json_lines(path, ("turns",)), start=1):
+        said, of = row["turns"], row.get("reference") or []
+        told = isinstance(said, list) and bool(said) and all(isinstance(each, str) and each.strip() for each in said)
+        remedy = f'conversation {number} has no texts as its turns: give lines such as {{"turns": ["..."]}}'
+        require(told, "data", said, remedy)
+        require(not any(_NEXT in each for each in said), "data", data, f"conversation {number} has U+001E: remove it")
+        texts = isinstance(of, list) and all(each is None or isinstance(each, str) for each in of)
+        require(texts, "data", of, f"conversation {number} has no list of texts as its reference")
+        references = [each or "" for each in of]
         if not any(references):
             continue
         found += 1
-        turns = tuple(row["turns"])
+        turns = tuple(said)
         padded = (*references, *([""] * len(turns)))[: len(turns)]
         yield _Talk(f"{row.get('question_id', number)}", str(row.get("category", "turns")), turns, padded)
     remedy = "no conversation has a reference, and a judge that needs none, a large language model, is out of reach"

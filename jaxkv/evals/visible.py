@@ -50,6 +50,7 @@ class Visible(Task):
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.count >= 1, "count", self.count, "make at least 1 case")
         require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
 
@@ -57,7 +58,8 @@ class Visible(Task):
         """The cases; see `Task.samples`."""
         sizes = TwoStage().sizes
         # Small dictionaries and large ones, however few there are.
-        spread = tuple(sizes[at * len(sizes) // self.count] for at in range(min(self.count, len(sizes))))
+        few = min(self.count, len(sizes))
+        spread = tuple(sizes[at * len(sizes) // few] for at in range(few))
         cases = TwoStage(count=self.count, sizes=spread, seed=self.seed).samples(params)
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 

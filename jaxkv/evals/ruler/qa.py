@@ -118,7 +118,6 @@ class Documents(Recipe):
         )
 
 
-@functools.lru_cache(maxsize=2)
 def read(folder: str | None, name: str) -> DataSet:
     """Reads a task's file.
 
@@ -134,17 +133,30 @@ def read(folder: str | None, name: str) -> DataSet:
         ValueError: for a file of another format.
     """
     file, address = FILES[name]
-    path = None if folder is None else Path(folder) / file
+    path = None if folder is None else Path(folder).expanduser() / file
     if path is None or not path.is_file():
         where = f"the folder that `data` names as {file}" if path is None else str(path)
         raise FileNotFoundError(f"data={folder!r}: {name} asks questions of a file: put {address} into {where}")
+    there = path.stat()
     try:
-        content = json.loads(path.read_text("utf-8"))
-        found = _squad(content) if name == "qa_1" else _hotpot(content)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        found = _read(path, name, there.st_size, there.st_mtime_ns)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = f"{type(error).__name__}: {error}"
         raise ValueError(f"data={str(path)!r}: not the format of {address} ({kind}); download it again") from error
     require(bool(found.questions), "data", str(path), "it holds no question that has an answer")
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
+    """A file as it was when it had this size and was last changed then."""
+    content = json.loads(path.read_text("utf-8-sig"))
+    found = _squad(content) if name == "qa_1" else _hotpot(content)
+    texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
+    require(all(isinstance(each, str) for each in (*texts, *found.documents)), "questions", name, "they are texts")
+    for asked in found.questions:
+        require(bool(asked.answers), "answers", asked.text, "a question that is not impossible has one")
+        require(bool(asked.context), "context", asked.text, "a question has documents")
     return found
 
 

@@ -52,6 +52,7 @@ class Ruler(QuestionTask):
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         for name in self.tasks:
             require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
         require(bool(self.tasks), "tasks", self.tasks, "name at least one")
@@ -120,13 +121,15 @@ def read_wording(settings: Any) -> Wording:
     """
     if settings.haystack is None:
         return wording_of(settings.wording)
-    path = Path(settings.haystack)
+    path = Path(settings.haystack).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"haystack={settings.haystack!r}: no such file; give a text file, or leave it out")
     try:
-        return wording_of(settings.wording, path.read_text("utf-8"))
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"haystack={settings.haystack!r}: not UTF-8 text; save it as such") from error
+    require(bool(text.split()), "haystack", settings.haystack, "it holds no word: give a text")
+    return wording_of(settings.wording, text)
 
 
 def counter(params: LanguageModel) -> Counter:

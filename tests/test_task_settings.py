@@ -1,0 +1,167 @@
+"""Settings of tasks and the files that they read, of every odd kind: made plain, or refused by name."""
+
+import dataclasses
+import json
+import os
+import typing
+from pathlib import Path
+
+import eval_models
+import numpy as np
+import pytest
+
+from jaxkv.evals import TASKS, Task
+from jaxkv.evals.longbench import LongBench
+from jaxkv.evals.needle import Needle
+from jaxkv.evals.perplexity import Perplexity, texts_of
+from jaxkv.evals.ruler import Ruler
+from jaxkv.evals.ruler.qa import read
+from jaxkv.evals.turns import Turns
+from jaxkv.evals.visible import Visible
+
+OFFICIAL = Path(__file__).parent / "official"
+FIELDS = [(name, field.name) for name, cls in TASKS.items() for field in dataclasses.fields(cls)]
+ODD = (b"x", {1}, {"a": 1}, [None], object(), float("nan"), [float("nan")], [[1]], -(10**30))
+
+
+@pytest.mark.parametrize("name,field", FIELDS, ids=[f"{name}-{field}" for name, field in FIELDS])
+def test_what_is_no_such_thing_is_refused_by_name(name, field, as_users_call):
+    hint = typing.get_type_hints(TASKS[name])[field]
+    odd = [*ODD, True] if hint is int else [*ODD, 1] if hint is bool else ODD
+    # A number is never taken from a text, nor a text from a number, nor letters for a tuple of texts.
+    odd = [*odd, "3" if hint in (int, float, bool) or "tuple" in str(hint) else 3]
+    for value in odd:
+        with pytest.raises(ValueError, match=f"^{field}="):
+            TASKS[name](**{field: value})
+
+
+def test_numbers_of_numpy_lists_and_paths_are_as_good_as_plain_ones(as_users_call):
+    plain = Needle(lengths=(512, 600), depths=(0.1, 1.0), count=2, seed=3, haystack="x.txt")
+    given = {"lengths": np.asarray([512, 600]), "depths": [np.float32(0.1), 1], "count": np.int64(2)}
+    made = Needle(**given, seed=np.uint8(3), haystack=Path("x.txt"))
+    assert made == plain and hash(made) == hash(plain) == hash(dataclasses.replace(made))
+    assert [type(each) for each in (*made.lengths, *made.depths, made.count)] == [int, int, float, float, int]
+    with pytest.raises(ValueError, match="^count=-1"):
+        dataclasses.replace(made, count=-1)
+    with pytest.raises(ValueError, match="^seed=-1: give 0 or more"):
+        Visible(seed=-1)
+
+
+def test_a_task_of_a_class_that_nobody_else_can_name_has_its_settings_as_they_are():
+    class Mine:
+        pass
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Odd(Task):
+        mine: "Mine"
+        both: "int | str" = 1
+
+        def samples(self, params):
+            return []
+
+        def run(self, params, policy, samples, how):
+            return []
+
+    mine = Mine()
+    assert Odd(mine=mine, both=b"x").mine is mine
+
+
+def test_visible_has_dictionaries_of_all_sizes_however_many_cases():
+    model = eval_models.speaking()
+    sizes = [case.tags["size"] for case in Visible(count=40).samples(model)]
+    assert sizes[:17] == sizes[17:34] == list(range(40, 201, 10))
+
+
+def lines(tmp_path, name, *rows, mark=b"", end=b"\n"):
+    path = tmp_path / name
+    path.write_bytes(mark + end.join(json.dumps(row, ensure_ascii=False).encode() for row in rows) + end)
+    return path
+
+
+@pytest.mark.parametrize("mark,end", [(b"", b"\n"), (b"\xef\xbb\xbf", b"\r\n"), (b"", b"\n\r\n\n")])
+def test_lines_end_with_a_line_feed_alone(tmp_path, mark, end):
+    odd = "one\u2028two\x85three\u2029four\x1cfive"
+    path = lines(tmp_path, "texts.jsonl", {"text": odd}, {"text": "plain"}, mark=mark, end=end)
+    assert list(texts_of(str(path)).values()) == [odd, "plain"]
+    talk = {"turns": [odd, "b"], "reference": ["", "c"]}
+    path = lines(tmp_path, "question.jsonl", talk, {**talk, "question_id": 7}, mark=mark, end=end)
+    made = Turns(data=str(path), count=0, new_tokens=2).samples(eval_models.speaking())
+    assert [sample.context.split("\x1e") for sample in made] == [talk["turns"]] * 2
+    row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_bytes().splitlines()[0])
+    lines(tmp_path, "hotpotqa.jsonl", {**row, "context": odd}, row, mark=mark, end=end)
+    made = LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(eval_models.speaking(positions=8192))
+    assert len(made) == 2 and made[0].context.endswith(odd)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"turns": "text", "reference": ["a"]},
+        {"turns": [], "reference": ["a"]},
+        {"turns": ["a", 3], "reference": ["a"]},
+        {"turns": ["a", " "], "reference": ["a"]},
+        {"turns": ["a\x1eb"], "reference": ["a"]},
+        {"turns": ["a"], "reference": "text"},
+        {"turns": ["a"], "reference": [5]},
+        {"reference": ["a"]},
+        [],
+    ],
+)
+def test_conversations_of_another_format_are_refused_by_name(tmp_path, row):
+    with pytest.raises(ValueError, match="^data="):
+        Turns(data=str(lines(tmp_path, "question.jsonl", row))).samples(eval_models.speaking())
+
+
+def test_texts_that_are_none_are_refused_by_name(tmp_path):
+    for name, data in {"a.jsonl": b'{"text": 5}', "b.jsonl": b"{", "c.jsonl": b"[]", "d.txt": b"\xff\xfe"}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match="^data="):
+            Perplexity(data=str(tmp_path / name), prefix=1, tokens=1).samples(eval_models.speaking())
+    (tmp_path / "e.txt").write_bytes(b"\xef\xbb\xbfWords")
+    os.symlink(tmp_path / "e.txt", tmp_path / "f.txt")
+    assert texts_of(str(tmp_path / "f.txt")) == {"f": "Words"}
+    os.symlink(tmp_path / "nowhere", tmp_path / "g.txt")
+    with pytest.raises(FileNotFoundError, match="no text there"):
+        texts_of(str(tmp_path / "g.txt"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"answers": "Paris"}, {"answers": []}, {"answers": [3]}, {"context": 5}, {"input": None}]
+)
+def test_rows_of_longbench_with_odd_values_are_refused_by_name(tmp_path, changes):
+    row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_bytes().splitlines()[0])
+    lines(tmp_path, "hotpotqa.jsonl", {**row, **changes})
+    with pytest.raises(ValueError, match=r"^data=.*official file\?"):
+        LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(eval_models.speaking(positions=8192))
+
+
+def test_prompts_longer_than_the_models_positions_are_refused_before_anything_runs():
+    of = LongBench(data=str(OFFICIAL / "longbench"), tasks=("narrativeqa",), longest=8000)
+    with pytest.raises(ValueError, match=r"^longest=8000: the model's positions leave 383"):
+        of.samples(eval_models.speaking(positions=512))
+    with pytest.raises(ValueError, match="^longest=1"):
+        LongBench(longest=1)
+
+
+def test_haystacks_begin_without_a_mark_and_hold_words(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_bytes(b"\xef\xbb\xbfFirst words.\r\nAnd more of them.\r\n" * 40)
+    task = Needle(lengths=(600,), depths=(1.0,), haystack=str(path))
+    (sample,) = task.samples(eval_models.speaking(positions=1024))
+    assert "<book> First words. And more" in sample.context and "\r" not in sample.context
+    path.write_text(" \n")
+    with pytest.raises(ValueError, match="^haystack="):
+        task.samples(eval_models.speaking(positions=1024))
+
+
+def test_questions_are_read_again_where_their_file_has_changed(tmp_path):
+    path = tmp_path / "hotpotqa.json"
+    case = {"question": "Who?", "answer": "Ann", "context": [["Title", ["A line."]]]}
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps([case]).encode())
+    assert [each.answers for each in read(str(tmp_path), "qa_2").questions] == [("Ann",)]
+    path.write_text(json.dumps([{**case, "answer": "Bob and Ann"}]))
+    assert [each.answers for each in read(str(tmp_path), "qa_2").questions] == [("Bob and Ann",)]
+    for changes in ({"answer": 5}, {"question": None}, {"context": []}, {"context": [["Title", "A line.", 3]]}):
+        path.write_text(json.dumps([{**case, **changes}]))
+        with pytest.raises(ValueError, match="not the format"):
+            Ruler(tasks=("qa_2",), data=str(tmp_path)).samples(eval_models.speaking(positions=4096))
