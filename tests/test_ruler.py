@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.evals import TASKS, Ruler, ids_of
 from jaxkv.evals.ruler import MADE, NAMES, SMALL_WORDS, Cell, pieces, recipe_of, small_vocabulary, wording_of
 from jaxkv.evals.ruler.niah import NEEDLE
@@ -307,3 +308,11 @@ def test_missing_files(tmp_path):
         Ruler(tasks=("qa_1",), data=str(tmp_path)).samples(model())
     with pytest.raises(FileNotFoundError, match="haystack='nowhere.txt': no such file"):
         Ruler(haystack="nowhere.txt").samples(model())
+
+
+def test_lists_of_few_words_grow_to_all_lengths_of_the_tiny_model():
+    model = jaxkv.load("tiny-retrieval")
+    for length in (512, 1023, 1024, 2000, 2048):
+        (sample,) = Ruler(tasks=("cwe",), lengths=(length,), count=1, wording="small").samples(model)
+        taken = sum(map(len, ids_of(model.text, sample))) + sample.new_tokens
+        assert 0.95 * length < taken <= length

@@ -57,6 +57,11 @@ class Common(Recipe):
         """One word that is not common."""
         return self.words + 1
 
+    @property
+    def most(self) -> int | float:
+        """As many as the wording has."""
+        return self.wording.words_to_count
+
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
         """A prompt; see `Recipe.make`."""
         shot = self.draw(*self.shot, rng) if self.shot else None

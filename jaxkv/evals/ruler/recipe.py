@@ -57,6 +57,11 @@ class Recipe(abc.ABC):
         """Units of the smallest haystack."""
         return 1
 
+    @property
+    def most(self) -> int | float:
+        """Units of the largest haystack: there are words for no more."""
+        return math.inf
+
     @abc.abstractmethod
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
         """Makes a prompt.
@@ -96,7 +101,8 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
     )
     high = low + 1
     while taken(high) <= length:
-        low, high = high, 2 * high
+        # Beyond the most, making one says what is short of.
+        low, high = high, int(recipe.most) if high < recipe.most < 2 * high else 2 * high
     # A four-hundredth part is less than what samples differ by.
     while high - low > max(1, low // 400):
         middle = (low + high) // 2

@@ -5,6 +5,7 @@ import functools
 import gzip
 import itertools
 import json
+import math
 import re
 import string
 import uuid
@@ -72,11 +73,13 @@ class Wording(abc.ABC):
         name: what `wording` calls it.
         tight: no spaces and empty sentences that carry nothing.
         noise: units of the haystack of noise, in turn.
+        words_to_count: different ones that there are.
     """
 
     name: ClassVar[str]
     tight: ClassVar[bool]
     noise: ClassVar[tuple[str, ...]]
+    words_to_count: ClassVar[int | float] = math.inf
 
     def draw(self, rng: np.random.Generator, kind: str, count: int) -> list[str]:
         """Draws keys or values.
@@ -130,6 +133,7 @@ class Small(Wording):
     name = "small"
     tight = True
     noise = NOISE
+    words_to_count = len(SMALL_WORDS)
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
         """Nouns; beyond the list's length some occur again."""
