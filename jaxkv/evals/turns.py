@@ -50,7 +50,10 @@ _FACTS = (
 @task("turns")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Task):
-    """Conversations on one cache that the policy keeps within its budget (D2O, appendix, MT-bench's setting).
+    """Conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are told turn by turn.
+
+    Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. The others compress the
+    first turn alone, and hold all rows behind it: give them `every=n`, which compresses again as tokens come.
 
     By default conversations are made: facts are told in the first turns, passages talked about in those between, and
     the facts asked for in the last ones. The score is the share of asked turns whose answer has the fact.
