@@ -1,6 +1,7 @@
 """The folder of an evaluation: who may write into it, and how nothing is ever half-written there."""
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -37,12 +38,32 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+        settle(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
         if isinstance(error, OSError):
             raise OSError(f"{path}: {error.strerror or error}") from error
         raise
+
+
+def settle(folder: Path) -> None:
+    """Writes a folder's names through to the disk; a file whose name is lost is lost with it.
+
+    Args:
+        folder: in which a file was made or renamed.
+    """
+    if os.name == "nt":  # folders are not opened there
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        # Some file systems have no such thing for folders; a disk that fails is told.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(number)
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
@@ -98,6 +119,9 @@ def locked(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 remedy = "another process is at it: wait for its end, or give another folder"
                 raise ValueError(f"out={str(folder)!r}: {remedy}") from None
+            except OSError as error:
+                what = f"{error.strerror or error}: the file system keeps no locks, and two runs would mix their lines"
+                raise OSError(f"out={str(folder)!r}: {what}; give a folder on another one") from error
         for left in folder.glob(".*.tmp"):  # of a process that was killed while it wrote one
             left.unlink(missing_ok=True)
         yield
@@ -135,6 +159,7 @@ class Lines:
         self._ends = [0, *np.cumsum([len(line) for line in whole], dtype=np.int64).tolist()]
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._number = os.open(self._path, flags, 0o666)
+        settle(folder)
 
     def keep(self, count: int) -> None:
         """Drops lines, and what was cut behind them.

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from scipy import special
 
 from jaxkv._errors import require
 from jaxkv.evals.folder import read_lines
@@ -97,8 +96,15 @@ def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
     n, mean = len(values), float(values.mean())
     if n == 1:
         return None
-    width = float(special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / math.sqrt(n))
+    width = _quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
     return mean - width, mean + width
+
+
+def _quantile(freedom: int) -> float:
+    """Up to where 97.5% of Student's distribution lie."""
+    from scipy import special  # imported late: it takes longer than all of jaxkv's own files
+
+    return float(special.stdtrit(freedom, 0.975))
 
 
 def _together(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
@@ -240,7 +246,7 @@ class Evaluation:
         Args:
             first: a row's name.
             second: another one's.
-            group: of one group; all samples alike by default.
+            group: of one group; by default the mean of all groups, each of the same weight, as in `cell`.
 
         Returns:
             The difference.
@@ -248,11 +254,15 @@ class Evaluation:
         Raises:
             ValueError: for names that are not there.
         """
-        pairs = zip(self.of(first, group), self.of(second, group), strict=True)
-        apart = np.asarray([one.score - other.score for one, other in pairs], np.float64)
-        ends = _student(apart)
+        by: dict[str, list[float]] = {}
+        for one, other in zip(self.of(first, group), self.of(second, group), strict=True):
+            by.setdefault(one.group, []).append(one.score - other.score)
+        parts = [np.asarray(each, np.float64) for each in by.values()]
+        means = [float(part.mean()) for part in parts]
+        ends = _together(means, [_student(part) for part in parts])
+        apart = np.concatenate(parts)
         return Difference(
-            mean=float(apart.mean()),
+            mean=sum(means) / len(means),
             low=None if ends is None else ends[0],
             high=None if ends is None else ends[1],
             above=int((apart > 0).sum()),
