@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -105,6 +106,19 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
     return {
         name: as_policy(each, field=f"policies[{name!r}]").for_model(layers, found) for name, each in policies.items()
     }
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed of something's own, the same wherever it is run.
+
+    Args:
+        seed: that was given.
+        name: tells it from others: a sample's id.
+
+    Returns:
+        32 bits.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:4], "big")
 
 
 def settings_of(task: Task) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from jaxkv._errors import require
 from jaxkv._values import is_whole
 from jaxkv.arguments import as_flag, as_model
-from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, settings_of
+from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, seed_of, settings_of
 from jaxkv.evals.folder import Lines, locked, require_folder, write_whole
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run
@@ -241,7 +241,8 @@ def _fill(
                 _make_room()
             before = name
             # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
-            filled = [*batch, *batch[-1:] * ((run.batch - len(batch)) * (run.samples > run.batch))]
+            more = 0 if rows[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
+            filled = [*batch, *batch[-1:] * more]
             outcomes = _outcomes(params, task, name, rows[name], filled, how, len(lines.records), folder)[: len(batch)]
             lines.add([_record(run, name, *each) for each in zip(batch, outcomes, strict=True)])
             bar.update(len(batch))
@@ -276,6 +277,14 @@ def _there(lines: Lines, todo: Sequence[tuple[str, list[Sample]]], folder: Path)
     return whole
 
 
+def _ran(params: LanguageModel, task: Task, policy: Method, batch: Sequence[Sample], how: How) -> list[Outcome]:
+    """A batch; of a policy that draws, sample by sample, so that each has draws of its own."""
+    if not policy.parts().draws:
+        return task.run(params, policy, batch, how)
+    own = {sample.id: dataclasses.replace(how, seed=seed_of(how.seed, sample.id)) for sample in batch}
+    return [outcome for sample in batch for outcome in task.run(params, policy, [sample], own[sample.id])]
+
+
 def _outcomes(
     params: LanguageModel,
     task: Task,
@@ -289,7 +298,7 @@ def _outcomes(
     ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
     kept = f"{done} lines are in {folder}, and the same call goes on from there"
     try:
-        outcomes = task.run(params, policy, batch, how)
+        outcomes = _ran(params, task, policy, batch, how)
     except Exception as error:
         message = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
         raise Failed(f"{name}, {ids}: {message}; {kept}") from error

@@ -71,9 +71,11 @@ class How:
     """How samples are run, whatever the task.
 
     Attributes:
-        agnostic: compress the context before the question is seen, as Ada-KV's harder setting does.
+        agnostic: compress the context before the question is seen, as Ada-KV's harder setting does. A sample without a
+            question is the same in both settings.
         raw: no chat template.
-        seed: of policies that draw.
+        seed: of policies that draw. `evaluate` makes a seed of this one and the sample's id for each sample, which
+            then runs alone: otherwise all prompts of a batch would share their draws.
     """
 
     agnostic: bool = False
