@@ -218,7 +218,6 @@ def test_budgets_go_to_bases_and_names():
         (eviction_loss, {"policies": [D2O()]}, "policies='D2O.*merges"),
         (eviction_loss, {"policies": [StreamingLLM(rolling_positions=True)]}, "policies='StreamingLLM.*positions"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused(run, options, message):
     given = {"texts": TEXTS[:1], "policies": [SnapKV()], "budgets": (32,), **options}
@@ -235,7 +234,6 @@ def test_what_cannot_be_is_refused(run, options, message):
         (jaxkv.analysis.retained, {"shares": (0.0,)}, "shares="),
         (jaxkv.analysis.retained, {"queries": 0}, "queries=0"),
     ],
-    ids=str,
 )
 def test_settings_out_of_range_are_refused(run, options, message):
     with pytest.raises(ValueError, match=message):

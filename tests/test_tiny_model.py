@@ -1,22 +1,30 @@
 """The tiny model that comes with jaxkv: what it is, that it finds what it is asked for, and orders between policies."""
 
 import functools
+import importlib
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import running
+import tokenizers
 from safetensors.numpy import load_file
 
 import jaxkv
-from benchmarks import orders_tiny
-from benchmarks.tiny import export, lessons, model
 from jaxkv.checkpoints import manifest
 from jaxkv.evals import How, TwoStage
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.ruler import Ruler
 
+# As `python -m` in the checkout finds them.
+sys.path.append(str(Path(__file__).parent.parent))
+orders_tiny, train_tiny, export, lessons, model = (
+    importlib.import_module(f"benchmarks.{name}")
+    for name in ("orders_tiny", "train_tiny", "tiny.export", "tiny.lessons", "tiny.model")
+)
 LENGTH = 512
 
 
@@ -68,46 +76,45 @@ def test_the_network_that_was_trained_gives_its_logits():
 
 
 def test_steps_lower_the_loss():
-    from benchmarks import train_tiny
-
     tokenizer = tiny().text.tokenizer_json()
     assert tokenizer is not None
     stage = train_tiny.Stage(length=64, batch=4, mix={"pairs": 1})
     shape = model.Shape(vocab=tiny().config.vocab, embed=128, layers=2)
     weights = model.initial(shape, 0)
-    state = train_tiny.optimiser().init(weights)
-    import tokenizers
-
+    with jax.numpy_dtype_promotion("standard"):
+        state = train_tiny.optimiser().init(weights)
     texts = train_tiny.texts_of(np.random.default_rng(0), tokenizers.Tokenizer.from_str(tokenizer), stage)
     asked = train_tiny.asked_of(texts, 96)
     losses = []
-    for _ in range(8):
-        weights, state, loss, right = train_tiny.step(
-            weights, state, texts.tokens[:, :-1], asked, np.float32(0.5), shape
-        )
-        losses.append(float(loss))
+    # Optax adds integers to floats.
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(8):
+            weights, state, loss, right = train_tiny.step(
+                weights, state, texts.tokens[:, :-1], asked, np.float32(0.5), shape
+            )
+            losses.append(float(loss))
     assert losses[-1] < losses[0] - 1
     assert jax.tree.all(jax.tree.map(lambda each: bool(jnp.isfinite(each).all()), weights))
     shares = train_tiny.accuracy(texts, np.asarray(right), ["pairs"])
     assert 0 <= shares["pairs"][0] <= shares["pairs"][1] > 0
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_1", "niah_multikey_2", "vt"])
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_1", "niah_multiquery", "vt"])
 def test_the_full_cache_answers(name):
     assert mean(ruler(name), jaxkv.FullKV()) >= 0.9
+
+
+def stages():
+    return TwoStage(count=24, sizes=(10, 20), reason=True, new_tokens=24)
 
 
 def test_the_full_cache_looks_sums_up():
     assert mean(stages(), jaxkv.FullKV()) >= 0.9
 
 
-def stages():
-    return TwoStage(count=24, sizes=(20, 40), reason=True, new_tokens=24)
-
-
 def test_heads_with_budgets_of_their_own_lose_less_where_the_question_is_unseen():
-    task = ruler("niah_multikey_1", 48)
-    assert mean(task, jaxkv.AdaKV(budget=96), True) >= mean(task, jaxkv.SnapKV(budget=96), True)
+    task = ruler("niah_multikey_1")
+    assert mean(task, jaxkv.AdaKV(budget=64), True) >= mean(task, jaxkv.SnapKV(budget=64), True)
 
 
 def test_choosing_anew_beats_dropping_where_a_sum_decides():
@@ -120,9 +127,7 @@ def test_the_newest_tokens_do_not_hold_what_stands_in_the_middle():
 
 
 def test_merging_loses_no_more_than_dropping():
-    assert mean(ruler("niah_multikey_1", 48), jaxkv.D2O(budget=96)) >= mean(
-        ruler("niah_multikey_1", 48), jaxkv.H2O(budget=96)
-    )
+    assert mean(ruler("niah_multikey_1"), jaxkv.D2O(budget=64)) >= mean(ruler("niah_multikey_1"), jaxkv.H2O(budget=64))
 
 
 def test_intervals_and_verdicts():

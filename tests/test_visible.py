@@ -39,9 +39,10 @@ def held(policy):
     return out
 
 
-@pytest.mark.parametrize(
-    "policy", [SnapKV(budget=12, window=4), AdaKV(base=SnapKV(budget=12, window=4)), H2O(budget=12)]
-)
+ADA = AdaKV(base=SnapKV(budget=12, window=4))
+
+
+@pytest.mark.parametrize("policy", [ADA, H2O(budget=12)])
 def test_policies_that_drop_rows_see_what_their_caches_hold(policy):
     found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
     oracle = expected(lambda layer, head, step: {*held(policy)[step][layer][head], len(PROMPT) + step})
@@ -89,8 +90,8 @@ def test_everything_is_seen_where_everything_is_kept():
 
 def test_on_a_mesh_it_is_the_same_or_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    model, policy = tiny.tiny(CONFIG), SnapKV(budget=12, window=4)
-    alone, split = (visible_attention(each, policy, PROMPT, ANSWER)[0] for each in (model, model.on(mesh)))
+    model = tiny.tiny(CONFIG)
+    alone, split = (visible_attention(each, ADA, PROMPT, ANSWER)[0] for each in (model, model.on(mesh)))
     np.testing.assert_allclose(split, alone, atol=1e-5)
     with pytest.raises(ValueError, match="OmniKV is measured on one device"):
         visible_attention(model.on(mesh), OmniKV(budget=12, filter_layers=(0,)), PROMPT, ANSWER)

@@ -87,4 +87,4 @@ def find_filters(count: int = 24, room: int = 400) -> tuple[int, ...]:
     for number in range(count):
         text, asked = LESSONS[made[number % len(made)]](rng, room)
         texts.append(params.text.encode(text + next(asked)[0], bos=True))
-    return filter_layers(params, texts, m=1, most_whole=3).filters
+    return filter_layers(params, texts, m=1, most_whole=2).filters

@@ -80,7 +80,7 @@ def head(log: str, count: int) -> list[str]:
         "|---" * (4 + len(names)) + "|",
         *(
             f"| {each['length']} | {each['step']} | {each['seconds']} | {each['loss']} "
-            f"| {' | '.join(f'{100 * each[name]:.0f}' for name in names)} |"
+            f"| {' | '.join(f'{100 * each[name]:.0f}' if name in each else '-' for name in names)} |"
             for each in last.values()
         ),
         "",

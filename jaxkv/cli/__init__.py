@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv plan`, `jaxkv eval`, `jaxkv filters`, `jaxkv models`, `jaxkv policies`."""
+"""The command line: `jaxkv generate`, `plan`, `eval`, `analyze`, `filters`, `export`, `models` and `policies`."""
 
 import argparse
 import difflib
