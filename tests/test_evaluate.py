@@ -228,7 +228,7 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, plain, 
     cases = {
         "sample 02: score=nan": lambda: Outcome(score=float("nan")),
         "sample 02: score=1.5": lambda: Outcome(score=1.5),
-        "sample 02: figures: Out of range": lambda: Outcome(score=1.0, figures={"loss": float("inf")}),
+        "sample 02: Out of range": lambda: Outcome(score=1.0, figures={"loss": float("inf")}),
         "samples 11 to 12: MemoryError: too long": fails,
     }
     for number, (message, what) in enumerate(cases.items()):

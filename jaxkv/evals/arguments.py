@@ -134,7 +134,7 @@ def settings_of(task: Task) -> dict[str, Any]:
 
 
 def require_how(task: Task, how: How) -> None:
-    """Refuses to keep questions from a policy where there are none.
+    """Refuses what is no way to run, and to keep questions from a policy where there are none.
 
     Args:
         task: the task.
@@ -142,7 +142,10 @@ def require_how(task: Task, how: How) -> None:
 
     Raises:
         ValueError: naming the remedy.
+        TypeError: for what is no `How`.
     """
+    if not isinstance(how, How):
+        raise TypeError(f"how={how!r}: give How(agnostic=True), say")
     require(task.asks or not how.agnostic, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")
 
 

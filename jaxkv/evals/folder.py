@@ -78,7 +78,11 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
     Raises:
         ValueError: naming the remedy.
+        TypeError: for what is no path.
     """
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f"{name}={out!r}: give a folder")
+    require("\0" not in str(out), name, str(out), "give a folder: no name has this character")
     path = Path(out).expanduser()
     require(bool(str(out).strip()), name, str(out), "give a folder")
     try:
@@ -93,6 +97,9 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     require(
         not inside or RUN in inside, name, str(out), "it holds something else than an evaluation: give a new folder"
     )
+    for each in (path / RUN, path / SAMPLES):
+        # To read a pipe is to wait for ever.
+        require(not each.exists() or each.is_file(), name, str(out), f"{each.name} there is no file: give a new folder")
     return path
 
 
@@ -122,7 +129,7 @@ def locked(folder: Path) -> Iterator[None]:
             except OSError as error:
                 what = f"{error.strerror or error}: the file system keeps no locks, and two runs would mix their lines"
                 raise OSError(f"out={str(folder)!r}: {what}; give a folder on another one") from error
-        for left in folder.glob(".*.tmp"):  # of a process that was killed while it wrote one
+        for left in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp"):  # of a process that was killed while it wrote one
             left.unlink(missing_ok=True)
         yield
     finally:

@@ -156,6 +156,12 @@ class Evaluation:
         remedy = f"{run.lines} lines make it complete: run the same command again, and it goes on from there"
         require(len(lines) == run.lines, "folder", f"{folder}, {len(lines)} lines", remedy)
         records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
+        each = len(records) // max(1, len(run.policies))
+        parts = [records[at : at + each] for at in range(0, len(records), max(1, each))]
+        for name, part in zip(run.policies, parts, strict=True):
+            same = [(name, one.id) for one in parts[0]] == [(record.policy, record.id) for record in part]
+            remedy = "they are not those of the others: the file was changed; remove them and those behind them, and "
+            require(same, "folder", f"{folder}, lines of {name}", remedy + "run the same command again")
         return cls(folder=path, run=run, records=tuple(records))
 
     @property
@@ -358,4 +364,4 @@ def number(value: float | int | None, digits: int, unit: float = 1.0) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.splitlines()).replace("|", "\\|")
