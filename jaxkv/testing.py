@@ -135,8 +135,8 @@ class _Case:
     def cache(self) -> KVCache:
         return self.prefilled(self.prompts)
 
-    def prefilled(self, prompts: Sequence[list[int]], policy: Method | None = None) -> KVCache:
-        return prefill(self.model, list(prompts), policy=policy or self.policy, key=0, progress=False)
+    def prefilled(self, prompts: Sequence[list[int]], policy: Method | None = None, *, key: int = 0) -> KVCache:
+        return prefill(self.model, list(prompts), policy=policy or self.policy, key=key, progress=False)
 
     def drawn(self, policy: Method, **options: Any) -> Any:
         given: dict[str, Any] = {"policy": policy, "max_new_tokens": _NEW, "stop_at_eos": False, "key": 0}
@@ -149,8 +149,8 @@ def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | 
 
     Kept rows are the prompt's, in order and each once; what must stay does; as many stay as the plan says, and the
     cache weighs what it says; neither another sequence beside it nor padding changes what is kept of one; a budget of
-    the whole prompt changes no token; the cache grows, or does not grow, as the policy says while tokens are drawn;
-    and equal policies make equal caches.
+    the whole prompt changes no token; another random key changes nothing, unless a part says that it draws; the cache
+    grows, or does not grow, as the policy says while tokens are drawn; and equal policies make equal caches.
 
     Args:
         policy: a policy, or its name or class. Prompts are longer than a budget in rows, so that something is dropped.
@@ -228,6 +228,15 @@ def _neighbours_change_nothing(case: _Case) -> None:
         _require(alone == beside, about, f"sequence {sequence}")
 
 
+def _draws_are_said(case: _Case) -> None:
+    if case.parts.draws:
+        return
+    remedy = "another random key changes what is kept: a scorer or merger that draws has a property `draws`, True"
+    for mine, other in zip(segments(case.cache), segments(case.prefilled(case.prompts, key=1)), strict=True):
+        same = all(np.array_equal(one, two) for one, two in zip(mine[3:], other[3:], strict=True))
+        _require(same, remedy, f"layer {mine.layer}, sequence {mine.sequence}, head {mine.head}")
+
+
 def _a_whole_budget_changes_nothing(case: _Case) -> None:
     if case.parts.budget is None or case.parts.rolling:
         return
@@ -265,6 +274,7 @@ _CHECKS: tuple[Callable[[_Case], None], ...] = (
     _what_must_stay_stays,
     _as_many_as_planned,
     _neighbours_change_nothing,
+    _draws_are_said,
     _a_whole_budget_changes_nothing,
     _it_grows_as_it_says,
     _equal_policies_are_equal,

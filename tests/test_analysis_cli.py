@@ -19,7 +19,7 @@ SHORT = (
     "--following",
     "3",
     "--policies",
-    "snapkv:window=2,adakv:base=pyramidkv:window=2:alpha=0",
+    "snapkv --window 2,adakv --base pyramidkv --window 2 --alpha 0",
 )
 
 
@@ -60,7 +60,7 @@ def test_all_figures_are_written_and_said(text, tmp_path, capsys):
         policies = [SnapKV(window=2), AdaKV(base=PyramidKV(window=2), alpha=0.0)]
         again = recall(words(), given.pop("texts"), policies=policies, **given)
         np.testing.assert_allclose(arrays["recall"], again.recall, atol=1e-6)
-        assert arrays["policies"].tolist() == ["snapkv:window=2", "adakv:base=pyramidkv:window=2:alpha=0"]
+        assert arrays["policies"].tolist() == ["snapkv --window 2", "adakv --base pyramidkv --window 2 --alpha 0"]
     assert [each["st. err."] for each in record["figures"]["recall"]] == [0] * 4
     assert [each["rows"] for each in record["figures"]["budgets"]] == [32, 84, 32, 84]
 
@@ -70,12 +70,12 @@ def test_a_table_says_what_was_asked_for(text, capsys):
     told, recalled = capsys.readouterr().out.split("\n\n")
     assert told.startswith("retained: ") and told.splitlines()[1].split()[:2] == ["keys", "%"]
     rows = [line.split() for line in recalled.splitlines()]
-    assert rows[0][0] == "recall:" and [row[:2] for row in rows[2:4]] == [
-        ["snapkv:window=2", "8"],
-        ["snapkv:window=2", "0.5"],
+    assert rows[0][0] == "recall:" and [row[:4] for row in rows[2:4]] == [
+        ["snapkv", "--window", "2", "8"],
+        ["snapkv", "--window", "2", "0.5"],
     ]
     # The spread over one text is not known.
-    assert {row[4] for row in rows[2:]} == {"-"}
+    assert {row[-2] for row in rows[2:]} == {"-"}
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_a_table_says_what_was_asked_for(text, capsys):
         (["--pictures", "gif"], "--pictures='gif'"),
         (["--budgets", "x"], "--budgets='x'"),
         (["--budgets", ","], "--budgets=','"),
-        (["--budgets", "4"], "snapkv:window=8: budget=4: below sinks + window"),
+        (["--budgets", "4"], "snapkv --window 8: budget=4: below sinks + window"),
         (["--policies", "omnikv"], "policies='omnikv': it keeps what it does not read"),
         (["--policies", "snapk"], "did you mean snapkv"),
-        (["--policies", "snapkv:windo=8"], "no policy has --windo=8"),
-        (["--policies", "snapkv:alpha=0"], "snapkv has no such option"),
-        (["--policies", "snapkv:budget=8"], "give --budgets"),
+        (["--policies", "snapkv --windo 8"], "--policies='snapkv --windo 8': unrecognized arguments: --windo 8"),
+        (["--policies", "snapkv --alpha 0"], "snapkv has no such option"),
+        (["--policies", "snapkv --budget 8"], "give --budgets"),
         (["--policies", ","], "--policies=','"),
         (["--out", "{text}"], "it is no folder"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from cli_runs import ROOT, refused
 from evaluating import POLICIES, Told, words
 
-from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, cli
+from jaxkv import AdaKV, FullKV, KNorm, OmniKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
 from jaxkv.cli.task_options import task_from
 from jaxkv.evals import TASKS, page, runs
@@ -81,6 +81,19 @@ def test_options_go_behind_a_policy(told, tmp_path, capsys):
     assert "| group | n | full | adakv --base pyramidkv --alpha 0.3@64 |" in capsys.readouterr().out
 
 
+def test_options_that_are_a_budget_make_one_row(told, tmp_path):
+    omnikv, chosen = "omnikv --mem 0.8 --filter-layers 0 --adjacent 0", "omnikv --filters 0 --adjacent 0"
+    once = {omnikv: OmniKV(mem=0.8, filter_layers=(0,), adjacent=0), "snapkv --budget 64": SnapKV(budget=64)}
+    rows = {f"knorm@{n}": KNorm(budget=n) for n in (9, 0.5)}
+    rows |= {f"{chosen}@{n}": OmniKV(budget=n, filter_layers=(0,), adjacent=0) for n in (9, 0.5)}
+    cases = ((once, list(once), ()), (once | rows, [*once, "knorm", chosen], ("--budgets", "9,0.5")))
+    for number, (expected, names, budgets) in enumerate(cases):
+        out = tmp_path / str(number)
+        assert cli.main(["eval", "told", "--policies", ",".join(names), *budgets, "--out", str(out)]) == 0
+        said = json.loads((out / "run.json").read_text())["policies"]
+        assert said == {name: repr(policy) for name, policy in expected.items()}
+
+
 def test_help_and_list_say_what_there_is(told, capsys):
     assert cli.main(["eval", "told", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -103,6 +116,7 @@ def test_help_and_list_say_what_there_is(told, capsys):
         (("told", "--policies", "adakv --alpha x", "--budgets", "64"), "'adakv --alpha x': --alpha=x: give a number"),
         (("told", "--policies", "full --window 4"), "'full --window 4': --window=4: full has no such option"),
         (("told", "--policies", "snapkv --windw 4", "--budgets", "64"), "unrecognized arguments: --windw 4"),
+        (("told", "--policies", "snapkv --policy full", "--budgets", "64"), "a comma parts them"),
         (("told", "--policies", "snapkv --window 4"), "snapkv keeps a part of each prompt"),
         (("told", "--policies", "snapkv", "--budgets", "9"), "snapkv@9: budget=9"),
         (("told", "--policies", "snapkv", "--budgets", "9x"), "--budgets='9x': give a number"),

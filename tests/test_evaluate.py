@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -126,6 +127,7 @@ sys.path.insert(0, sys.argv[1])
 import evaluating
 from pathlib import Path
 from jaxkv.evals import runs
+assert "scipy.special" not in sys.modules  # it takes longer than all of jaxkv's own files
 runs.PLOTS_MISSING = True
 run = evaluating.Told.run
 evaluating.Told.run = lambda self, *each: (time.sleep(0.05), run(self, *each))[1]
@@ -171,6 +173,34 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, plain, monkeypatch):
     assert told(out) == whole()
 
 
+def test_a_file_system_without_locks_is_told_in_our_words(tmp_path, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder.fcntl, "flock", refuses)
+    with pytest.raises(OSError, match=r"out='.*out': No locks available: the file system keeps no locks.*another one"):
+        told(tmp_path / "out")
+
+
+def test_names_are_written_through_to_the_disk(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    told_apart = lambda number: "folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "file"  # noqa: E731
+    monkeypatch.setattr(folder.os, "fsync", lambda number: done.append(told_apart(number)) or fsync(number))
+    monkeypatch.setattr(folder.os, "replace", lambda *each: done.append("renamed") or replace(*each))
+    folder.write_whole(tmp_path / "run.json", b"{}")
+    assert done == ["file", "renamed", "folder"]
+    done.clear()
+    with folder.Lines(tmp_path):
+        assert done == ["folder"]
+
+    def fails(number):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(folder.os, "fsync", fails)
+    with pytest.raises(OSError, match="run.json: Input/output error"):
+        folder.write_whole(tmp_path / "run.json", b"{}")
+
+
 def test_programs_are_freed_before_there_are_too_many(tmp_path, plain, monkeypatch):
     freed = []
     monkeypatch.setattr(jax, "clear_caches", lambda: freed.append(1))
@@ -198,7 +228,7 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, plain, 
     cases = {
         "sample 02: score=nan": lambda: Outcome(score=float("nan")),
         "sample 02: score=1.5": lambda: Outcome(score=1.5),
-        "sample 02: figures: Out of range": lambda: Outcome(score=1.0, figures={"loss": float("inf")}),
+        "sample 02: Out of range": lambda: Outcome(score=1.0, figures={"loss": float("inf")}),
         "samples 11 to 12: MemoryError: too long": fails,
     }
     for number, (message, what) in enumerate(cases.items()):

@@ -131,6 +131,16 @@ def test_answers_are_those_of_generate(made):
     assert len(long) == 1 and lm.max_length == 512 < len(CONTEXT * 20)
 
 
+def test_contexts_have_draws_of_their_own_whatever_the_batch(made):
+    lm, alone = (made(policy="random", budget=8, batch_size=size) for size in (3, 1))
+    asked = requests((CONTEXT, " yes"), (CONTEXT[::-1], " yes"), (CONTEXT, " no"))
+    found, again = lm.loglikelihood(asked, disable_tqdm=True), alone.loglikelihood(asked, disable_tqdm=True)
+    np.testing.assert_allclose([value for value, _ in found], [value for value, _ in again], atol=1e-4)
+    texts = requests(*((text, {"max_gen_toks": 4}) for text in (CONTEXT, CONTEXT[::-1])))
+    assert lm.generate_until(texts, disable_tqdm=True) == alone.generate_until(texts, disable_tqdm=True)
+    assert lm._key([1, 2]) != lm._key([2, 1]) and made(policy="full")._key([1, 2]) == 0
+
+
 def test_generation_arguments_are_honoured_or_refused(lm_class):
     from jaxkv.evals.harness.model import _drawing
 

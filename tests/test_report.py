@@ -105,6 +105,28 @@ def test_cells_and_differences(tmp_path, monkeypatch):
     assert json.loads(json.dumps(found.as_dict()))["cells"][2]["group"] == "mean"
 
 
+def test_groups_of_a_difference_have_the_weight_that_they_have_in_a_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    told(tmp_path / "out")
+    whole = Evaluation.read(tmp_path / "out")
+    # Seven samples of one group, and two of the other.
+    kept = [record for record in whole.records if record.group == "a" or record.id in ("10", "11")]
+    found = dataclasses.replace(whole, records=tuple(kept))
+    said, *parts = (found.difference("full", "knorm@9", group) for group in (None, "a", "b"))
+    assert [part.n for part in parts] == [7, 2] and said.n == 9
+    assert said.mean == pytest.approx(found.cell("full").mean - found.cell("knorm@9").mean)
+    assert said.mean == pytest.approx((parts[0].mean + parts[1].mean) / 2)
+    apart = np.asarray(
+        [one.score - other.score for one, other in zip(found.of("full"), found.of("knorm@9"), strict=True)]
+    )
+    assert said.mean != pytest.approx(apart.mean())
+    assert said.low == pytest.approx(said.mean - np.hypot(*(part.mean - part.low for part in parts)) / 2)
+    assert said.high == pytest.approx(said.mean + np.hypot(*(part.high - part.mean for part in parts)) / 2)
+    # Of a group with one sample nothing is known of how far it may lie.
+    alone = dataclasses.replace(whole, records=tuple(r for r in kept if r.id != "11"))
+    assert alone.difference("full", "knorm@9").low is None
+
+
 def test_pictures_lie_beside_the_lines(out):
     there = {each.name for each in out.iterdir() if not each.name.startswith(".")}
     drawn = {f"{name}.{kind}" for name in ("scores", "groups", "lengths", "map", "losses") for kind in ("svg", "png")}
@@ -136,6 +158,27 @@ def test_pictures_have_what_they_are_of(out):
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+    pictures.drawing().close("all")
+
+
+def test_shares_stand_where_their_rows_are(out):
+    evaluation = Evaluation.read(out)
+    budgets = {**evaluation.run.budgets, "knorm@9": 0.5, "knorm@12": 0.25, "streamingllm@9": None}
+    # Of nine tokens of each prompt: in a question-agnostic run, a share of the context alone.
+    rows = {"knorm@9": 4.0, "knorm@12": 2.0}
+    records = [dataclasses.replace(r, rows=rows.get(r.policy, r.rows)) for r in evaluation.records]
+    found = dataclasses.replace(
+        evaluation, records=tuple(records), run=dataclasses.replace(evaluation.run, budgets=budgets)
+    )
+    panel = pictures._scores(found, (None,)).axes[0]
+    knorm = next(each for each in panel.containers if each.get_label() == "knorm").lines[0].get_xdata()
+    assert [round(float(x)) for x in knorm] == [2, 4]
+    # Rows of one name without a budget have lines of their own.
+    budgets["knorm@9"] = budgets["knorm@12"] = None
+    found = dataclasses.replace(found, run=dataclasses.replace(evaluation.run, budgets=budgets))
+    lines = {each.get_label(): each for each in pictures._scores(found, (None,)).axes[0].lines}
+    assert lines.keys() >= {"knorm@9", "knorm@12"}
+    assert lines["knorm@9"].get_linestyle() != "" and pictures._marks([64.0, 66.1, 128.0, 64.0]) == [64, 128]
     pictures.drawing().close("all")
 
 

@@ -8,10 +8,10 @@ import tiny
 from policy_table import BY_NAME
 
 from jaxkv import AdaKV, Keep, OmniKV, Policy, SnapKV
-from jaxkv.policies import ByAttention, CumulativeAttention, KeyNorm, Merged, Merger, Scorer
+from jaxkv.policies import ByAttention, CumulativeAttention, KeyNorm, Merged, Merger, Scorer, Uniform01
 from jaxkv.testing import check_policy, tiny_model
 
-SHIPPED = ("full", "streaming-rolling", "random", "pyramidinfer", "d2o", "adakv-variance", "snapkv-sinks")
+SHIPPED = ("full", "streaming-rolling", "random", "pyramidinfer", "d2o", "adakv-variance", "snapkv-sinks", "cam")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -60,14 +60,27 @@ class Infinite(Merger):
         return Merged(k, v * jnp.inf, tau)
 
 
+@dataclasses.dataclass(frozen=True)
+class DrawsInSilence(Uniform01):
+    """It looks at the key, and says that it does not."""
+
+    @property
+    def draws(self):
+        return False
+
+
 @pytest.mark.parametrize(
     "policy, message",
     [
+        (
+            Policy(budget=24, scorer=DrawsInSilence()),
+            "another random key changes what is kept: .* has a property `draws`",
+        ),
         (Policy(budget=24, scorer=LooksAtMates()), "another sequence beside it changes what is kept"),
         (Policy(budget=24, scorer=LooksAtPadding()), "padding, or a longer sequence beside it, changes what is kept"),
         (Policy(budget=24, scorer=KeyNorm(), merge=Infinite()), "rows are finite"),
     ],
-    ids=["mates", "padding", "infinite"],
+    ids=["draws", "mates", "padding", "infinite"],
 )
 def test_a_broken_promise_is_named(policy, message):
     with pytest.raises(AssertionError, match=message):

@@ -26,7 +26,7 @@ from jaxkv.analysis.watching import Watcher, watch
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import random_key, require_model
 from jaxkv.cli.numbers import argument, seed, whole, whole_or_real
-from jaxkv.cli.policy_options import add_policy_options, policy_from
+from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
@@ -43,18 +43,19 @@ FIGURES = {
 _OF_POLICIES = ("budgets", "recall", "loss")
 _KINDS = ("png", "svg", "pdf")
 _TOKENS = 4096
-_USUAL = "snapkv:window=8,pyramidkv:window=8,adakv:window=8"
+_USUAL = "snapkv --window 8,pyramidkv --window 8,adakv --window 8"
 
 ANALYZE_NOTES = """\
 Each text is run through the model once under full attention, layer by layer; its beginning once more where figures are
-of policies, which see all but its last tokens. A policy's options follow its name: adakv:base=pyramidkv:alpha=0.
+of policies, which see all but its last tokens. A policy's options follow its name: 'adakv --base pyramidkv --alpha 0'.
 
 examples:
   everything there is about a model, in two documents:
     jaxkv analyze --text report.txt other.txt --budgets 128,256 --out found
 
   what PyramidKV's layer budgets are worth, at equal totals:
-    jaxkv analyze --text report.txt --what recall --policies snapkv:window=8,pyramidkv:window=8 --budgets 64,256,1024
+    jaxkv analyze --text report.txt --what recall --budgets 64,256,1024 \\
+        --policies "snapkv --window 8,pyramidkv --window 8"
 """
 
 
@@ -75,7 +76,7 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
     add("--what", default=",".join(FIGURES), metavar="A,B", help="figures (default: %(default)s)")
     add = parser.add_argument_group("policies, for budgets, recall and loss").add_argument
     uniform = "of loss: uniform, safeguarded and adaptive heads"
-    add("--policies", metavar="A,B", help=f"with options behind colons (default: {_USUAL}; {uniform})")
+    add("--policies", metavar="A,B", help=f"with options behind a name (default: {_USUAL}; {uniform})")
     rows = "rows per kv head and layer, or shares of a prompt (default: %(default)s)"
     add("--budgets", default="64,128,256", metavar="N,N", help=rows)
     behind = "last tokens of each text, which policies do not see (default: %(default)s)"
@@ -164,21 +165,10 @@ def _budget(word: str) -> Budget:
 
 def _policies(given: str) -> dict[str, Policy]:
     """Policies as the command line writes them, by what was written."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    add_policy_options(parser)
     made: dict[str, Policy] = {}
-    for word in (word.strip() for word in given.split(",") if word.strip()):
-        name, *fields = word.split(":")
-        arguments = ["--" + field.strip().replace("_", "-") for field in fields]
-        budgeted = any(argument.startswith("--budget") for argument in arguments)
-        require(not budgeted, "--policies", word, "budgets are the same for all: give --budgets")
-        try:
-            options, unknown = parser.parse_known_args(["--policy", name, *arguments])
-            require(not unknown, "--policies", word, f"no policy has {' '.join(unknown)}: `jaxkv policies` lists them")
-            made[word] = policy_from(options)
-        except argparse.ArgumentError as error:
-            raise ValueError(f"--policies={word!r}: {error}") from None
-    require(bool(made), "--policies", given, "give some of `jaxkv policies`, with commas between them")
+    for each in spelled(given):
+        require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
+        made[each.text] = each.policy()
     return made
 
 

@@ -6,18 +6,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from jaxkv._errors import require
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, whole, whole_or_real
-from jaxkv.cli.policy_options import add_policy_options, policy_from
+from jaxkv.cli.policy_rows import rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, seed_reader, task_from
 from jaxkv.engine.compilation import enable_compilation_cache
-from jaxkv.evals.arguments import at_budgets, described, require_how, settings_of
+from jaxkv.evals.arguments import described, require_how, settings_of
 from jaxkv.evals.folder import require_folder
 from jaxkv.evals.merging import merge
 from jaxkv.evals.page import report
@@ -26,8 +26,7 @@ from jaxkv.evals.runs import Failed, evaluate, require_same
 from jaxkv.evals.summary import Evaluation
 from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.loading import load
-from jaxkv.policies import Method
-from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
+from jaxkv.policies.registry import documented
 
 NOTES = """\
 A run that was ended, however, goes on with the same command, and ends with the same lines. In the folder: run.json,
@@ -84,7 +83,7 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
     about = "of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base pyramidkv'"
     add("--policies", required=True, metavar="A,B", help=about)
-    budgets = "rows per kv head and layer, or shares of each prompt: 64,128,0.2"
+    budgets = "rows per kv head and layer, or shares of each prompt: 64,128,0.2; for policies whose options say none"
     add("--budgets", default="", metavar="N,N", help=budgets)
     add("--out", required=True, metavar="DIR", help="the folder, made where it is not there")
     if cls.asks:
@@ -123,7 +122,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
     """
     task = task_from(options, cls)
     budgets = [_budget(word) for word in options.budgets.split(",") if word.strip()]
-    policies = _rows(options.policies, budgets)
+    policies = rows_of(options.policies, budgets)
     agnostic, raw = getattr(options, "question_agnostic", False), options.raw
     how = How(agnostic=agnostic, raw=raw, seed=0 if options.seed is None else options.seed)
     require_how(task, how)
@@ -219,35 +218,6 @@ def _print(done: Evaluation, *, as_json: bool) -> None:
     to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
     missing = "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
     to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
-
-
-class _Words(argparse.ArgumentParser):
-    """Reads one policy's words, and raises what it would complain of."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _rows(given: str, budgets: list[int | float]) -> dict[str, Method]:
-    """Policies by row; one that has options behind its name is read as `jaxkv generate` reads them."""
-    rows: dict[str, Method] = {}
-    for entry in filter(None, (" ".join(each.split()) for each in given.split(","))):
-        name, *words = entry.split()
-        if not words:
-            rows |= at_budgets([name], budgets)
-            continue
-        sizes = budgets if takes_budget(policy_class(name)) else [None]
-        require(bool(sizes), "--budgets", "", f"{name} keeps a part of each prompt: say which, such as 128 or 0.2")
-        parser = _Words(add_help=False, allow_abbrev=False)
-        add_policy_options(parser)
-        for budget in sizes:
-            own = ["--policy", name, *words, *([] if budget is None else ["--budget", str(budget)])]
-            try:
-                rows[entry if budget is None else f"{entry}@{budget}"] = policy_from(parser.parse_args(own))
-            except ValueError as error:
-                raise ValueError(f"--policies={entry!r}: {error}") from None
-    require(bool(rows), "--policies", given, f"give some of {', '.join(POLICIES)}")
-    return rows
 
 
 def _budget(word: str) -> Any:

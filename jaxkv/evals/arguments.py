@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -107,6 +108,19 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
     }
 
 
+def seed_of(seed: int, name: str) -> int:
+    """A seed of something's own, the same wherever it is run.
+
+    Args:
+        seed: that was given.
+        name: tells it from others: a sample's id.
+
+    Returns:
+        32 bits.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:4], "big")
+
+
 def settings_of(task: Task) -> dict[str, Any]:
     """A task's fields, as JSON has them.
 
@@ -120,7 +134,7 @@ def settings_of(task: Task) -> dict[str, Any]:
 
 
 def require_how(task: Task, how: How) -> None:
-    """Refuses to keep questions from a policy where there are none.
+    """Refuses what is no way to run, and to keep questions from a policy where there are none.
 
     Args:
         task: the task.
@@ -128,7 +142,10 @@ def require_how(task: Task, how: How) -> None:
 
     Raises:
         ValueError: naming the remedy.
+        TypeError: for what is no `How`.
     """
+    if not isinstance(how, How):
+        raise TypeError(f"how={how!r}: give How(agnostic=True), say")
     require(task.asks or not how.agnostic, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")
 
 

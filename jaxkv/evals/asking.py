@@ -104,9 +104,26 @@ def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how:
         An answer to each.
     """
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
-    longest = max(sample.new_tokens for sample in samples)
-    key, progress = how.seed, False
-    if how.agnostic and all(question for _, question in pairs):
+    # Without a question there is nothing to keep from the policy: such a sample runs as it does in the other setting.
+    apart = [bool(question) and how.agnostic for _, question in pairs]
+    told: dict[int, Answer] = {}
+    for agnostic in dict.fromkeys(apart):
+        at = [number for number, each in enumerate(apart) if each == agnostic]
+        said = _asked(params, policy, [samples[each] for each in at], [pairs[each] for each in at], how.seed, agnostic)
+        told |= zip(at, said, strict=True)
+    return [told[at] for at in range(len(samples))]
+
+
+def _asked(
+    params: LanguageModel,
+    policy: Method,
+    samples: Sequence[Sample],
+    pairs: Sequence[tuple[list[int], list[int]]],
+    key: int,
+    agnostic: bool,
+) -> list[Answer]:
+    longest, progress = max(sample.new_tokens for sample in samples), False
+    if agnostic:
         cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=progress)
         questions = [question for _, question in pairs]
         out = generate(params, questions, cache=cache, max_new_tokens=longest, key=key, progress=progress)

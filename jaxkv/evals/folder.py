@@ -1,6 +1,7 @@
 """The folder of an evaluation: who may write into it, and how nothing is ever half-written there."""
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -37,12 +38,32 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+        settle(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
         if isinstance(error, OSError):
             raise OSError(f"{path}: {error.strerror or error}") from error
         raise
+
+
+def settle(folder: Path) -> None:
+    """Writes a folder's names through to the disk; a file whose name is lost is lost with it.
+
+    Args:
+        folder: in which a file was made or renamed.
+    """
+    if os.name == "nt":  # folders are not opened there
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        # Some file systems have no such thing for folders; a disk that fails is told.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(number)
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
@@ -57,7 +78,11 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
     Raises:
         ValueError: naming the remedy.
+        TypeError: for what is no path.
     """
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f"{name}={out!r}: give a folder")
+    require("\0" not in str(out), name, str(out), "give a folder: no name has this character")
     path = Path(out).expanduser()
     require(bool(str(out).strip()), name, str(out), "give a folder")
     try:
@@ -72,6 +97,9 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     require(
         not inside or RUN in inside, name, str(out), "it holds something else than an evaluation: give a new folder"
     )
+    for each in (path / RUN, path / SAMPLES):
+        # To read a pipe is to wait for ever.
+        require(not each.exists() or each.is_file(), name, str(out), f"{each.name} there is no file: give a new folder")
     return path
 
 
@@ -98,7 +126,10 @@ def locked(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 remedy = "another process is at it: wait for its end, or give another folder"
                 raise ValueError(f"out={str(folder)!r}: {remedy}") from None
-        for left in folder.glob(".*.tmp"):  # of a process that was killed while it wrote one
+            except OSError as error:
+                what = f"{error.strerror or error}: the file system keeps no locks, and two runs would mix their lines"
+                raise OSError(f"out={str(folder)!r}: {what}; give a folder on another one") from error
+        for left in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp"):  # of a process that was killed while it wrote one
             left.unlink(missing_ok=True)
         yield
     finally:
@@ -135,6 +166,7 @@ class Lines:
         self._ends = [0, *np.cumsum([len(line) for line in whole], dtype=np.int64).tolist()]
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._number = os.open(self._path, flags, 0o666)
+        settle(folder)
 
     def keep(self, count: int) -> None:
         """Drops lines, and what was cut behind them.

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 # More panels than this say nothing on a page.
 _MOST_PANELS = 30
 _TICKS, _MOST_BINS = 11, 25
+# Numbers on the axis of budgets that lie closer would cover one another.
+_APART = 1.1
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
@@ -55,10 +57,20 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
     """Where a row stands on the axis of budgets, in rows; None where it has none."""
-    budget, tokens = evaluation.run.budgets[policy], evaluation.cell(policy).tokens
+    budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
-        return None if tokens is None else budget * tokens
+        # Of what was compressed: the context, or the whole prompt, or more where a published method keeps more.
+        return evaluation.cell(policy).rows
     return None if budget is None else float(budget)
+
+
+def _marks(sizes: Iterable[float]) -> list[float]:
+    """Of sizes those that are told on the axis: shares come out a little different for every policy."""
+    told: list[float] = []
+    for size in sorted(sizes):
+        if not told or size > told[-1] * _APART:
+            told.append(size)
+    return told
 
 
 def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
@@ -73,7 +85,8 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
         if sizes:
             axes.set_xscale("log", base=2)
             axes.set_xlim(sizes[0] / 1.4, sizes[-1] * 1.4)
-            axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], rotation=45, ha="right", fontsize=8)
+            marks = _marks(sizes)
+            axes.set_xticks(marks, [f"{size:,.0f}" for size in marks], rotation=45, ha="right", fontsize=8)
             axes.minorticks_off()
             axes.set_xlabel("budget, rows per kv head and layer")
         axes.set_ylabel(evaluation.run.unit)
@@ -95,8 +108,12 @@ def _line(
     scale = 100 if evaluation.run.unit == "%" else 1
     sizes = {policy: _size(evaluation, policy) for policy in policies}
     points = sorted((size * 2 ** (0.02 * (at - count / 2)), name) for name, size in sizes.items() if size is not None)
-    for policy in (name for name, size in sizes.items() if size is None):
-        axes.axhline(scale * evaluation.cell(policy, group).mean, label=label, linewidth=1.2, **_bare(at))
+    free = [name for name, size in sizes.items() if size is None]
+    for policy in free:
+        # Several of one line, OmniKV's at its budgets say, are told apart by their names and dashes.
+        dashes = {} if len(free) == 1 else {"linestyle": (0, (1 + 2 * free.index(policy), 1))}
+        mean, told = scale * evaluation.cell(policy, group).mean, label if len(free) == 1 else policy
+        axes.axhline(mean, label=told, linewidth=1.2, **{**_bare(at), **dashes})
     if points:
         cells = [evaluation.cell(policy, group) for _, policy in points]
         means = np.asarray([cell.mean for cell in cells])

@@ -6,15 +6,16 @@ a run that was ended anywhere goes on behind the last whole batch, and ends with
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv._values import shortened
+from jaxkv._values import is_whole, shortened
 
 RUN, SAMPLES = "run.json", "samples.jsonl"
 _FORMAT = 1
@@ -79,7 +80,12 @@ class Run:
     @property
     def lines(self) -> int:
         """Lines of a finished evaluation."""
-        return len(self.policies) * sum(map(len, self.batches()))
+        first, step = (0, 1) if self.shard is None else self.shard
+        batches = -(-self.samples // self.batch)
+        mine = range(first, batches, step)
+        # The last batch may be a short one.
+        short = batches * self.batch - self.samples if batches - 1 in mine else 0
+        return len(self.policies) * (len(mine) * self.batch - short)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +195,12 @@ def read_run(folder: Path) -> Run | None:
     require(isinstance(said, dict) and said.pop("format", None) == _FORMAT, str(path), "format", remedy)
     require(said.keys() == names, str(path), ", ".join(sorted(said.keys() ^ names)), remedy)
     shard = said.pop("shard")
+    kinds = {**dict.fromkeys(("policies", "budgets", "settings", "made_with"), dict), "unit": str}
+    sound = all(isinstance(said[name], kind) for name, kind in kinds.items())
+    sound = sound and is_whole(said["batch"], 1) and is_whole(said["samples"], 1)
+    sound = sound and said["policies"].keys() == said["budgets"].keys() != set()
+    pair = isinstance(shard, list) and len(shard) == 2 and all(map(is_whole, shard)) and shard[0] < shard[1]
+    require(sound and (shard is None or pair), str(path), "changed", remedy)
     return Run(**said, shard=None if shard is None else tuple(shard))
 
 
@@ -244,4 +256,51 @@ def read_record(line: bytes, where: str) -> Record:
         raise ValueError(f"{where}: {error}; the file was changed: remove the line and those behind it") from None
     fits = isinstance(said, dict) and said.keys() == _FIELDS
     require(fits, where, shortened(repr(line)), "no line of an evaluation: remove it and those behind it")
+    try:
+        require_sound(said, "remove the line and those behind it")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return Record(**said)
+
+
+def require_sound(said: Mapping[str, Any], remedy: str) -> None:
+    """Refuses a record with something else in it than belongs there.
+
+    Args:
+        said: its fields, as JSON has them.
+        remedy: what to do.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for name, sound in _SOUND.items():
+        require(
+            sound(said[name]), name, shortened(repr(said[name])), f"no text or finite number as lines have it: {remedy}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("task", "policy", "id", "group", "prediction"), _is_text),
+    **dict.fromkeys(("tags", "figures"), _is_mapping),
+    **dict.fromkeys(("budget", "tokens", "rows", "nbytes"), _is_number_or_none),
+    "score": _is_number,
+    "answers": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+}

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -15,12 +16,12 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxkv._errors import require
-from jaxkv._values import is_whole
-from jaxkv.arguments import as_flag, as_model
-from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, settings_of
+from jaxkv._values import is_whole, plain
+from jaxkv.arguments import as_model
+from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, seed_of, settings_of
 from jaxkv.evals.folder import Lines, locked, require_folder, write_whole
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
-from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run
+from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run, require_sound
 from jaxkv.evals.summary import Evaluation
 from jaxkv.evals.task import How, Outcome, Sample, Task
 from jaxkv.loading import LanguageModel
@@ -142,6 +143,9 @@ def finish(evaluation: Evaluation) -> None:
 
 def _samples(params: LanguageModel, task: Task) -> list[Sample]:
     samples = list(task.samples(params))
+    odd = next((each for each in samples if not isinstance(each, Sample)), None)
+    if odd is not None:
+        raise TypeError(f"samples: {name_of(task)} makes {type(odd).__name__}: give instances of Sample")
     require(bool(samples), "samples", 0, f"{name_of(task)} makes none of its settings: give others")
     ids = [sample.id for sample in samples]
     twice = next((each for each in ids if ids.count(each) > 1), "") if len(set(ids)) < len(ids) else ""
@@ -159,9 +163,11 @@ def _run(
     batch: int,
     shard: tuple[int, int] | None,
 ) -> Run:
+    batch = plain(batch)
     require(is_whole(batch, 1), "batch", batch, "run at least 1 sample at a time")
     if shard is not None:
-        pair = isinstance(shard, (tuple, list)) and len(shard) == 2 and all(is_whole(each) for each in shard)
+        shard = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else shard
+        pair = isinstance(shard, tuple) and len(shard) == 2 and all(is_whole(each) for each in shard)
         require(pair and 0 <= shard[0] < shard[1], "shard", shard, "give (i, n), with i from 0 to n - 1")
         most = -(-len(samples) // batch)
         require(
@@ -186,8 +192,8 @@ def _run(
         dtype=params.dtype.name,
         policies={name: repr(policy) for name, policy in rows.items()},
         budgets={name: policy.parts().budget for name, policy in rows.items()},
-        agnostic=as_flag("agnostic", how.agnostic),
-        raw=as_flag("raw", how.raw),
+        agnostic=how.agnostic,
+        raw=how.raw,
         seed=how.seed,
         batch=batch,
         shard=shard,
@@ -241,8 +247,10 @@ def _fill(
                 _make_room()
             before = name
             # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
-            filled = [*batch, *batch[-1:] * ((run.batch - len(batch)) * (run.samples > run.batch))]
-            outcomes = _outcomes(params, task, name, rows[name], filled, how, len(lines.records), folder)[: len(batch)]
+            more = 0 if rows[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
+            filled = [*batch, *batch[-1:] * more]
+            outcomes = _outcomes(params, task, run, name, rows[name], filled, how, len(lines.records), folder)
+            outcomes = outcomes[: len(batch)]
             lines.add([_record(run, name, *each) for each in zip(batch, outcomes, strict=True)])
             bar.update(len(batch))
 
@@ -276,9 +284,18 @@ def _there(lines: Lines, todo: Sequence[tuple[str, list[Sample]]], folder: Path)
     return whole
 
 
+def _ran(params: LanguageModel, task: Task, policy: Method, batch: Sequence[Sample], how: How) -> list[Outcome]:
+    """A batch; of a policy that draws, sample by sample, so that each has draws of its own."""
+    if not policy.parts().draws:
+        return task.run(params, policy, batch, how)
+    own = {sample.id: dataclasses.replace(how, seed=seed_of(how.seed, sample.id)) for sample in batch}
+    return [outcome for sample in batch for outcome in task.run(params, policy, [sample], own[sample.id])]
+
+
 def _outcomes(
     params: LanguageModel,
     task: Task,
+    run: Run,
     name: str,
     policy: Method,
     batch: Sequence[Sample],
@@ -289,21 +306,21 @@ def _outcomes(
     ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
     kept = f"{done} lines are in {folder}, and the same call goes on from there"
     try:
-        outcomes = task.run(params, policy, batch, how)
+        outcomes = list(_ran(params, task, policy, batch, how))
     except Exception as error:
         message = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
         raise Failed(f"{name}, {ids}: {message}; {kept}") from error
     if len(outcomes) != len(batch):
         raise Failed(f"{name}, {ids}: {name_of(task)} gave {len(outcomes)} outcomes for {len(batch)}; {kept}")
     for sample, outcome in zip(batch, outcomes, strict=True):
-        score = float(outcome.score)
-        if not math.isfinite(score) or (task.unit == "%" and not -_ROUNDING <= score <= 1 + _ROUNDING):
-            wanted = "a share in [0, 1]" if task.unit == "%" else "a finite number"
-            raise Failed(f"{name}, sample {sample.id}: score={score}: {name_of(task)} owes {wanted}; {kept}")
         try:
-            dumped(outcome.figures)
-        except (TypeError, ValueError) as error:
-            raise Failed(f"{name}, sample {sample.id}: figures: {error}; {kept}") from error
+            score = float(outcome.score)
+            if not math.isfinite(score) or (task.unit == "%" and not -_ROUNDING <= score <= 1 + _ROUNDING):
+                wanted = "a share in [0, 1]" if task.unit == "%" else "a finite number"
+                raise ValueError(f"score={score}: {name_of(task)} owes {wanted}")
+            require_sound(json.loads(_record(run, name, sample, outcome).line()), "give texts and finite numbers")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise Failed(f"{name}, sample {sample.id}: {error}; {kept}") from error
     return outcomes
 
 

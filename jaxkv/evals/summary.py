@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from scipy import special
 
 from jaxkv._errors import require
 from jaxkv.evals.folder import read_lines
@@ -97,8 +96,15 @@ def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
     n, mean = len(values), float(values.mean())
     if n == 1:
         return None
-    width = float(special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / math.sqrt(n))
+    width = _quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
     return mean - width, mean + width
+
+
+def _quantile(freedom: int) -> float:
+    """Up to where 97.5% of Student's distribution lie."""
+    from scipy import special  # imported late: it takes longer than all of jaxkv's own files
+
+    return float(special.stdtrit(freedom, 0.975))
 
 
 def _together(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
@@ -150,6 +156,12 @@ class Evaluation:
         remedy = f"{run.lines} lines make it complete: run the same command again, and it goes on from there"
         require(len(lines) == run.lines, "folder", f"{folder}, {len(lines)} lines", remedy)
         records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
+        each = len(records) // max(1, len(run.policies))
+        parts = [records[at : at + each] for at in range(0, len(records), max(1, each))]
+        for name, part in zip(run.policies, parts, strict=True):
+            same = [(name, one.id) for one in parts[0]] == [(record.policy, record.id) for record in part]
+            remedy = "they are not those of the others: the file was changed; remove them and those behind them, and "
+            require(same, "folder", f"{folder}, lines of {name}", remedy + "run the same command again")
         return cls(folder=path, run=run, records=tuple(records))
 
     @property
@@ -240,7 +252,7 @@ class Evaluation:
         Args:
             first: a row's name.
             second: another one's.
-            group: of one group; all samples alike by default.
+            group: of one group; by default the mean of all groups, each of the same weight, as in `cell`.
 
         Returns:
             The difference.
@@ -248,11 +260,15 @@ class Evaluation:
         Raises:
             ValueError: for names that are not there.
         """
-        pairs = zip(self.of(first, group), self.of(second, group), strict=True)
-        apart = np.asarray([one.score - other.score for one, other in pairs], np.float64)
-        ends = _student(apart)
+        by: dict[str, list[float]] = {}
+        for one, other in zip(self.of(first, group), self.of(second, group), strict=True):
+            by.setdefault(one.group, []).append(one.score - other.score)
+        parts = [np.asarray(each, np.float64) for each in by.values()]
+        means = [float(part.mean()) for part in parts]
+        ends = _together(means, [_student(part) for part in parts])
+        apart = np.concatenate(parts)
         return Difference(
-            mean=float(apart.mean()),
+            mean=sum(means) / len(means),
             low=None if ends is None else ends[0],
             high=None if ends is None else ends[1],
             above=int((apart > 0).sum()),
@@ -348,4 +364,4 @@ def number(value: float | int | None, digits: int, unit: float = 1.0) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.splitlines()).replace("|", "\\|")

@@ -2,13 +2,18 @@
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from jaxkv._errors import require
+from jaxkv._values import flag, is_whole, plain
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+
+# A random key is made of 32 bits.
+_SEEDS = 2**32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,9 @@ class Sample:
     tags: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self):
+        for name in ("id", "group", "context", "question", "prefix"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name}={getattr(self, name)!r}: give a text")
         require(bool(self.id), "id", self.id, "name the sample")
         require(bool(self.context), "context", self.context, "a sample has at least one character of it")
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
@@ -71,14 +79,23 @@ class How:
     """How samples are run, whatever the task.
 
     Attributes:
-        agnostic: compress the context before the question is seen, as Ada-KV's harder setting does.
+        agnostic: compress the context before the question is seen, as Ada-KV's harder setting does. A sample without a
+            question is the same in both settings.
         raw: no chat template.
-        seed: of policies that draw.
+        seed: of policies that draw. `evaluate` makes a seed of this one and the sample's id for each sample, which
+            then runs alone: otherwise all prompts of a batch would share their draws.
     """
 
     agnostic: bool = False
     raw: bool = False
     seed: int = 0
+
+    def __post_init__(self):
+        flag(self, "agnostic")
+        flag(self, "raw")
+        seed = plain(self.seed)
+        require(is_whole(seed) and seed < _SEEDS, "seed", seed, f"give a whole number from 0 to {_SEEDS - 1}")
+        object.__setattr__(self, "seed", seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +147,8 @@ class Tasks(dict[str, type[Task]]):
 
 
 TASKS = Tasks()
+# What `jaxkv eval` does beside tasks.
+_TAKEN = ("merge", "report")
 _Task = TypeVar("_Task", bound=type[Task])
 
 
@@ -143,12 +162,19 @@ def task(name: str) -> Callable[[_Task], _Task]:
         A decorator.
 
     Raises:
-        ValueError: for a name that another task has.
+        ValueError: for a name that another task has, and for one that the command line could not have.
+        TypeError: for a name that is no text.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: give a text")
+    fits = re.fullmatch(r"\w[\w.+-]*", name) is not None and name not in _TAKEN
+    require(fits, "name", name, f"give one word, none of {', '.join(_TAKEN)}: the command line has those")
 
     def known(cls: _Task) -> _Task:
         mine = TASKS.setdefault(name, cls)
-        require(mine.__qualname__ == cls.__qualname__, "name", name, f"{mine.__qualname__} has it: choose another")
+        same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
+        require(same, "name", name, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
+        # A notebook's cell that is run again makes its class anew.
         TASKS[name] = cls
         return cls
 

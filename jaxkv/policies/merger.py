@@ -87,6 +87,11 @@ class Merger(Protocol):
         return False
 
     @property
+    def draws(self) -> bool:
+        """Whether `merge` looks at the random key."""
+        return False
+
+    @property
     def compares(self) -> tuple[str, ...]:
         """By what a single dropped row finds its nearest kept row: keys ("k"), values ("v"), each in turn; () for none.
 

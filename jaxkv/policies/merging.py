@@ -305,6 +305,11 @@ class ValueMerge(Merger, Value):
         """Draws count heads, and values fold where any head drops something."""
         return True
 
+    @property
+    def draws(self) -> bool:
+        """Unless values fold by their probability."""
+        return not self.expected
+
     def merge(
         self,
         k: Float[Array, "B K S D"],

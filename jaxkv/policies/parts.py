@@ -287,6 +287,11 @@ class Parts(Value):
         )
 
     @property
+    def draws(self) -> bool:
+        """Whether what is kept depends on the call's random key."""
+        return getattr(self.scorer, "draws", False) or (self.merge is not None and self.merge.draws)
+
+    @property
     def evicts(self) -> bool:
         """Whether every new row beyond the budget costs a row."""
         return isinstance(self.after, Evict)

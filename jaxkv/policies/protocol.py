@@ -108,6 +108,11 @@ class Scorer(Protocol):
         return GroupReduce.MEAN
 
     @property
+    def draws(self) -> bool:
+        """Whether `observe` looks at the random key."""
+        return False
+
+    @property
     def rank(self) -> Rank | None:
         """How scores go on while tokens are drawn; None where the scorer must be asked again."""
         return None
@@ -160,6 +165,8 @@ def check_scorer(label: str, scorer: Any) -> None:
         value = getattr(scorer, name)
         if not fits(value):
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
+    if not isinstance(getattr(scorer, "draws", False), bool):
+        raise TypeError(f"{label}.draws={scorer.draws!r}: give True or False")
     try:
         group_of(scorer)
     except ValueError:

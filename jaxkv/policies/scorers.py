@@ -254,6 +254,11 @@ class KeyNorm(Scorer, Value):
 class Uniform01(Scorer, Value):
     """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
 
+    @property
+    def draws(self) -> bool:
+        """They are nothing but draws."""
+        return True
+
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Uniform draws in [0, 1)."""
         batch, heads, slots = seen.k.shape[:3]

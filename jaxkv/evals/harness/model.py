@@ -15,6 +15,7 @@ from jaxkv._errors import require
 from jaxkv.axes import host
 from jaxkv.cache import Turn
 from jaxkv.engine.session import Session
+from jaxkv.evals.arguments import seed_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
@@ -69,7 +70,7 @@ class JaxKVLM(LM):
             model: a model, or what `jaxkv.load` takes.
             policy: the compression, or its name.
             dtype: of weights and cache; by default `jaxkv.load` chooses.
-            batch_size: requests run together.
+            batch_size: requests run together; contexts of a policy that draws run one by one.
             max_gen_toks: tokens of an answer where the harness' task does not say.
             seed: for policies and samplings that draw.
             max_batch_size: not looked at: no batch size is searched for.
@@ -113,7 +114,7 @@ class JaxKVLM(LM):
         order = sorted(range(len(asked)), key=lambda at: (repr(asked[at][1]), -len(asked[at][0])))
         with tqdm(total=len(asked), disable=disable_tqdm, desc="jaxkv, generate_until") as bar:
             for _, alike in itertools.groupby(order, key=lambda at: repr(asked[at][1])):
-                for batch in _batches(list(alike), self.batch_size):
+                for batch in _batches(list(alike), self._side_by_side):
                     texts = self._drawn([asked[at][0] for at in batch], asked[batch[0]][1])
                     for at, text in zip(batch, texts, strict=True):
                         told[at] = text
@@ -128,7 +129,7 @@ class JaxKVLM(LM):
         # A prompt that is too long loses its beginning, as in the harness' own models.
         ids = [self._encoded(text)[-room:] or [self._first] for text in contexts]
         of: dict[str, Any] = {"policy": self.policy, "max_new_tokens": new, "sampling": sampling, "stop": stops}
-        out = generate(self.params, ids, **of, key=self.seed, progress=False)
+        out = generate(self.params, ids, **of, key=self._key(ids[0]), progress=False)
         assert isinstance(out.text, list)
         return out.text
 
@@ -155,6 +156,15 @@ class JaxKVLM(LM):
         for of, result in zip(asked, found.tolist(), strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", of, result)
         return found.tolist()
+
+    @property
+    def _side_by_side(self) -> int:
+        """Contexts that run together: those of a policy that draws would share their draws."""
+        return 1 if self.policy.parts().draws else self.batch_size
+
+    def _key(self, ids: Sequence[int]) -> int:
+        """The seed; of a policy that draws a context's own, however often it is asked about."""
+        return seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
 
     def _encoded(self, text: str, *, bos: bool = True) -> list[int]:
         assert self.params.text is not None
@@ -200,7 +210,8 @@ class JaxKVLM(LM):
         shared = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
         alone.sort(key=lambda at: -len(pairs[at].context) - len(pairs[at].continuation))
-        batches = [batch for group in (*shared, alone) for batch in _batches(group, self.batch_size)]
+        batches = [batch for group in shared for batch in _batches(group, self.batch_size)]
+        batches += _batches(alone, self._side_by_side)
         for batch in tqdm(batches, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
             contexts = [pairs[at].context for at in batch]
             contexts = contexts[:1] if all(each == contexts[0] for each in contexts) else contexts
@@ -212,7 +223,7 @@ class JaxKVLM(LM):
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
         """Sums of log-probabilities, and whether each token was the likeliest, on top of compressed contexts."""
-        session, count = Session(self.params, self.policy, key=self.seed), len(continuations)
+        session, count = Session(self.params, self.policy, key=self._key(contexts[0])), len(continuations)
         longest = max(map(len, continuations))
         # The last token is not read; where positions are short, the first one makes room.
         room = self.max_length - max(map(len, contexts))
