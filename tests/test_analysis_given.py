@@ -142,3 +142,15 @@ def test_a_map_that_is_not_finite_is_refused():
     given = Similarity(mass=np.full((4, 4), np.nan, np.float32), share=0.1, queries=4, lengths=(9,))
     with pytest.raises(ValueError, match="not finite"):
         best_filters(given, m=1)
+
+
+def test_attention_that_is_not_finite_is_no_figure():
+    broken = tiny.tiny(CONFIG, seed=5)
+    weight = broken.decoder.blocks[1].attention.q
+    before = weight[...]
+    weight[...] = jnp.full_like(before, jnp.nan)
+    try:
+        with pytest.raises(ValueError, match="not finite"):
+            retained(broken, TEXTS[:1])
+    finally:
+        weight[...] = before

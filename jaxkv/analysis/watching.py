@@ -153,7 +153,12 @@ def watch(
             _show(params, every, text, [watcher for watcher, _ in asked], [needs for _, needs in asked])
         for watcher in watchers:
             watcher.done(text)
-    return [watcher.found() for watcher in watchers]
+    found = [watcher.found() for watcher in watchers]
+    for each in found:
+        numbers = [part for part in each.arrays().values() if part.dtype.kind == "f"]
+        sound = all(np.isfinite(part).all() for part in numbers)
+        require(sound, "params", params.name, "the model's attention is not finite: check its weights")
+    return found
 
 
 def _show(
