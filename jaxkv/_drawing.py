@@ -114,6 +114,11 @@ def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
             data = saved(figure, path.suffix[1:].lower() or "png", dpi=250)
         finally:
             pyplot.close(figure)
+    # Behind a link its file is replaced, not the link.
+    path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

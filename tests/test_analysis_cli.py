@@ -114,6 +114,19 @@ def test_texts_that_are_too_short_are_named(text, capsys):
     assert "the model was made for 512" in refused(capsys, "analyze", "--text", str(text), "--tokens", "513")
 
 
+def test_what_follows_a_prompt_counts_only_where_policies_are_asked(text, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("w3 w4 w5 w6")
+    asked = ("analyze", "--text", str(tmp_path / "short.txt"), "--what")
+    assert main([*asked, "retained"]) == 0
+    capsys.readouterr()
+    assert "of which 32 follow" in refused(capsys, *asked, "recall")
+
+
+def test_a_seed_has_64_bits(text):
+    asked = ["analyze", "--text", str(text), "--what", "budgets", "--following", "3", "--policies", "random"]
+    assert main([*asked, "--budgets", "8", "--seed", str(2**64 - 1)]) == 0
+
+
 def test_pictures_need_matplotlib_and_arrays_do_not(text, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     asked = ("analyze", "--text", str(text), "--what", "retained", "--out", str(tmp_path / "out"))

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkv._drawing import PAGE, paper, whole_numbers
 from jaxkv.analysis.choosing import Budget, Grid, Policies, grid
 from jaxkv.analysis.figures import Figure, stacked
+from jaxkv.analysis.given import place_of
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.loading import LanguageModel
 from jaxkv.text.prompts import Prompt
@@ -48,6 +49,7 @@ class Budgets(Figure):
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
+        budget = place_of("budget", budget, len(self.budgets))
         mine, wide = self.rows[:, budget], min(len(self.policies), _ACROSS)
         high, heads = -(-len(self.policies) // wide), mine.shape[2]
         with paper(path, width=min(PAGE, 1.2 + 1.45 * wide), height=0.3 + 2.3 * high) as figure:
@@ -94,7 +96,7 @@ def budgets(
     policies: Policies,
     budgets: Sequence[Budget],
     following: int = 0,
-    key: int = 0,
+    key: int | Array = 0,
 ) -> Budgets:
     """Counts the rows that policies keep of texts.
 
@@ -104,7 +106,7 @@ def budgets(
         policies: by name, class or value, or in a dictionary under names of their own; their budgets do not matter.
         budgets: rows per kv head and layer on average, or shares of a text.
         following: last tokens of each text that policies do not see.
-        key: seed of policies that draw.
+        key: of policies that draw, or its seed.
 
     Returns:
         The figure.

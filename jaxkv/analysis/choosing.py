@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxkv._errors import require
-from jaxkv._values import brief
+from jaxkv._values import brief, plain, typed
+from jaxkv.analysis.given import several
+from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
 from jaxkv.axes import host, place
 from jaxkv.engine.choosing import Candidates, choose, of_prompt
@@ -86,7 +87,8 @@ def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -
     Raises:
         ValueError: as `checked`, and for policies that the model cannot honour.
     """
-    made, of_model = checked(policies, budgets), (params.config.layers, params.filter_layers)
+    params, made = as_model(params), checked(policies, budgets)
+    of_model = (params.config.layers, params.filter_layers)
     cells = tuple(tuple(cell.for_model(*of_model) for cell in row) for row in made.cells)
     return dataclasses.replace(made, cells=cells)
 
@@ -104,11 +106,14 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
     Raises:
         ValueError: for none, for two that are called alike, and for policies that choose what they read for each token.
     """
-    several = not isinstance(policies, str) and len(policies) > 0
-    require(several, "policies", policies, "give a list of one or more policies")
-    require(len(budgets) > 0, "budgets", budgets, "give a list of one or more budgets, rows or shares")
-    called = tuple(policies if isinstance(policies, Mapping) else map(_name, policies))
-    given = tuple(policies.values() if isinstance(policies, Mapping) else policies)
+    listed = several("policies", policies, "give a list of one or more policies")
+    budgets = tuple(map(plain, several("budgets", budgets, "give a list of one or more budgets, rows or shares")))
+    once = len(set(map(typed, budgets))) == len(budgets)
+    require(once, "budgets", budgets, "two of them are the same: give each once")
+    called = listed if isinstance(policies, Mapping) else tuple(map(_name, listed))
+    given = tuple(policies.values()) if isinstance(policies, Mapping) else listed
+    for name in called:
+        require(isinstance(name, str), "policies", name, "give each policy a name, which is text")
     require(len(set(called)) == len(called), "policies", called, "two of them are the same: give each once")
     for name, each in zip(called, given, strict=True):
         remedy = "it keeps what it does not read, and chooses for each token: use `jaxkv eval visible`, or leave it out"
@@ -116,7 +121,7 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
     cells = tuple(
         tuple(_cell(name, each, budget) for budget in budgets) for name, each in zip(called, given, strict=True)
     )
-    return Grid(names=called, budgets=tuple(budgets), cells=cells)
+    return Grid(names=called, budgets=budgets, cells=cells)
 
 
 def _cell(name: str, policy: Policy, budget: Budget) -> Method:
@@ -131,7 +136,7 @@ def _name(policy: Policy) -> str:
 
 
 def kept_rows(
-    params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int = 0
+    params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
     """What policies keep of a prompt, which runs through the model once.
 
@@ -139,7 +144,7 @@ def kept_rows(
         params: the model.
         prompt: one prompt; on a mesh as often as it has groups.
         policies: which; those that read less than they keep have no answer.
-        key: seed of those that draw.
+        key: of those that draw, or its seed.
 
     Returns:
         By policy the rows that stay, as prefill chooses them.
@@ -167,9 +172,11 @@ def kept_rows(
 class _Chooser:
     """One policy's choice among the rows of one layer after the other, or of all layers where these share a budget."""
 
-    def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: int):
+    def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: int | Array):
         self.flat, self.parts = flat, policy.parts()
-        self.lengths, self.key = prompt.lengths.astype(np.int64), jax.random.key(key)
+        drawn = as_key(key)
+        assert drawn is not None
+        self.lengths, self.key = prompt.lengths.astype(np.int64), drawn
         self.told = by_length(self.parts, self.lengths, flat.config.layers)
         self.length = place(prompt.lengths, "B", flat.axes)
         self.forced = place(self.parts.keep.mask(self.lengths, slots), "B S", flat.axes)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
 from jaxkv.analysis.figures import Figure, stacked
+from jaxkv.analysis.given import place_of, several, share, whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
 from jaxkv.axes import Axes, host, mean_of_devices, program
@@ -58,7 +59,8 @@ class Density(Figure):
         """
         every = len(self.maps)
         chosen = sorted({0, min(1, every - 1), every // 2, max(0, every - 2), every - 1}) if layers is None else layers
-        chosen = list(chosen)[:_MAPS]
+        chosen = [place_of("layers", layer, every) for layer in several("layers", chosen, "give some layers")]
+        require(len(chosen) <= _MAPS, "layers", layers, f"give {_MAPS} at most")
         shape = [[f"map {at}" for at in range(len(chosen))], ["lines"] * len(chosen)]
         with paper(path, width=PAGE, height=3.9) as figure:
             panels = figure.subplot_mosaic(shape, height_ratios=(1, 1.25))
@@ -137,9 +139,9 @@ class DensityWatcher(Watcher):
 
     def __init__(self, *, least: float = 0.01, bins: int = _BINS):
         """Checks the settings."""
-        require(0 < least < 1, "least", least, "give a share of a query's largest weight, between 0 and 1")
-        require(1 <= bins <= 1024, "bins", bins, "give 1 to 1024 stretches")
-        self.least, self.bins = least, bins
+        self.least = share("least", least, "give a share of a query's largest weight, between 0 and 1")
+        self.bins = whole("bins", bins, "give 1 to 1024 stretches")
+        require(self.bins <= 1024, "bins", bins, "give 1 to 1024 stretches")
         self.layers = list[tuple[np.ndarray, ...]]()
         self.texts, self.lengths = list[tuple[np.ndarray, ...]](), list[int]()
 
@@ -152,8 +154,8 @@ class DensityWatcher(Watcher):
         """One layer's variances, dense weights and map."""
         q, positions = layer.last(text.slots)
         assert layer.out.sums is not None
-        share = jnp.float32(self.least)
-        count, mass = _dense(q, layer.out.k, positions, text.numbers(text.count), share, bins=self.bins, axes=text.axes)
+        given = (text.numbers(text.count), jnp.float32(self.least))
+        count, mass = _dense(q, layer.out.k, positions, *given, bins=self.bins, axes=text.axes)
         received = host(layer.out.sums)[0, ..., : text.count].astype(np.float64)
         pairs = text.count * (text.count + 1) / 2
         variance = received.var(axis=-1, ddof=1).reshape(-1)

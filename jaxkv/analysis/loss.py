@@ -16,6 +16,7 @@ from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
 from jaxkv.analysis.choosing import Budget, Grid, Policies, Policy, grid
 from jaxkv.analysis.figures import Figure
+from jaxkv.analysis.given import place_of, whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
 from jaxkv.axes import host, most_of_devices, program, total
@@ -81,6 +82,7 @@ class EvictionLoss(Figure):
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
+        budget = place_of("budget", budget, len(self.budgets))
         losses, bounds = self.loss[:, budget].mean(axis=-1), self.bound[:, budget].mean(axis=-1)
         with paper(path, width=PAGE, height=2.5 + 0.17 * (len(self.policies) // 2 + 1)) as figure:
             left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
@@ -127,7 +129,7 @@ def eviction_loss(
     budgets: Sequence[Budget],
     policies: Policies = ALLOCATIONS,
     following: int = 16,
-    key: int = 0,
+    key: int | Array = 0,
 ) -> EvictionLoss:
     """Measures what dropping rows changes in each layer's attention, for the tokens that follow a prompt.
 
@@ -141,7 +143,7 @@ def eviction_loss(
         policies: by name, class or value, or in a dictionary under names of their own; by default uniform, safeguarded
             and adaptive budgets of heads.
         following: tokens of each text behind its prompt.
-        key: seed of policies that draw.
+        key: of policies that draw, or its seed.
 
     Returns:
         The figure.
@@ -163,7 +165,7 @@ class LossWatcher(Watcher):
 
     def __init__(self, given: Grid, *, following: int):
         """Takes the policies."""
-        require(following >= 1, "following", following, "let at least 1 token follow the prompt")
+        following = whole("following", following, "let at least 1 token follow the prompt")
         for name, (cell, *_) in zip(given.names, given.cells, strict=True):
             parts = cell.parts()
             require(

@@ -14,6 +14,7 @@ from jaxkv._drawing import COLUMN, paper, style
 from jaxkv._errors import require
 from jaxkv.analysis.choosing import Budget, Grid, Policies, grid
 from jaxkv.analysis.figures import Figure, error
+from jaxkv.analysis.given import whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
 from jaxkv.axes import Axes, host, program
@@ -119,7 +120,7 @@ def recall(
     policies: Policies,
     budgets: Sequence[Budget],
     following: int = FOLLOWING,
-    key: int = 0,
+    key: int | Array = 0,
 ) -> Recall:
     """Measures how much of full attention falls on rows that policies keep.
 
@@ -132,7 +133,7 @@ def recall(
         policies: by name, class or value, or in a dictionary under names of their own; their budgets do not matter.
         budgets: rows per kv head and layer on average, or shares of a prompt.
         following: tokens of each text behind its prompt.
-        key: seed of policies that draw.
+        key: of policies that draw, or its seed.
 
     Returns:
         The figure.
@@ -153,7 +154,7 @@ class RecallWatcher(Watcher):
 
     def __init__(self, given: Grid, *, following: int):
         """Takes the policies."""
-        require(following >= 1, "following", following, "let at least 1 token follow the prompt")
+        following = whole("following", following, "let at least 1 token follow the prompt")
         self.grid, self.policies, self.following = given, given.flat, following
         self.layers, self.texts = list[np.ndarray](), list[tuple[np.ndarray, ...]]()
         self.lengths, self.segments = list[int](), 0

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv._drawing import COLUMN, paper
-from jaxkv._errors import require
 from jaxkv.analysis.figures import Figure, stacked
+from jaxkv.analysis.given import several, share, whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import window_mass
 from jaxkv.axes import Axes, host, mean_of_devices, program
@@ -109,10 +109,10 @@ class RetainedWatcher(Watcher):
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
         """Checks the settings."""
-        fits = len(shares) > 0 and all(0 < each <= 1 for each in shares)
-        require(fits, "shares", shares, "give shares of a text's keys, above 0 and at most 1")
-        require(queries >= 1, "queries", queries, "give at least 1 query")
-        self.shares, self.queries = tuple(sorted(float(each) for each in shares)), queries
+        remedy = "give shares of a text's keys, above 0 and at most 1"
+        given = several("shares", shares, remedy)
+        self.shares = tuple(sorted(share("shares", each, remedy, all_of=True) for each in given))
+        self.queries = whole("queries", queries, "give at least 1 query")
         self.layers, self.texts, self.lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
 
     def needs(self, text: Text) -> Needs:

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._drawing import COLUMN, paper
 from jaxkv._errors import require
+from jaxkv.analysis import given
 from jaxkv.analysis.figures import Figure, stacked
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
 from jaxkv.axes import Axes, host, most_of_devices, program
 from jaxkv.loading import LanguageModel
@@ -125,9 +127,8 @@ class SimilarityWatcher(Watcher):
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
         """Checks the settings."""
-        require(0 < share < 1, "share", share, "give a share of the tokens, between 0 and 1")
-        require(queries >= 1, "queries", queries, "give at least 1 query")
-        self.share, self.queries = share, queries
+        self.share = given.share("share", share, "give a share of the tokens, between 0 and 1")
+        self.queries = given.whole("queries", queries, "give at least 1 query")
         self.weights, self.maps, self.lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
 
     def needs(self, text: Text) -> Needs:
@@ -199,10 +200,10 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     Raises:
         ValueError: if no set leaves enough layers to read a choice.
     """
-    require(m >= 1, "m", m, "give at least 1 filter layer")
-    require(adjacent >= 0, "adjacent", adjacent, "give 0 or more layers")
+    m, adjacent, most = _settings(m, adjacent, most_whole, len(found.mass))
     layers = len(found.mass)
-    most = -(-layers // 4) if most_whole is None else most_whole
+    finite = bool(np.isfinite(found.mass).all())
+    require(finite, "found", "NaN", "the model's attention is not finite: check its weights")
     best: tuple[float, tuple[int, ...]] | None = None
     for filters in itertools.combinations(range(layers - 1), m):
         if filters[0] > most or len(whole_layers(filters, adjacent, layers)) > most:
@@ -216,6 +217,14 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     require(best is not None and best[0] >= 0, "m", m, remedy)
     assert best is not None
     return FilterLayers(filters=best[1], carried=best[0], similarity=found)
+
+
+def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tuple[int, int, int]:
+    """The search's settings as plain numbers, refused before the texts are run."""
+    m = given.whole("m", m, "give at least 1 filter layer")
+    adjacent = given.whole("adjacent", adjacent, "give 0 or more layers", least=0)
+    most = -(-layers // 4) if most_whole is None else most_whole
+    return m, adjacent, given.whole("most_whole", most, "give how many layers may read everything, 1 or more")
 
 
 def filter_layers(
@@ -245,6 +254,6 @@ def filter_layers(
     Raises:
         ValueError: as those two.
     """
-    require(m >= 1, "m", m, "give at least 1 filter layer")
+    _settings(m, adjacent, most_whole, as_model(params).config.layers)
     found = similarity(params, texts, share=share, queries=queries)
     return best_filters(found, m=m, adjacent=adjacent, most_whole=most_whole)

@@ -14,7 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._settings import settled
+from jaxkv._values import plain
 from jaxkv.analysis.choosing import kept_rows
+from jaxkv.analysis.given import several, whole
+from jaxkv.arguments import as_model
 from jaxkv.axes import Axes, missing, place
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill import read_layers
@@ -115,7 +118,7 @@ def watch(
     watchers: Sequence[Watcher],
     *,
     following: int = 0,
-    key: int = 0,
+    key: int | Array = 0,
     begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
     """Runs texts through the model under full attention, each once, for any number of watchers.
@@ -125,7 +128,7 @@ def watch(
         texts: long ones, or ids.
         watchers: who looks at them. Where some ask for policies, each text's beginning is run once besides.
         following: last tokens of each text that policies do not see.
-        key: seed of policies that draw.
+        key: of policies that draw, or its seed.
         begin: called before each text with its number and its tokens.
 
     Returns:
@@ -134,6 +137,8 @@ def watch(
     Raises:
         ValueError: for texts that are empty or too long for the model, or budgets that a policy cannot honour.
     """
+    params = as_model(params)
+    following = whole("following", following, "give how many last tokens policies do not see, 0 or more", least=0)
     policies = tuple({policy: None for watcher in watchers for policy in watcher.policies})
     for at, encoded in enumerate(_encoded(params, texts, following)):
         count, copies = len(encoded.ids[0]), missing(1, params.axes)
@@ -148,7 +153,12 @@ def watch(
             _show(params, every, text, [watcher for watcher, _ in asked], [needs for _, needs in asked])
         for watcher in watchers:
             watcher.done(text)
-    return [watcher.found() for watcher in watchers]
+    found = [watcher.found() for watcher in watchers]
+    for each in found:
+        numbers = [part for part in each.arrays().values() if part.dtype.kind == "f"]
+        sound = all(np.isfinite(part).all() for part in numbers)
+        require(sound, "params", params.name, "the model's attention is not finite: check its weights")
+    return found
 
 
 def _show(
@@ -166,10 +176,11 @@ def _show(
 
 def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:
     """All texts, refused before the first is run."""
-    several = not isinstance(texts, str) and len(texts) > 0
-    require(several, "texts", texts, "give a list of one or more texts")
+    listed = several("texts", texts, "give a list of one or more texts")
+    one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
+    require(not one, "texts", texts, "give a list of texts, each of them text or ids")
     most, out = params.config.max_positions, []
-    for text in texts:
+    for text in listed:
         encoded = encode(text, params.text, params.config, raw=True, close=False)
         require(encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts")
         count = int(encoded.lengths[0])

@@ -24,7 +24,7 @@ from jaxkv.analysis.retained import RetainedWatcher
 from jaxkv.analysis.similarity import SimilarityWatcher
 from jaxkv.analysis.watching import Watcher, watch
 from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.generating import require_model
+from jaxkv.cli.generating import random_key, require_model
 from jaxkv.cli.numbers import argument, seed, whole, whole_or_real
 from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -117,10 +117,10 @@ def run_analyze(options: argparse.Namespace) -> int:
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype)
     made = {name: _watcher(name, params, usual, policies or ALLOCATIONS, budgets, options.following) for name in names}
-    ids = _ids(params, options, texts)
     following = options.following if set(names) & set(_OF_POLICIES) else 0
+    ids, key = _ids(params, options, texts, following), random_key(options.seed)
     told = lambda at, tokens: to_stderr(f"jaxkv: text {at + 1} of {len(ids)}, {tokens} tokens")  # noqa: E731
-    found = watch(params, ids, list(made.values()), following=following, key=options.seed, begin=told)
+    found = watch(params, ids, list(made.values()), following=following, key=key, begin=told)
     figures: dict[str, Figure] = dict(zip(names, found, strict=True))
     record = _record(options, params, ids, figures)
     to_stdout(json.dumps(record, indent=2) if options.json else _tables(figures))
@@ -189,7 +189,7 @@ def _text(name: str) -> str:
     return text
 
 
-def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -> list[list[int]]:
+def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str], following: int) -> list[list[int]]:
     """The texts as ids, cut to what was asked for."""
     remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
     require(params.text is not None, "--model", options.model, remedy)
@@ -199,8 +199,9 @@ def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
     ids = [params.text.encode(text, bos=True)[:tokens] for text in texts]
     for name, each in zip(options.text, ids, strict=True):
-        remedy = f"it has {len(each)} tokens, of which {options.following} follow the prompt: give a longer text"
-        require(len(each) > options.following + 1, "--text", name, remedy)
+        behind = f", of which {following} follow the prompt" if following else ""
+        remedy = f"it has {len(each)} tokens{behind}: give a longer text"
+        require(len(each) > following + 1, "--text", name, remedy)
     return ids
 
 

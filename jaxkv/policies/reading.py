@@ -231,7 +231,12 @@ class FilteredReads(Value):
         top = self.filter_layers[-1]
         require(top < layers, "filter_layers", self.filter_layers, f"the model's layers are 0 to {layers - 1}")
         some = len(whole) < layers
-        require(some, "filter_layers", self.filter_layers, "no layer is left to read what they choose")
+        require(
+            some,
+            "filter_layers",
+            self.filter_layers,
+            f"no layer is left to read what they choose: all {layers} read all, with adjacent={self.adjacent}",
+        )
         self._share(layers)
 
     def whole(self, layers: int) -> tuple[int, ...]:
