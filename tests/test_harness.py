@@ -13,6 +13,7 @@ import running
 import tiny
 
 import jaxkv
+from jaxkv.engine.session import Session
 from jaxkv.evals.perplexity import judged
 
 POLICIES = {"full": {}, "h2o": {"budget": 12}, "snapkv": {"budget": 8, "window": 4}}
@@ -94,6 +95,29 @@ def test_choices_of_one_context_are_what_they_are_alone(made, name):
         assert not np.allclose([value for value, _ in together], [value for value, _ in full], atol=1e-2)
 
 
+def test_choices_share_the_prefill_of_their_context_whatever_the_batch(made, monkeypatch):
+    prefilled, prefill = [], Session.prefill
+    monkeypatch.setattr(Session, "prefill", lambda *of, **by: prefilled.append(len(of[1])) or prefill(*of, **by))
+    asked = [(CONTEXT, each) for each in (" yes", " a longer one", "!", " no", " we")]
+    for size, name in ((1, "h2o"), (2, "snapkv")):
+        prefilled.clear()
+        found = made(policy=name, **POLICIES[name], batch_size=size).loglikelihood(requests(*asked), disable_tqdm=True)
+        assert prefilled == [1]
+        whole = made(policy=name, **POLICIES[name], batch_size=5).loglikelihood(requests(*asked), disable_tqdm=True)
+        np.testing.assert_allclose([value for value, _ in found], [value for value, _ in whole], atol=1e-4)
+
+
+def test_continuations_are_read_under_every_as_answers_are_drawn(made):
+    lm = made(policy="snapkv", budget=8, window=4, every=3)
+    ids = lm._encoded(CONTEXT)
+    drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=8, stop_at_eos=False).tokens.tolist()
+    assert lm._scored([ids], [drawn])[1].tolist() == [True]
+    (value,), _ = lm._scored([ids], [drawn])
+    losses, *_ = judged(lm.params, lm.policy, np.asarray([ids + drawn], np.int32), len(ids))
+    once, _ = made(policy="snapkv", budget=8, window=4)._scored([ids], [drawn])
+    assert value == pytest.approx(-losses.sum(), abs=1e-4) and abs(value - once[0]) > 1e-3
+
+
 def test_whole_texts_are_read_on_one_cache(made):
     lm = made(policy="h2o", budget=12)
     texts = [CONTEXT, CONTEXT[::-1] + " again"]
@@ -141,6 +165,14 @@ def test_contexts_have_draws_of_their_own_whatever_the_batch(made):
     assert lm._key([1, 2]) != lm._key([2, 1]) and made(policy="full")._key([1, 2]) == 0
 
 
+def test_a_request_that_is_repeated_draws_another_answer(made):
+    given = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 8}
+    for lm in (made(), made(policy="random", budget=8)):
+        told = lm.generate_until(requests(*[(CONTEXT, given)] * 4), disable_tqdm=True)
+        assert len(set(told)) == 4
+        assert lm.generate_until(requests(*[(CONTEXT, given)] * 4), disable_tqdm=True) == told
+
+
 def test_generation_arguments_are_honoured_or_refused(lm_class):
     from jaxkv.evals.harness.model import _drawing
 
@@ -154,6 +186,7 @@ def test_generation_arguments_are_honoured_or_refused(lm_class):
         ({"do_sample": True}, jaxkv.Temperature(temperature=1.0)),
         ({"temperature": 0.5, "top_p": 1.0, "top_k": 0}, jaxkv.Temperature(temperature=0.5)),
         ({"do_sample": True, "temperature": 0.0}, jaxkv.Greedy()),
+        ({"do_sample": True, "temperature": None}, jaxkv.Temperature(temperature=1.0)),
         ({"do_sample": True, "top_k": 1}, jaxkv.TopK(k=1, temperature=1.0)),
         ({"temperature": 0.5, "top_p": 0.9}, jaxkv.TopP(p=0.9, temperature=0.5)),
         ({"temperature": 0.5, "min_p": 0.1, "top_p": 1}, jaxkv.MinP(p=0.1, temperature=0.5)),

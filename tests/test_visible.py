@@ -35,21 +35,25 @@ def held(policy):
     cache, session, out = repack(cache, room=STEPS), jaxkv.Session(model, policy), []
     for token in ANSWER:
         out.append([layer[0] for layer in tiny.kept(cache)])
-        cache = session.extend(cache, [[token]], chunk=1, donate=True)
+        cache = session.compress_again(session.extend(cache, [[token]], chunk=1, donate=True), room=STEPS)
     return out
 
 
 ADA = AdaKV(base=SnapKV(budget=12, window=4))
 
 
-@pytest.mark.parametrize("policy", [ADA, H2O(budget=12)])
+AGAIN = SnapKV(budget=12, window=4, every=2)
+
+
+@pytest.mark.parametrize("policy", [ADA, H2O(budget=12), AGAIN])
 def test_policies_that_drop_rows_see_what_their_caches_hold(policy):
     found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
     oracle = expected(lambda layer, head, step: {*held(policy)[step][layer][head], len(PROMPT) + step})
     np.testing.assert_allclose(found, oracle, atol=1e-5)
     assert rows == 12 and (found < 0.95).all()
     lengths = [len(head) for layer in held(policy)[-1] for head in layer]
-    assert sum(lengths) == 6 * (12 if isinstance(policy, H2O) else 12 + STEPS - 1)
+    # With `every` the second token of the answer is the last straw, and the third comes on top.
+    assert sum(lengths) == 6 * {H2O(budget=12): 12, AGAIN: 13}.get(policy, 12 + STEPS - 1)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,8 @@ def test_what_drops_rows_and_chooses_among_the_others_is_refused():
     policy = OmniKV(budget=12, filter_layers=(0,), base=SnapKV(budget=20, window=4))
     with pytest.raises(ValueError, match="policy='OmniKV'"):
         visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
+    with pytest.raises(ValueError, match=r"answer=\[\]: give at least 1 token"):
+        visible_attention(tiny.tiny(CONFIG), ADA, PROMPT, [])
 
 
 def test_the_task_has_cases_of_all_sizes(monkeypatch):

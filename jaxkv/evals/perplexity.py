@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.axes import host
+from jaxkv.cache import KVCache
 from jaxkv.engine.session import Session
 from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
@@ -145,18 +146,32 @@ def judged(params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], p
     session, losses = Session(params, policy, key=seed), []
     cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
     before = cache.kept.mean(axis=(0, 2))
-    period = session.policy.parts().every
     for at in range(prefix, ids.shape[1]):
         assert cache.logits is not None
         # On a mesh the batch may be filled up.
         losses.append(_loss(cache.logits, np.pad(ids[:, at], (0, cache.padding), mode="edge")))
         if at + 1 < ids.shape[1]:
-            cache = session.extend(cache, ids[:, at : at + 1], chunk=1, donate=True)
-            if period:
-                cache = session.compress_again(cache, room=period)
+            cache = fed(session, cache, ids[:, at : at + 1], donate=True)
     found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(ids)]
     kept = cache.kept
     return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.row_bytes)
+
+
+def fed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
+    """Reads a token of each sequence as if it had been drawn: rows go for it, and with `every` they are chosen anew.
+
+    Args:
+        session: the model and the policy.
+        cache: of its.
+        ids: one token for each sequence, or none for those at their end; see `Session.extend`.
+        donate: give the cache up.
+
+    Returns:
+        The cache, with the logits behind the tokens.
+    """
+    cache = session.extend(cache, ids, chunk=1, donate=donate)
+    period = session.policy.parts().every
+    return session.compress_again(cache, room=period) if period else cache
 
 
 @jax.jit

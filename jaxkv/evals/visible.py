@@ -19,6 +19,7 @@ from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
 from jaxkv.evals.asking import ids_of
+from jaxkv.evals.perplexity import fed
 from jaxkv.evals.retrieval import TwoStage
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
@@ -93,8 +94,11 @@ def visible_attention(
         prompt per kv head and layer, averaged.
 
     Raises:
-        ValueError: on a mesh, for a policy that chooses what it reads.
+        ValueError: for no tokens; for a policy that drops rows and chooses among the others; on a mesh, for one that
+            chooses what it reads.
     """
+    for name, given in (("prompt", prompt), ("answer", answer)):
+        require(len(given) >= 1, name, given, "give at least 1 token")
     policy = policy.for_model(params.config.layers, params.filter_layers)
     flat, axes = params.flat, params.axes
     ids, steps = [*prompt, *answer], len(answer)
@@ -152,7 +156,7 @@ def _held(
             held = positions[cache.layout.pool_of(layer)][begin : begin + length[layer, head]]
             out[step, layer, head, held] = True
         if step + 1 < len(answer):
-            cache = session.extend(cache, [token], chunk=1, donate=True)
+            cache = fed(session, cache, [token], donate=True)
     return out
 
 

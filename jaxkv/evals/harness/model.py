@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from jaxkv._errors import require
 from jaxkv.axes import host
-from jaxkv.cache import Turn
+from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
+from jaxkv.evals.perplexity import fed
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
@@ -31,6 +32,7 @@ except ImportError:
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "min_p", *_LENGTHS)
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,21 +117,24 @@ class JaxKVLM(LM):
         with tqdm(total=len(asked), disable=disable_tqdm, desc="jaxkv, generate_until") as bar:
             for _, alike in itertools.groupby(order, key=lambda at: repr(asked[at][1])):
                 for batch in _batches(list(alike), self._side_by_side):
-                    texts = self._drawn([asked[at][0] for at in batch], asked[batch[0]][1])
+                    texts = self._drawn([asked[at][0] for at in batch], asked[batch[0]][1], batch[0])
                     for at, text in zip(batch, texts, strict=True):
                         told[at] = text
                         self.cache_hook.add_partial("generate_until", asked[at], text)
                     bar.update(len(batch))
         return [told[at] for at in range(len(asked))]
 
-    def _drawn(self, contexts: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+    def _drawn(self, contexts: Sequence[str], given: Mapping[str, Any], number: int) -> list[str]:
         stops, new, sampling = _drawing(given, self.max_gen_toks)
         room = self.max_length - new
         require(room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer")
         # A prompt that is too long loses its beginning, as in the harness' own models.
         ids = [self._encoded(text)[-room:] or [self._first] for text in contexts]
         of: dict[str, Any] = {"policy": self.policy, "max_new_tokens": new, "sampling": sampling, "stop": stops}
-        out = generate(self.params, ids, **of, key=self._key(ids[0]), progress=False)
+        key = self._key(ids[0])
+        # Answers that are drawn by chance are others each time, in whichever batch: a task may ask for several.
+        key = key if isinstance(sampling, Greedy) else seed_of(key, f"request {number}")
+        out = generate(self.params, ids, **of, key=key, progress=False)
         assert isinstance(out.text, list)
         return out.text
 
@@ -207,43 +212,57 @@ class JaxKVLM(LM):
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at, pair in enumerate(pairs):
             by_context.setdefault(tuple(pair.context), []).append(at)
-        shared = [group for group in by_context.values() if len(group) > 1]
+        # Those of one context share its cache, however many they are.
+        groups = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
         alone.sort(key=lambda at: -len(pairs[at].context) - len(pairs[at].continuation))
-        batches = [batch for group in shared for batch in _batches(group, self.batch_size)]
-        batches += _batches(alone, self._side_by_side)
-        for batch in tqdm(batches, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
-            contexts = [pairs[at].context for at in batch]
+        groups += [list(batch) for batch in _batches(alone, self._side_by_side)]
+        for group in tqdm(groups, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
+            contexts = [pairs[at].context for at in group]
             contexts = contexts[:1] if all(each == contexts[0] for each in contexts) else contexts
-            values, greedy = self._scored(contexts, [pairs[at].continuation for at in batch])
-            found |= {at: (float(values[row]), bool(greedy[row])) for row, at in enumerate(batch)}
+            values, greedy = self._scored(contexts, [pairs[at].continuation for at in group])
+            found |= {at: (float(values[row]), bool(greedy[row])) for row, at in enumerate(group)}
         return [found[at] for at in range(len(pairs))]
 
     def _scored(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Sums of log-probabilities, and whether each token was the likeliest, on top of compressed contexts."""
+        """Sums of log-probabilities, and whether each token was the likeliest, on top of compressed contexts.
+
+        One context is prefilled once, and its continuations read on top of it, a batch of them at a time.
+        """
         session, count = Session(self.params, self.policy, key=self._key(contexts[0])), len(continuations)
-        longest = max(map(len, continuations))
         # The last token is not read; where positions are short, the first one makes room.
         room = self.max_length - max(map(len, contexts))
-        cache = session.prefill(contexts, new=min(longest - 1, room))
-        values, greedy = np.zeros(count), np.ones(count, bool)
-        for at in range(longest):
-            there = np.asarray([at < len(each) for each in continuations])
-            tokens = np.asarray([each[at] if at < len(each) else 0 for each in continuations], np.int32)
-            assert cache.logits is not None
-            # Of a context that all share there is one row; on a mesh the batch may be filled up.
-            logits = jnp.broadcast_to(cache.logits[: cache.batch], (count, cache.config.vocab))
-            value, likeliest = (host(each) for each in _told(logits, tokens))
-            values += np.where(there, value, 0)
-            greedy &= likeliest | ~there
-            if at + 1 < longest:
-                # Those at their end read nothing.
-                part = [each[at : at + 1] if at + 1 < len(each) else [] for each in continuations]
-                new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * count)
-                cache = session.extend(cache, new, chunk=1, donate=at > 0 or len(contexts) == count)
+        cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
+        shared = len(contexts) < count
+        parts = _batches(continuations, self.batch_size) if shared else [continuations]
+        found = [_read(session, cache, part, shared=shared) for part in parts]
+        values, greedy = (np.concatenate(each) for each in zip(*found, strict=True))
         return values, greedy
+
+
+def _read(
+    session: Session, cache: KVCache, continuations: Sequence[list[int]], *, shared: bool
+) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
+    """Reads continuations token by token, as if each had been drawn; the cache is given up where it is not shared."""
+    count, longest = len(continuations), max(map(len, continuations))
+    values, greedy = np.zeros(count), np.ones(count, bool)
+    for at in range(longest):
+        there = np.asarray([at < len(each) for each in continuations])
+        tokens = np.asarray([each[at] if at < len(each) else 0 for each in continuations], np.int32)
+        assert cache.logits is not None
+        # Of a context that all share there is one row; on a mesh the batch may be filled up.
+        logits = jnp.broadcast_to(cache.logits[: cache.batch], (count, cache.config.vocab))
+        value, likeliest = (host(each) for each in _told(logits, tokens))
+        values += np.where(there, value, 0)
+        greedy &= likeliest | ~there
+        if at + 1 < longest:
+            # Those at their end read nothing.
+            part = [each[at : at + 1] if at + 1 < len(each) else [] for each in continuations]
+            new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * count)
+            cache = fed(session, cache, new, donate=at > 0 or not shared)
+    return values, greedy
 
 
 @jax.jit
@@ -252,7 +271,7 @@ def _told(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Float[
     return value, logits.argmax(axis=1) == tokens
 
 
-def _batches(of: Sequence[int], size: int) -> list[Sequence[int]]:
+def _batches(of: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
     return [of[first : first + size] for first in range(0, len(of), size)]
 
 
@@ -263,8 +282,9 @@ def _drawing(given: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int
     until = given.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
     new = next((int(given[name]) for name in _LENGTHS if given.get(name) is not None), usual)
-    temperature = float(given.get("temperature") or 0.0)
-    if not given.get("do_sample", temperature > 0) or (temperature == 0 and "temperature" in given):
+    said = given.get("temperature")
+    temperature = float(said or 0.0)
+    if not given.get("do_sample", temperature > 0) or (temperature == 0 and said is not None):
         return stops, new, Greedy()
     # Values that let everything through are none.
     let = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
