@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxkv._drawing import drawing, saved, style
 from jaxkv.evals.records import Record
 from jaxkv.evals.summary import Evaluation
 
+_NAMES = ("scores", "groups", "lengths", "map")
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 # More panels than this say nothing on a page.
 _MOST_PANELS = 30
@@ -28,7 +30,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
 
     Returns:
         Files by name: `scores`, `groups`, `lengths`, `map`, and a curve by the name of every figure that is a list of
-        numbers.
+        numbers; `scores_curve` where one has such a name itself.
 
     Raises:
         ImportError: without matplotlib, naming the extra that brings it.
@@ -41,7 +43,8 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     if _has_map(evaluation):
         makers["map"] = lambda: _map(evaluation)
     for name in _curves(evaluation):
-        makers[name] = lambda name=name: _curve(evaluation, name)
+        file = re.sub(r"[^\w.-]", "_", name)
+        makers[f"{file}_curve" if file in _NAMES else file] = lambda name=name: _curve(evaluation, name)
     # A row's name is no formula, whatever is in it.
     with drawing().rc_context({"text.parse_math": False}):
         return {f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds}
@@ -233,10 +236,13 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
         count = min(len(record.figures[name]) for record in records)
         values = np.mean([record.figures[name][:count] for record in records], axis=0)
         given = records[0].figures.get("positions", [])
-        xs = given[:count] if _is_curve(given) and len(given) >= count else range(1, count + 1)
-        values = np.cumsum(values) / np.arange(1, count + 1) if running else values
+        placed = _is_curve(given) and len(given) >= count
+        xs = np.asarray(given[:count] if placed else range(1, count + 1))
+        # The last stretch of positions may be a shorter one.
+        wide = np.diff(xs, prepend=2 * xs[0] - xs[1])
+        values = np.cumsum(values * wide) / np.cumsum(wide) if running else values
         axes.plot(xs, values, label=policy, linewidth=1.2, **_bare(at))
-    axes.set_xlabel("position")
+    axes.set_xlabel("position" if placed else "step")
     axes.grid(alpha=0.3)
     axes.set_ylabel(name.replace("_", " ") + (", mean of those so far" if running else ""))
     axes.set_title(evaluation.title, fontsize=10)
