@@ -12,10 +12,10 @@ import jax
 
 from jaxkv._errors import require
 from jaxkv.cli.generating import require_model
-from jaxkv.cli.numbers import argument, whole, whole_or_real
+from jaxkv.cli.numbers import argument, seed, whole, whole_or_real
 from jaxkv.cli.policy_rows import rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
-from jaxkv.cli.task_options import add_task_options, seed_reader, task_from
+from jaxkv.cli.task_options import add_task_options, task_from
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.evals.arguments import described, require_how, settings_of
 from jaxkv.evals.folder import require_folder
@@ -91,7 +91,7 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
         add("--question-agnostic", action="store_true", help=agnostic)
     add("--raw", action="store_true", help="plain text: no chat template")
     about = "of samples that are drawn, and of policies that draw (default: the task's)"
-    add("--seed", type=seed_reader(), metavar="N", help=about)
+    add("--seed", type=argument(seed), metavar="N", help=about)
     add = parser.add_argument_group("where it is run").add_argument
     count = argument(whole, least=1)
     add("--batch", type=count, default=8, metavar="N", help="samples at a time (default: %(default)s)")

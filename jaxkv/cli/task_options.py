@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Union
 
 from jaxkv._values import shortened
-from jaxkv.cli.numbers import argument, real, seed, whole
+from jaxkv.cli.numbers import argument, real, whole
 from jaxkv.evals.task import Task
 from jaxkv.policies.registry import documented
 
@@ -58,11 +58,6 @@ def task_from(options: argparse.Namespace, cls: type[Task]) -> Task:
     if options.seed is not None and any(field.name == "seed" for field in dataclasses.fields(cls)):
         given["seed"] = options.seed
     return cls(**given)
-
-
-def seed_reader() -> Callable[[str], Any]:
-    """Reads `--seed`."""
-    return argument(seed)
 
 
 def _flat(value: Any) -> Any:
