@@ -10,7 +10,7 @@ import pytest
 from evaluating import Told, Words, told, words
 
 import jaxkv
-from jaxkv.evals import TASKS, Evaluation, Failed, How, evaluate, runs, task
+from jaxkv.evals import TASKS, Evaluation, Failed, How, Sample, at_budgets, evaluate, merge, runs, task
 
 POLICIES = {"k": jaxkv.KNorm(budget=9)}
 
@@ -88,6 +88,37 @@ def test_outcomes_that_are_none_are_named_and_earlier_lines_stay(tmp_path, odd, 
     with pytest.raises(Failed, match=f"k, sample.*{message}.*3 lines are in"):
         told(tmp_path / "out", Odd(), policies=POLICIES)
     assert (tmp_path / "out" / "samples.jsonl").read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"answers": "Paris"},
+        {"answers": ("Paris", 3)},
+        {"stop": "\n"},
+        {"stop": ("",)},
+        {"tags": 3},
+        {"new_tokens": 1.5},
+        {"raw": "no"},
+    ],
+    ids=str,
+)
+def test_samples_of_other_kinds_are_refused_by_name(odd, as_users_call):
+    (name,) = odd
+    with pytest.raises((ValueError, TypeError), match=f"^{name}="):
+        Sample(id="0", group="g", context="w1", **odd)
+    assert Sample(id="0", group="g", context="w1", answers=["Paris"]).answers == ("Paris",)
+
+
+def test_one_thing_where_a_list_belongs_is_refused(tmp_path, as_users_call):
+    with pytest.raises(TypeError, match="names='full': give a list"):
+        at_budgets("full", [64])
+    with pytest.raises(TypeError, match="budgets=64: give a list"):
+        at_budgets(["snapkv"], 64)
+    with pytest.raises(TypeError, match="folders=.*give a list"):
+        merge(tmp_path, tmp_path / "out")
+    with pytest.raises(TypeError, match="folder=None"):
+        jaxkv.report(None)
 
 
 def test_a_line_that_was_changed_by_hand_is_named(tmp_path):

@@ -73,6 +73,36 @@ def test_intervals_of_shares():
     assert interval(np.asarray([0.0, 1.0] * 5))[0] > low and high == pytest.approx(1 - low)
 
 
+def test_scores_that_are_none_have_no_interval(as_users_call):
+    assert interval([1, 0, 1]) == interval(np.asarray([1.0, 0.0, 1.0]))
+    for scores in ([], 0.5, [[0.5]]):
+        with pytest.raises(ValueError, match="scores=.*give a list"):
+            interval(scores)
+    for scores in ([2.0, 2.0], [0.5, -0.1], [0.5, float("nan")]):
+        with pytest.raises(ValueError, match="scores=.*give shares=False"):
+            interval(scores)
+
+
+def test_differences_that_are_all_alike_are_not_known_for_sure(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "PLOTS_MISSING", True)
+    told(tmp_path / "out", Told(groups=1, count=12))
+    found = Evaluation.read(tmp_path / "out")
+
+    def apart(first, second, unit="%"):
+        scores = {"full": first, "knorm@9": second}
+        records = tuple(dataclasses.replace(r, score=scores.get(r.policy, 0.0)) for r in found.records)
+        run = dataclasses.replace(found.run, unit=unit)
+        said = dataclasses.replace(found, records=records, run=run).difference("full", "knorm@9")
+        assert said.mean == first - second
+        return said.low, said.high
+
+    # None of twelve that differ may be up to 24% of all (Wilson), each by as much as shares can.
+    assert apart(0.5, 0.5) == pytest.approx((-0.2425, 0.2425), abs=1e-4)
+    assert apart(1.0, 0.0) == pytest.approx((1 - 2 * 0.2425, 1.0), abs=1e-4)
+    # Numbers without bounds say nothing of those not drawn.
+    assert apart(3.0, 2.0, unit="nats") == (1.0, 1.0)
+
+
 def test_cells_and_differences(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
     told(tmp_path / "out")
@@ -158,6 +188,25 @@ def test_pictures_have_what_they_are_of(out):
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
+    pictures.drawing().close("all")
+
+
+def test_a_figure_with_the_name_of_a_picture_does_not_take_its_place(out):
+    evaluation = Evaluation.read(out)
+    figures = {"scores": [1.0, 2.0], "a/b": [1, 2]}
+    records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
+    names = set(pictures.draw(dataclasses.replace(evaluation, records=records), ("svg",)))
+    assert names == {f"{each}.svg" for each in ("scores", "groups", "lengths", "map", "scores_curve", "a_b")}
+    assert pictures.draw(evaluation, ("svg",))["scores.svg"] == (out / "scores.svg").read_bytes()
+
+
+def test_a_curve_ends_at_the_mean_of_all_positions(out):
+    evaluation = Evaluation.read(out)
+    # Stretches of two positions, and a last one of one.
+    figures = {"losses": [1.0, 2.0, 6.0], "positions": [12, 14, 15]}
+    records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
+    axes = pictures._curve(dataclasses.replace(evaluation, records=records), "losses").axes[0]
+    assert axes.lines[0].get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]
     pictures.drawing().close("all")
 
 

@@ -31,7 +31,12 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
 
     Raises:
         ValueError: for a name that is not known, offering the nearest; for a budget that a policy cannot honour.
+        TypeError: for one name, or one budget, that is in no list.
     """
+    if isinstance(names, str):
+        raise TypeError(f"names={names!r}: give a list of names")
+    if isinstance(budgets, (str, int, float, np.generic)):
+        raise TypeError(f"budgets={budgets!r}: give a list of budgets")
     budgets, made = list(budgets), {}
     for name in names:
         cls = policy_class(name)

@@ -104,7 +104,7 @@ class Record:
         score: as the task gives it.
         tokens: of the prompt; None where the task does not count them.
         rows: kept of it per kv head and layer, averaged; None likewise.
-        nbytes: that they weigh on the device; None likewise.
+        nbytes: that they weigh, wherever they lie; None likewise.
         figures: numbers, and lists of numbers, besides.
     """
 

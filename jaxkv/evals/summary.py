@@ -34,7 +34,7 @@ class Cell:
         high: where it ends.
         tokens: of a prompt, averaged; None where the task does not count them.
         rows: kept of it per kv head and layer, averaged; None likewise.
-        nbytes: that they weigh on the device, averaged; None likewise.
+        nbytes: that they weigh, wherever they lie, averaged; None likewise.
     """
 
     policy: str
@@ -80,9 +80,16 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
         Its ends: Wilson's where every share is 0 or 1, and where all are alike, as wide as if they were; Student's
         otherwise, None for one score that is no share.
 
+    Raises:
+        ValueError: for no scores, and for shares that are none.
+
     References:
         Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
     """
+    scores = np.asarray(scores, np.float64)
+    require(scores.ndim == 1 and scores.size > 0, "scores", f"of shape {scores.shape}", "give a list of at least 1")
+    inside = not shares or bool(((scores >= 0) & (scores <= 1)).all())
+    require(inside, "scores", scores.tolist(), "shares lie in [0, 1]: give shares=False for others")
     n, mean = len(scores), float(scores.mean())
     if shares and (np.isin(scores, (0.0, 1.0)).all() or (scores == scores[0]).all()):
         middle, width = mean + _Z**2 / (2 * n), _Z * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n * n))
@@ -98,6 +105,16 @@ def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
         return None
     width = _quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
     return mean - width, mean + width
+
+
+def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[float, float] | None:
+    """Student's; of differences of shares that are all alike, as far as those not drawn may pull the mean."""
+    n, first = len(apart), float(apart[0])
+    if not shares or n == 1 or (apart != first).any():
+        return _student(apart)
+    # Wilson's upper end of none among n that differ: they lie in [-1, 1].
+    others = _Z**2 / (n + _Z**2)
+    return first - others * (1 + first), first + others * (1 - first)
 
 
 def _quantile(freedom: int) -> float:
@@ -144,7 +161,10 @@ class Evaluation:
 
         Raises:
             ValueError: where there is none, or one that has not come to its end.
+            TypeError: for what is no path.
         """
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folder={folder!r}: give the folder of an evaluation")
         path = Path(folder).expanduser()
         try:
             run = read_run(path)
@@ -265,7 +285,8 @@ class Evaluation:
             by.setdefault(one.group, []).append(one.score - other.score)
         parts = [np.asarray(each, np.float64) for each in by.values()]
         means = [float(part.mean()) for part in parts]
-        ends = _together(means, [_student(part) for part in parts])
+        shares = self.run.unit == "%"
+        ends = _together(means, [_of_differences(part, shares=shares) for part in parts])
         apart = np.concatenate(parts)
         return Difference(
             mean=sum(means) / len(means),

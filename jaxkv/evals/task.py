@@ -54,9 +54,21 @@ class Sample:
         for name in ("id", "group", "context", "question", "prefix"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give a text")
+        for name in ("answers", "stop"):
+            given = getattr(self, name)
+            # A text is a sequence of texts, too: its letters.
+            if not isinstance(given, (tuple, list)) or not all(isinstance(each, str) for each in given):
+                raise TypeError(f"{name}={given!r}: give a tuple of texts")
+            object.__setattr__(self, name, tuple(given))
+        if not isinstance(self.tags, Mapping):
+            raise TypeError(f"tags={self.tags!r}: give a mapping")
+        require(all(self.stop), "stop", self.stop, "every answer has the empty text: leave it out")
         require(bool(self.id), "id", self.id, "name the sample")
         require(bool(self.context), "context", self.context, "a sample has at least one character of it")
-        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
+        new = plain(self.new_tokens)
+        require(is_whole(new, 1), "new_tokens", new, "draw at least 1 token")
+        object.__setattr__(self, "new_tokens", new)
+        flag(self, "raw")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,7 @@ class Outcome:
         figures: numbers, and lists of numbers, that the task's pictures need besides.
         tokens: of the prompt, its question included; None where the task does not count them.
         rows: kept of it per kv head and layer, averaged; None likewise.
-        nbytes: that they weigh on the device; None likewise.
+        nbytes: that they weigh, wherever they lie; None likewise.
     """
 
     score: float
