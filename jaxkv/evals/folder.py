@@ -186,10 +186,10 @@ class Lines:
         Raises:
             OSError: where the disk takes no more.
         """
-        data = b"".join(record.line() for record in records)
+        made = [record.line() for record in records]
         os.lseek(self._number, self._ends[-1], os.SEEK_SET)
         try:
-            rest = memoryview(data)
+            rest = memoryview(b"".join(made))
             while rest:
                 rest = rest[os.write(self._number, rest) :]
             os.fsync(self._number)
@@ -200,9 +200,8 @@ class Lines:
                 raise
             there = f"{len(self.records)} lines are whole: make room, and the same command goes on from there"
             raise OSError(f"{self._path}: {error.strerror or error}; {there}") from error
-        for record in records:
-            self.records.append(record)
-            self._ends.append(self._ends[-1] + len(record.line()))
+        self.records += records
+        self._ends += (self._ends[-1] + np.cumsum([len(line) for line in made], dtype=np.int64)).tolist()
 
     def __enter__(self) -> "Lines":
         """Itself."""

@@ -249,9 +249,8 @@ def _fill(
             # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
             more = 0 if rows[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
             filled = [*batch, *batch[-1:] * more]
-            outcomes = _outcomes(params, task, run, name, rows[name], filled, how, len(lines.records), folder)
-            outcomes = outcomes[: len(batch)]
-            lines.add([_record(run, name, *each) for each in zip(batch, outcomes, strict=True)])
+            made = _records(params, task, run, name, rows[name], filled, how, len(lines.records), folder)
+            lines.add(made[: len(batch)])
             bar.update(len(batch))
 
 
@@ -292,7 +291,7 @@ def _ran(params: LanguageModel, task: Task, policy: Method, batch: Sequence[Samp
     return [outcome for sample in batch for outcome in task.run(params, policy, [sample], own[sample.id])]
 
 
-def _outcomes(
+def _records(
     params: LanguageModel,
     task: Task,
     run: Run,
@@ -302,7 +301,8 @@ def _outcomes(
     how: How,
     done: int,
     folder: Path,
-) -> list[Outcome]:
+) -> list[Record]:
+    """What became of a batch, as its lines have it; what no line can have is told, and how many are there."""
     ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
     kept = f"{done} lines are in {folder}, and the same call goes on from there"
     try:
@@ -312,20 +312,21 @@ def _outcomes(
         raise Failed(f"{name}, {ids}: {message}; {kept}") from error
     if len(outcomes) != len(batch):
         raise Failed(f"{name}, {ids}: {name_of(task)} gave {len(outcomes)} outcomes for {len(batch)}; {kept}")
+    made = []
     for sample, outcome in zip(batch, outcomes, strict=True):
         try:
             score = float(outcome.score)
             if not math.isfinite(score) or (task.unit == "%" and not -_ROUNDING <= score <= 1 + _ROUNDING):
                 wanted = "a share in [0, 1]" if task.unit == "%" else "a finite number"
                 raise ValueError(f"score={score}: {name_of(task)} owes {wanted}")
-            require_sound(json.loads(_record(run, name, sample, outcome).line()), "give texts and finite numbers")
+            made.append(_record(run, name, sample, outcome, score))
+            require_sound(json.loads(made[-1].line()), "give texts and finite numbers")
         except (TypeError, ValueError, AttributeError) as error:
             raise Failed(f"{name}, sample {sample.id}: {error}; {kept}") from error
-    return outcomes
+    return made
 
 
-def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
-    score = float(outcome.score)
+def _record(run: Run, name: str, sample: Sample, outcome: Outcome, score: float) -> Record:
     return Record(
         task=run.task,
         policy=name,
