@@ -62,7 +62,7 @@ help:
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
-	@echo "make train-tiny   train the tiny model that comes with jaxkv, 20 minutes; what was ended goes on with the same command"
+	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
 	@echo "make orders-tiny  orders between policies on it, with intervals; goes on likewise"
 	@echo "make needle       kvpress' ten needles in 1,024 tokens, its figures beside ours"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"

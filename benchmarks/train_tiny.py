@@ -5,7 +5,7 @@
 
 Every question behind a context is a lesson of its own, so that texts of 128 tokens already teach attention to look
 things up; longer texts follow, to 2,048 tokens. Heads of the first two blocks begin near what they will do
-(`benchmarks/tiny/model.py`), without which most of an hour goes by before the loss falls. Some 20 minutes on two cores
+(`benchmarks/tiny/model.py`), without which most of an hour goes by before the loss falls. Some 66 minutes on two cores
 that other work shares.
 """
 

@@ -80,6 +80,20 @@ def test_a_sample_without_a_question_changes_none_beside_it():
         np.testing.assert_array_equal([each.rows for each in together], [length // 2 for length in lengths])
 
 
+def test_what_one_sample_may_answer_changes_none_beside_it():
+    made = Words(count=4).samples(words())
+    most = words().config.max_positions
+    # The longest prompt that there is leaves room for its own answer alone.
+    longest = " ".join(["w5"] * (most - 5))
+    given = [
+        dataclasses.replace(each, new_tokens=3 + 20 * (at % 2), context=longest if at == 2 else each.context)
+        for at, each in enumerate(made)
+    ]
+    for policy in (jaxkv.H2O(budget=30), jaxkv.FullKV()):
+        together = asking.asked(words(), policy, given, How(agnostic=False, raw=True))
+        assert together == [asking.asked(words(), policy, [each], How(agnostic=False, raw=True))[0] for each in given]
+
+
 def test_a_prefix_is_kept_from_the_policy_with_the_question():
     sample = Sample(id="0", group="g", context="w1 w2 w3", prefix=" w4", new_tokens=1)
     context, question = asking.ids_of(words().text, sample)

@@ -105,12 +105,15 @@ def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how:
     """
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
     # Without a question there is nothing to keep from the policy: such a sample runs as it does in the other setting.
-    apart = [bool(question) and how.agnostic for _, question in pairs]
+    # Answers of one length are drawn together, so that no sample has more drawn for it than it asks for.
+    kinds = [(bool(of[1]) and how.agnostic, sample.new_tokens) for of, sample in zip(pairs, samples, strict=True)]
     told: dict[int, Answer] = {}
-    for agnostic in dict.fromkeys(apart):
-        at = [number for number, each in enumerate(apart) if each == agnostic]
-        said = _asked(params, policy, [samples[each] for each in at], [pairs[each] for each in at], how.seed, agnostic)
-        told |= zip(at, said, strict=True)
+    for kind in dict.fromkeys(kinds):
+        at = [number for number, each in enumerate(kinds) if each == kind]
+        # Programs are compiled for a batch's size, so a part of one is filled up with copies.
+        all_of = at + at[-1:] * (len(samples) - len(at))
+        said = _asked(params, policy, [samples[n] for n in all_of], [pairs[n] for n in all_of], how.seed, kind[0])
+        told |= zip(at, said, strict=False)
     return [told[at] for at in range(len(samples))]
 
 
@@ -122,21 +125,21 @@ def _asked(
     key: int,
     agnostic: bool,
 ) -> list[Answer]:
-    longest, progress = max(sample.new_tokens for sample in samples), False
+    new_tokens, progress = samples[0].new_tokens, False
     if agnostic:
         cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=progress)
         questions = [question for _, question in pairs]
-        out = generate(params, questions, cache=cache, max_new_tokens=longest, key=key, progress=progress)
+        out = generate(params, questions, cache=cache, max_new_tokens=new_tokens, key=key, progress=progress)
     else:
         whole = [context + question for context, question in pairs]
-        out = generate(params, whole, policy=policy, max_new_tokens=longest, key=key, progress=progress)
+        out = generate(params, whole, policy=policy, max_new_tokens=new_tokens, key=key, progress=progress)
     assert params.text is not None
     # Rows behind the limit are those of later tokens; a policy that drops a row for each of them has none.
     kept = np.minimum(host(out.cache.limit)[:, : len(pairs)], out.cache.kept)
     ends = set(params.text.eos_ids)
     told = []
     for at, (sample, tokens) in enumerate(zip(samples, out.tokens, strict=True)):
-        mine = [each for each in tokens.tolist()[: sample.new_tokens] if each not in ends]
+        mine = [each for each in tokens.tolist() if each not in ends]
         said = params.text.decode(mine)
         answer = Answer(
             text=min((said.split(stop)[0] for stop in sample.stop), key=len, default=said),
