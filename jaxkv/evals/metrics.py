@@ -299,7 +299,8 @@ def values_in_a_row(prediction: str, answer: str) -> float:
         A share of the list.
     """
     right = json.loads(answer)
-    said = [int(each) for each in re.findall(r"[0-9]+", prediction)]
+    # Digits without end are what a model says that has come to repeat itself, and no number to Python.
+    said = [_number(each) for each in re.findall(r"[0-9]+", prediction)]
     wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
     return next(wrong, len(right)) / len(right)
 
