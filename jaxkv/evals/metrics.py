@@ -23,6 +23,7 @@ _CHINESE = (
 _CHINESE_TOO = str.maketrans("", "", string.punctuation + _CHINESE)
 _MARKS = "\n:\"'.,?!{}"
 _LETTERS = "ABCD"
+PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def words_of(text: str) -> list[str]:
@@ -193,7 +194,7 @@ def paragraph(prediction: str, answer: str) -> float:
     Returns:
         A share.
     """
-    return share_of_numbers(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+    return share_of_numbers(prediction, PARAGRAPH.findall(answer)[0])
 
 
 def line_of_code(prediction: str, answer: str) -> float:
