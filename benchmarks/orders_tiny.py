@@ -1,11 +1,11 @@
 """Orders between policies that the tiny model shows, over a hundred samples a cell, with intervals.
 
-    python -m benchmarks.orders_tiny                 all cells; ended half-way, the same command goes on
-    python -m benchmarks.orders_tiny --count 20      fewer samples
+    python -m benchmarks.orders_tiny                             all cells; ended half-way, the same command goes on
+    python -m benchmarks.orders_tiny --count 20 --out few.json   fewer samples
 
 A cell is one task under one policy and budget; an order holds two policies against each other on the same samples.
 The interval of a cell is Wilson's, that of a difference a bootstrap over samples, both of 95%. An order is "shown"
-where the difference's interval lies above 0, "held" where it reaches 0, and "broken" where it lies below.
+where the difference's interval lies above 0, "open" where it reaches 0, and "broken" where it lies below.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.evals import How, Task, TwoStage
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.ruler import Ruler
+from jaxkv.evals.summary import interval
 
 MODEL = "tiny-retrieval"
 BATCH = 25
@@ -33,7 +34,7 @@ class Order:
 
     Attributes:
         title: what it is called in the table.
-        better: the policy that should win, as a class or name with its settings but for the budget.
+        better: the policy that should win, by its class' name in `jaxkv`.
         worse: the other.
         task: the cases.
         agnostic: the context is compressed before the question is seen.
@@ -41,8 +42,8 @@ class Order:
     """
 
     title: str
-    better: tuple[str, dict]
-    worse: tuple[str, dict]
+    better: str
+    worse: str
     task: Task
     budgets: tuple[int | float, ...]
     agnostic: bool = False
@@ -53,13 +54,13 @@ def orders(count: int) -> list[Order]:
     keys = Ruler(tasks=("niah_multikey_1",), lengths=(1024,), wording="small", count=count)
     middle = Needle(lengths=(1024,), depths=MIDDLE, wording="small", count=math.ceil(count / len(MIDDLE)))
     stages = TwoStage(count=count, sizes=(10, 20, 30, 40), reason=True, new_tokens=24)
-    rows, omni = (64, 128, 256), ("OmniKV", {})
-    ada, snap, h2o, d2o = ("AdaKV", {}), ("SnapKV", {}), ("H2O", {}), ("D2O", {})
+    rows, shares = (64, 128, 256), (0.2, 0.3, 0.5)
+    unseen = {"title": "question unseen, one of 4 keys", "task": keys, "budgets": rows, "agnostic": True}
     return [
-        Order(title="question unseen, one of 4 keys", better=ada, worse=snap, task=keys, budgets=rows, agnostic=True),
-        Order(title="2StageRetr, reasoning", better=omni, worse=h2o, task=stages, budgets=(0.2, 0.3, 0.5)),
-        Order(title="needle in the middle", better=snap, worse=("StreamingLLM", {}), task=middle, budgets=rows),
-        Order(title="one of 4 keys", better=d2o, worse=h2o, task=keys, budgets=rows),
+        Order(better="AdaKV", worse="SnapKV", **unseen),
+        Order(title="2StageRetr, reasoning", better="OmniKV", worse="H2O", task=stages, budgets=shares),
+        Order(title="needle in the middle", better="SnapKV", worse="StreamingLLM", task=middle, budgets=rows),
+        Order(title="one of 4 keys", better="D2O", worse="H2O", task=keys, budgets=rows),
     ]
 
 
@@ -69,13 +70,6 @@ def scores(params: jaxkv.LanguageModel, policy: jaxkv.Policy, task: Task, how: H
     for first in range(0, len(samples), BATCH):
         found += [each.score for each in task.run(params, policy, samples[first : first + BATCH], how)]
     return found
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """95% of a share of so many."""
-    z = 1.959964
-    middle, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return tuple((middle + side * half) / (1 + z**2 / count) for side in (-1, 1))
 
 
 def difference(better: list[float], worse: list[float]) -> tuple[float, float, float]:
@@ -88,7 +82,7 @@ def difference(better: list[float], worse: list[float]) -> tuple[float, float, f
 
 def verdict(low: float, high: float) -> str:
     """What an interval of a difference says of an order."""
-    return "shown" if low > 0 else "broken" if high < 0 else "held"
+    return "shown" if low > 0 else "broken" if high < 0 else "open"
 
 
 def main() -> None:
@@ -101,7 +95,7 @@ def main() -> None:
     enable_compilation_cache()
     params = jaxkv.load(options.model)
     results = record.resume(
-        options.out, {"model": MODEL, "fingerprint": params.fingerprint, "count": options.count, "batch": BATCH}
+        options.out, {"model": options.model, "fingerprint": params.fingerprint, "count": options.count, "batch": BATCH}
     )
     cells, lines = results.setdefault("cells", {}), []
 
@@ -109,17 +103,15 @@ def main() -> None:
         title = f"{task!r} {policy!r} {'agnostic' if agnostic else 'aware'}"
         if title not in cells:
             cells[title] = scores(params, policy, task, How(agnostic=agnostic))
+            results["machine"] = record.machine()
             record.save(options.out, results)
         return cells[title]
 
     for order in orders(options.count):
         full = cell(order.task, jaxkv.FullKV(), order.agnostic)
         for budget in order.budgets:
-            (first, mine), (second, its) = order.better, order.worse
-            pair = [
-                cell(order.task, getattr(jaxkv, name)(budget=budget, **given), order.agnostic)
-                for name, given in ((first, mine), (second, its))
-            ]
+            first, second = order.better, order.worse
+            pair = [cell(order.task, getattr(jaxkv, name)(budget=budget), order.agnostic) for name in (first, second)]
             apart, low, high = difference(*pair)
             shown = [f"{100 * np.mean(each):.0f} ({_interval(each)})" for each in (full, *pair)]
             found = f"{100 * apart:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
@@ -128,26 +120,26 @@ def main() -> None:
                 f"| {verdict(low, high)} |"
             )
             print(lines[-1], flush=True)
-    results["machine"] = record.machine()
-    record.save(options.out, results)
-    options.out.with_suffix(".md").write_text("\n".join([*HEAD, *lines, ""]), "utf-8")
+    options.out.with_suffix(".md").write_text("\n".join([*head(options.count), *lines, ""]), "utf-8")
 
 
-HEAD = (
-    "# Orders on the tiny model",
-    "",
-    "By `python -m benchmarks.orders_tiny`: percent of right answers over 100 samples, with Wilson's interval of 95%;",
-    "differences sample by sample, with a bootstrap's. An order is shown where that lies above 0, held where it",
-    "reaches 0: with 256 rows of 1,024 both policies lose next to nothing, and there is little to win.",
-    "OmniKV drops nothing: the budget is what half of its layers read, of H2O what all of them keep.",
-    "",
-    "| task | budget | full cache | should win | should lose | difference | order |",
-    "|---|---|---|---|---|---|---|",
-)
+def head(count: int) -> list[str]:
+    """What stands above the lines."""
+    return [
+        "# Orders on the tiny model",
+        "",
+        f"By `python -m benchmarks.orders_tiny`: percent of right answers over {count} samples, with Wilson's interval",
+        "of 95%; differences sample by sample, with a bootstrap's. An order is shown where that lies above 0, open",
+        "where it reaches 0, broken where it lies below.",
+        "OmniKV drops nothing: its budget is what the layers above its filter read, H2O's what all of them keep.",
+        "",
+        "| task | budget | full cache | should win | should lose | difference | order |",
+        "|---|---|---|---|---|---|---|",
+    ]
 
 
 def _interval(found: list[float]) -> str:
-    low, high = wilson(float(np.mean(found)), len(found))
+    low, high = interval(np.asarray(found))
     return f"{100 * low:.0f} to {100 * high:.0f}"
 
 

@@ -19,7 +19,7 @@ from jaxkv.analysis import Similarity, best_filters, filter_layers, similarity
 from jaxkv.checkpoints import named_models
 from jaxkv.cli import filters, main
 from jaxkv.engine.prefill import read_layers
-from jaxkv.evals import COLOURS, two_stage
+from jaxkv.evals import COLOURS, TwoStage, two_stage
 from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 
@@ -195,3 +195,5 @@ def test_sums_are_keys_and_answers_their_colours():
     assert {case.size for case in two_stage(17)} == set(range(40, 201, 10))
     with pytest.raises(ValueError, match="count"):
         two_stage(0)
+    with pytest.raises(ValueError, match=r"sizes=\(3, 2\): give dictionaries of at least 3"):
+        TwoStage(sizes=(3, 2))

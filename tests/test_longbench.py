@@ -145,6 +145,10 @@ def test_other_files_are_refused_by_name(tmp_path):
     (tmp_path / "lcc.jsonl").write_text("<html>")
     with pytest.raises(ValueError, match="line 1 is no JSON"):
         LongBench(data=str(tmp_path), tasks=("lcc",)).samples(model)
+    row = {"input": "x", "context": "y", "answers": ["7"], "all_classes": None}
+    (tmp_path / "passage_retrieval_en.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"data=\['7'\]: passage_retrieval_en answers with paragraphs such as"):
+        LongBench(data=str(tmp_path), tasks=("passage_retrieval_en",)).samples(model)
     with pytest.raises(ValueError, match="tasks=.*lsht.*narrativeqa"):
         LongBench(tasks=("lsht",))
     with pytest.raises(ValueError, match="count=-1"):

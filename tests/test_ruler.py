@@ -281,6 +281,7 @@ class TestTask:
         ({"tasks": ("niah",)}, "tasks='niah': take some of niah_single_1, "),
         ({"tasks": ()}, r"tasks=\(\): name at least one"),
         ({"tasks": ("vt", "vt")}, "name each once"),
+        ({"data": "x"}, "data='x': only qa_1 and qa_2 read files: name them among the tasks"),
         ({"lengths": ()}, r"lengths=\(\): name at least one"),
         ({"lengths": (512, 512)}, "name each once"),
         ({"count": 0}, "count=0: make at least 1"),

@@ -23,6 +23,7 @@ _CHINESE = (
 _CHINESE_TOO = str.maketrans("", "", string.punctuation + _CHINESE)
 _MARKS = "\n:\"'.,?!{}"
 _LETTERS = "ABCD"
+PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def words_of(text: str) -> list[str]:
@@ -193,7 +194,7 @@ def paragraph(prediction: str, answer: str) -> float:
     Returns:
         A share.
     """
-    return share_of_numbers(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+    return share_of_numbers(prediction, PARAGRAPH.findall(answer)[0])
 
 
 def line_of_code(prediction: str, answer: str) -> float:
@@ -299,7 +300,8 @@ def values_in_a_row(prediction: str, answer: str) -> float:
         A share of the list.
     """
     right = json.loads(answer)
-    said = [int(each) for each in re.findall(r"[0-9]+", prediction)]
+    # Digits without end are what a model says that has come to repeat itself, and no number to Python.
+    said = [_number(each) for each in re.findall(r"[0-9]+", prediction)]
     wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
     return next(wrong, len(right)) / len(right)
 

@@ -25,7 +25,7 @@ PREFIX = "The best thing to do in San Francisco is"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
 _OPENING = "This is a very long story book: <book> "
 _ASKED = " </book>.\n Based on the content of the book, Question: {question}\n"
-_PREFIX = "Answer: "
+_PREFIX = "Answer:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ class Story(Recipe):
         return Prompt(
             context=_OPENING + " ".join([*told[:place], self.needle, *told[place:]]),
             question=_ASKED.format(question=self.question),
-            prefix=_PREFIX + self.prefix,
+            # Without a space at its end, which tokenizers write before the next word.
+            prefix=f"{_PREFIX} {self.prefix}".rstrip(),
             answers=(self.answer,),
             target=f" {self.answer}",
             depth=self.depth,
@@ -69,8 +70,8 @@ class Story(Recipe):
 class Needle(QuestionTask):
     """Needle in a haystack: one sentence in a long text, over lengths and depths, as in the papers' heat maps.
 
-    The official wording is Kamradt's sentence in a text, asked as PyramidKV's authors ask it; a score is the share of
-    the answer's different words that the model said, which is what their maps show: "a", "in" and the like give
+    The official wording is Kamradt's sentence and question in the template of PyramidKV's authors; a score is the share
+    of the answer's different words that the model said, which is what their maps show: "a", "in" and the like give
     some other answers a third. The small wording is RULER's needle among sentences of a few hundred words, and its
     number has to occur. Lengths count template, question and answer.
 
@@ -79,9 +80,9 @@ class Needle(QuestionTask):
         depths: where the needle stands, from 0, the beginning, to 1, the end.
         count: samples for each length and depth; those behind the first begin elsewhere in the text.
         wording: "official", or "small" for models that know a few hundred words.
-        needle: the sentence.
+        needle: the sentence; another one has its own question, prefix and answer.
         question: what is asked about it.
-        prefix: the answer's first words, put into the model's mouth.
+        prefix: the answer's first words, put into the model's mouth; "" for none.
         answer: how it goes on.
         haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
         new_tokens: tokens of an answer of the official wording, of which the first line counts.
@@ -116,6 +117,8 @@ class Needle(QuestionTask):
             default = type(self).__dataclass_fields__[name].default
             mine = self.wording == "official" or value == default
             require(mine, name, value, "the small wording has its own: take wording='official'")
+            its = self.needle == NEEDLE or value != default
+            require(its, name, value, f"it belongs to another needle than {self.needle!r}: give that one's")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """The cases, by length and depth; see `Task.samples`."""

@@ -36,7 +36,16 @@ class Question:
 
     def found_in(self, output: str) -> bool:
         """Whether the answer occurs in the output, whatever the case; inside another word counts, as in the paper."""
-        return self.answer.lower() in output.lower()
+        return _found(self.answer, output)
+
+
+def _found(answer: str, output: str) -> bool:
+    return answer.lower() in output.lower()
+
+
+def _check(count: int, sizes: tuple[int, ...]) -> None:
+    require(count >= 1, "count", count, "make at least 1 case")
+    require(bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries")
 
 
 def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False) -> list[Question]:
@@ -57,8 +66,7 @@ def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reas
     References:
         OmniKV, appendix A: keys are 0 to n - 1, and every sum of the equation is one of them.
     """
-    require(count >= 1, "count", count, "make at least 1 case")
-    require(bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries")
+    _check(count, sizes)
     rng = np.random.default_rng(seed)
     cases = []
     for size in itertools.islice(itertools.cycle(sizes), count):
@@ -100,6 +108,7 @@ class TwoStage(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
+        _check(self.count, self.sizes)
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -121,4 +130,4 @@ class TwoStage(QuestionTask):
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Whether the colour occurs in the answer."""
-        return float(sample.answers[0].lower() in prediction.lower())
+        return float(_found(sample.answers[0], prediction))

@@ -57,6 +57,8 @@ class Ruler(QuestionTask):
             require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
         require(bool(self.tasks), "tasks", self.tasks, "name at least one")
         require(len(set(self.tasks)) == len(self.tasks), "tasks", self.tasks, "name each once")
+        read = self.data is None or not set(self.tasks).isdisjoint(FILES)
+        require(read, "data", self.data, f"only {' and '.join(FILES)} read files: name them among the tasks, or none")
         check_grid(self)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:

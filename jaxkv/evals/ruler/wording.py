@@ -90,7 +90,7 @@ class Wording(abc.ABC):
             count: how many.
 
         Returns:
-            The strings, all different while there are so many.
+            The strings: words are all different while there are so many, others as chance has it.
         """
         return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
 
