@@ -25,8 +25,8 @@ from jaxkv.analysis.similarity import SimilarityWatcher
 from jaxkv.analysis.watching import Watcher, watch
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import random_key, require_model
-from jaxkv.cli.numbers import argument, seed, whole, whole_or_real
-from jaxkv.cli.policy_rows import spelled
+from jaxkv.cli.numbers import argument, seed, whole
+from jaxkv.cli.policy_rows import budgets_of, spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
@@ -105,7 +105,7 @@ def run_analyze(options: argparse.Namespace) -> int:
     """
     require_model(options.model)
     names = _listed(options.what, "--what", FIGURES)
-    budgets = [_budget(word) for word in options.budgets.split(",") if word.strip()]
+    budgets = budgets_of(options.budgets)
     policies = {} if options.policies is None else _policies(options.policies)
     usual = _policies(_USUAL) if not policies else policies
     if set(names) & set(_OF_POLICIES):
@@ -154,13 +154,6 @@ def _listed(given: str, flag: str, known: Any) -> list[str]:
     odd = [name for name in names if name not in known]
     require(bool(names) and not odd, flag, ",".join(odd) or given, f"give some of {', '.join(known)}")
     return names
-
-
-def _budget(word: str) -> Budget:
-    try:
-        return whole_or_real(word.strip())
-    except ValueError as error:
-        raise ValueError(f"--budgets={word!r}: {error}") from None
 
 
 def _policies(given: str) -> dict[str, Policy]:
