@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.cli.generating import require_model
