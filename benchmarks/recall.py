@@ -170,8 +170,8 @@ def main():
         "density": DensityWatcher(),
         "retained": RetainedWatcher(),
         "budgets": BudgetsWatcher(cells),
-        "recall": RecallWatcher(cells, following=options.following),
-        "loss": LossWatcher(grid(model, ALLOCATIONS, LOSS_BUDGETS), following=options.following),
+        "recall": RecallWatcher(cells),
+        "loss": LossWatcher(grid(model, ALLOCATIONS, LOSS_BUDGETS)),
     }
     progress = lambda at, tokens: print(f"{time.perf_counter() - begin:5.0f} s: {titles[at]}", flush=True)  # noqa: E731
     found = watch(model, ids, list(watchers.values()), following=options.following, begin=progress)

@@ -67,7 +67,9 @@ def test_all_figures_are_written_and_said(text, tmp_path, capsys):
 
 def test_a_table_says_what_was_asked_for(text, capsys):
     assert main(["analyze", "--text", str(text), "--what", "retained,recall", "--tokens", "30", *SHORT]) == 0
-    told, recalled = capsys.readouterr().out.split("\n\n")
+    captured = capsys.readouterr()
+    told, recalled = captured.out.split("\n\n")
+    assert "text 1 of 1, the first 30 of 45 tokens" in captured.err
     assert told.startswith("retained: ") and told.splitlines()[1].split()[:2] == ["keys", "%"]
     rows = [line.split() for line in recalled.splitlines()]
     assert rows[0][0] == "recall:" and [row[:4] for row in rows[2:4]] == [
@@ -93,6 +95,8 @@ def test_a_table_says_what_was_asked_for(text, capsys):
         (["--policies", "snapkv --alpha 0"], "snapkv has no such option"),
         (["--policies", "snapkv --budget 8"], "give --budgets"),
         (["--policies", ","], "--policies=','"),
+        (["--what", "loss", "--budgets", "16"], "uniform: budget=16: below sinks + window"),
+        (["--what", "loss", "--policies", "snapkv,d2o"], "policies='d2o': it merges rows"),
         (["--out", "{text}"], "it is no folder"),
     ],
     ids=str,
@@ -117,8 +121,8 @@ def test_texts_that_are_too_short_are_named(text, capsys):
 def test_what_follows_a_prompt_counts_only_where_policies_are_asked(text, capsys, tmp_path):
     (tmp_path / "short.txt").write_text("w3 w4 w5 w6")
     asked = ("analyze", "--text", str(tmp_path / "short.txt"), "--what")
-    assert main([*asked, "retained"]) == 0
-    capsys.readouterr()
+    assert main([*asked, "retained", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["following"] == 0
     assert "of which 32 follow" in refused(capsys, *asked, "recall")
 
 

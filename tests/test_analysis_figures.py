@@ -51,8 +51,8 @@ def watched(mesh=None):
         RetainedWatcher(shares=SHARES, queries=QUERIES),
         SimilarityWatcher(queries=QUERIES),
         BudgetsWatcher(cells),
-        RecallWatcher(cells, following=FOLLOWING),
-        LossWatcher(cells, following=FOLLOWING),
+        RecallWatcher(cells),
+        LossWatcher(cells),
     )
     names = ("density", "retained", "similarity", "budgets", "recall", "loss")
     return dict(zip(names, watch(model, TEXTS, watchers, following=FOLLOWING), strict=True))
@@ -113,7 +113,7 @@ def test_retained_attention_is_the_oracles():
         np.testing.assert_allclose(found.mass[layer, head], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("at", [0, 1, 4, 6, 7])
+@pytest.mark.parametrize("at", range(len(POLICIES)))
 def test_recall_is_the_oracles_over_kept_positions(at):
     found = watched()["recall"]
     assert found.following == FOLLOWING and found.segments == 6
@@ -194,6 +194,10 @@ def test_a_picture_is_of_many_pixels(tmp_path):
     watched()["retained"].picture(tmp_path / "figure.png")
     data = (tmp_path / "figure.png").read_bytes()
     assert data.startswith(b"\x89PNG") and int.from_bytes(data[16:20], "big") == 850
+
+
+def test_a_curve_of_one_point_is_drawn(tmp_path):
+    jaxkv.analysis.retained(tiny.tiny(CONFIG), TEXTS[:1], shares=(1.0,)).picture(tmp_path / "figure.svg")
 
 
 def test_budgets_go_to_bases_and_names():

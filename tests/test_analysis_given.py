@@ -40,7 +40,9 @@ def test_numbers_of_numpy_are_plain_ones_in_what_is_found(tmp_path):
 
 def test_a_policy_that_draws_takes_a_seed_or_a_key():
     of = {"policies": {"one": Random()}, "budgets": [8], "following": 4}
-    one, two, other = (recall(tiny.tiny(CONFIG), TEXTS, **of, key=key) for key in (3, jax.random.key(3), np.int64(4)))
+    keys = (3, jax.random.key(3), np.int64(4), 0, None)
+    one, two, other, *zero = (recall(tiny.tiny(CONFIG), TEXTS, **of, key=key) for key in keys)
+    np.testing.assert_array_equal(zero[0].recall, zero[1].recall)
     np.testing.assert_array_equal(one.recall, two.recall)
     assert (one.recall != other.recall).any()
 
@@ -50,6 +52,8 @@ def test_a_policy_that_draws_takes_a_seed_or_a_key():
     [
         ({"budgets": 8}, "budgets=8: give a list"),
         ({"budgets": "8"}, "budgets='8': give a list"),
+        ({"budgets": np.array(8)}, "budgets=8: give a list"),
+        ({"texts": np.array(8)}, "texts=8: give a list"),
         ({"budgets": [8, np.int64(8)]}, "budgets=.8, 8.: two of them"),
         ({"policies": POLICY}, "policies=SnapKV"),
         ({"policies": SnapKV}, "policies=<class"),
@@ -106,6 +110,8 @@ def test_pictures_of_places_that_are_none_are_refused(tmp_path):
         found.picture(tmp_path / "a.png", budget=1)
     with pytest.raises(ValueError, match="layers=9"):
         density(tiny.tiny(CONFIG), TEXTS[:1], bins=4).picture(tmp_path / "a.png", layers=[9])
+    with pytest.raises(ValueError, match="filters=2: give a place, 0 to 1"):
+        Similarity(mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)).picture("a.png", filters=[2])
     assert not list(tmp_path.iterdir())
 
 

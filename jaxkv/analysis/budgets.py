@@ -96,7 +96,7 @@ def budgets(
     policies: Policies,
     budgets: Sequence[Budget],
     following: int = 0,
-    key: int | Array = 0,
+    key: int | Array | None = 0,
 ) -> Budgets:
     """Counts the rows that policies keep of texts.
 

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv._values import brief, plain, typed
@@ -136,7 +137,7 @@ def _name(policy: Policy) -> str:
 
 
 def kept_rows(
-    params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array = 0
+    params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
     """What policies keep of a prompt, which runs through the model once.
 
@@ -144,7 +145,7 @@ def kept_rows(
         params: the model.
         prompt: one prompt; on a mesh as often as it has groups.
         policies: which; those that read less than they keep have no answer.
-        key: of those that draw, or its seed.
+        key: of those that draw, or its seed; seed 0 for None, as everywhere.
 
     Returns:
         By policy the rows that stay, as prefill chooses them.
@@ -154,7 +155,9 @@ def kept_rows(
     """
     flat, axes = params.flat, params.axes
     slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
-    choosers = [_Chooser(flat, policy, prompt, slots, key) for policy in policies]
+    given = as_key(key)
+    drawn = jax.random.key(0) if given is None else given
+    choosers = [_Chooser(flat, policy, prompt, slots, drawn) for policy in policies]
     all_needs = [each.parts.needs for each in choosers]
     needs = Needs(
         queries=max(each.queries for each in all_needs),
@@ -172,11 +175,9 @@ def kept_rows(
 class _Chooser:
     """One policy's choice among the rows of one layer after the other, or of all layers where these share a budget."""
 
-    def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: int | Array):
+    def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: PRNGKeyArray):
         self.flat, self.parts = flat, policy.parts()
-        drawn = as_key(key)
-        assert drawn is not None
-        self.lengths, self.key = prompt.lengths.astype(np.int64), drawn
+        self.lengths, self.key = prompt.lengths.astype(np.int64), key
         self.told = by_length(self.parts, self.lengths, flat.config.layers)
         self.length = place(prompt.lengths, "B", flat.axes)
         self.forced = place(self.parts.keep.mask(self.lengths, slots), "B S", flat.axes)

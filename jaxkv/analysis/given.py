@@ -21,6 +21,8 @@ def several(name: str, given: Any, remedy: str) -> tuple[Any, ...]:
     Raises:
         ValueError: for a text, for nothing, and for what is no list.
     """
+    # An array without axes is iterable by its type alone.
+    given = plain(given)
     some = isinstance(given, Iterable) and not isinstance(given, (str, bytes, type))
     parts = tuple(given) if some else ()
     require(bool(parts), name, given, remedy)

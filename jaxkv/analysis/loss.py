@@ -16,7 +16,7 @@ from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
 from jaxkv.analysis.choosing import Budget, Grid, Policies, Policy, grid
 from jaxkv.analysis.figures import Figure
-from jaxkv.analysis.given import place_of, whole
+from jaxkv.analysis.given import place_of
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
 from jaxkv.axes import host, most_of_devices, program, total
@@ -30,6 +30,10 @@ from jaxkv.text.prompts import Prompt
 ALLOCATIONS: Mapping[str, Policy] = MappingProxyType(
     {"uniform": SnapKV(), "safeguarded": AdaKV(), "adaptive": AdaKV(alpha=0.0)}
 )
+
+
+# A GPU would round float32 to ten bits, and a bound made of rounded numbers need not hold.
+_exact = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +133,7 @@ def eviction_loss(
     budgets: Sequence[Budget],
     policies: Policies = ALLOCATIONS,
     following: int = 16,
-    key: int | Array = 0,
+    key: int | Array | None = 0,
 ) -> EvictionLoss:
     """Measures what dropping rows changes in each layer's attention, for the tokens that follow a prompt.
 
@@ -156,32 +160,33 @@ def eviction_loss(
         Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Rows are dropped by kv head, and h counts
         query heads.
     """
-    watcher = LossWatcher(grid(params, policies, budgets), following=following)
+    watcher = LossWatcher(grid(params, policies, budgets))
     return watch(params, texts, [watcher], following=following, key=key)[0]
 
 
 class LossWatcher(Watcher):
     """Looks at the queries behind prompts, and at values."""
 
-    def __init__(self, given: Grid, *, following: int):
+    least_following = 1
+
+    def __init__(self, given: Grid):
         """Takes the policies."""
-        following = whole("following", following, "let at least 1 token follow the prompt")
         for name, (cell, *_) in zip(given.names, given.cells, strict=True):
             parts = cell.parts()
             require(
                 parts.merge is None, "policies", name, "it merges rows, of which nothing is dropped: give merge=None"
             )
             require(not parts.rolling, "policies", name, "its positions are those within the cache: leave that out")
-        self.grid, self.policies, self.following = given, given.flat, following
+        self.grid, self.policies = given, given.flat
         self.layers, self.texts, self.lengths = list[np.ndarray](), list[tuple[np.ndarray, ...]](), list[int]()
 
     def needs(self, text: Text) -> Needs:
         """The queries behind the prompt."""
-        return Needs(queries=self.following)
+        return Needs(queries=text.following)
 
     def look(self, text: Text, layer: Layer) -> None:
         """A layer's losses and bounds."""
-        q, positions = layer.last(self.following)
+        q, positions = layer.last(text.following)
         rows, prompt = text.masks(self.policies, layer.index), text.numbers(text.prompt)
         given = (layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt)
         self.layers.append(np.stack([host(each)[0, :-1] for each in _lost(*given, graphs=layer.graphs)]))
@@ -223,19 +228,18 @@ def _lost(
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
     """The losses of n sets of rows, and their bounds."""
     block, (batch, heads, group, _, dim) = graphs.block(leaves), q.shape
-    exact = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
 
     def head(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         mine, keys, values, position, sets, behind = inputs
         paid, values = probabilities(mine, keys, position), values.astype(jnp.float32)
-        whole = exact("gws,sd->gwd", paid, values)
+        whole = _exact("gws,sd->gwd", paid, values)
 
         def one(kept: Array) -> tuple[Array, Array]:
             seen = jnp.where(kept | behind, paid, 0.0)
             share = seen.sum(axis=-1)
-            left = exact("gws,sd->gwd", seen, values) / jnp.maximum(share, 1e-30)[..., None]
+            left = _exact("gws,sd->gwd", seen, values) / jnp.maximum(share, 1e-30)[..., None]
             return whole - left, share.sum(axis=0)
 
         return lax.map(one, sets.T)
@@ -244,7 +248,7 @@ def _lost(
     spread = lambda a: flat(jnp.broadcast_to(a[:, None], (batch, heads, *a.shape[1:])))  # noqa: E731
     apart, share = lax.map(head, (flat(q), flat(k), flat(v), spread(positions), flat(rows), spread(since)))
     apart, share = (a.reshape(batch, heads, *a.shape[1:]) for a in (apart, share))
-    loss = jnp.abs(total(exact("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(axis=-1)
+    loss = jnp.abs(total(_exact("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(axis=-1)
     norms = lax.cummax(most_of_devices(_norms(v, weight), "H", graphs.axes), axis=1)
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)
@@ -259,7 +263,7 @@ def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float
     size = min(256, slots)
 
     def norms(part: Array) -> Array:
-        seen = jnp.einsum("bksd,ekgd->bkgse", part.astype(jnp.float32), weight)
+        seen = _exact("bksd,ekgd->bkgse", part.astype(jnp.float32), weight)
         return jnp.abs(seen).sum(axis=-1).max(axis=(1, 2))
 
     parts = jnp.moveaxis(v.reshape(batch, heads, slots // size, size, dim), 2, 0)

@@ -14,7 +14,6 @@ from jaxkv._drawing import COLUMN, paper, style
 from jaxkv._errors import require
 from jaxkv.analysis.choosing import Budget, Grid, Policies, grid
 from jaxkv.analysis.figures import Figure, error
-from jaxkv.analysis.given import whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
 from jaxkv.axes import Axes, host, program
@@ -120,7 +119,7 @@ def recall(
     policies: Policies,
     budgets: Sequence[Budget],
     following: int = FOLLOWING,
-    key: int | Array = 0,
+    key: int | Array | None = 0,
 ) -> Recall:
     """Measures how much of full attention falls on rows that policies keep.
 
@@ -145,27 +144,28 @@ def recall(
     References:
         PyramidKV, arXiv:2406.02069, appendix N and figure 8.
     """
-    watcher = RecallWatcher(grid(params, policies, budgets), following=following)
+    watcher = RecallWatcher(grid(params, policies, budgets))
     return watch(params, texts, [watcher], following=following, key=key)[0]
 
 
 class RecallWatcher(Watcher):
     """Looks at the queries behind prompts."""
 
-    def __init__(self, given: Grid, *, following: int):
+    least_following = 1
+
+    def __init__(self, given: Grid):
         """Takes the policies."""
-        following = whole("following", following, "let at least 1 token follow the prompt")
-        self.grid, self.policies, self.following = given, given.flat, following
+        self.grid, self.policies = given, given.flat
         self.layers, self.texts = list[np.ndarray](), list[tuple[np.ndarray, ...]]()
-        self.lengths, self.segments = list[int](), 0
+        self.lengths, self.segments, self.following = list[int](), 0, 0
 
     def needs(self, text: Text) -> Needs:
         """The queries behind the prompt."""
-        return Needs(queries=self.following)
+        return Needs(queries=text.following)
 
     def look(self, text: Text, layer: Layer) -> None:
         """What they pay to the rows that each policy keeps."""
-        q, positions = layer.last(self.following)
+        q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
         self.layers.append(mine.reshape(-1, *mine.shape[2:]).astype(np.float64))
@@ -178,6 +178,7 @@ class RecallWatcher(Watcher):
         rows = np.asarray([text.rows[cell].sum() for cell in self.policies], np.int64)
         self.texts.append((recalled, (kept + 1 - prompt).mean(axis=-1), rows))
         self.lengths.append(text.prompt)
+        self.following = text.following
         self.layers, self.segments = [], int(np.prod(text.rows[self.policies[0]].shape[:2]))
 
     def found(self) -> Recall:
@@ -223,7 +224,9 @@ def paid(
 
     def head(inputs: tuple[Array, ...]) -> Array:
         mine, keys, position, sets = inputs
-        return jnp.einsum("gws,sn->gwn", probabilities(mine, keys, position), sets.astype(jnp.float32))
+        shares = probabilities(mine, keys, position)
+        # A GPU would round them to ten bits, and what policies differ by is in the fourth digit.
+        return jnp.einsum("gws,sn->gwn", shares, sets.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
     flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))

@@ -61,7 +61,9 @@ class Retained(Figure):
             median = np.median(100 * self.mass, axis=(0, 1))
             panel.plot(across, median, color="black", linewidth=1.6, linestyle="--", label="median of the heads")
             panel.set(xscale="log", xlabel="keys of each head, % of the text", ylabel="attention retained, %")
-            panel.set(ylim=(0, 102), xlim=(across[0], 100), xticks=(1, 10, 100), xticklabels=("1", "10", "100"))
+            # Of the whole text alone there is a point, and an axis has two ends.
+            panel.set(ylim=(0, 102), xlim=(min(across[0], 50), 100))
+            panel.set(xticks=(1, 10, 100), xticklabels=("1", "10", "100"))
             panel.legend(loc="lower right", frameon=False)
             figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
 

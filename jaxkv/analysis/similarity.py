@@ -54,13 +54,14 @@ class Similarity(Figure):
             ImportError: without matplotlib, naming the extra that brings it.
         """
         layers = len(self.mass)
+        marked = [given.place_of("filters", layer, layers) for layer in filters]
         upper = np.where(np.arange(layers)[:, None] <= np.arange(layers), self.mass, np.nan)
         with paper(path, width=COLUMN, height=2.9) as figure:
             panel = figure.add_subplot()
             image = panel.imshow(upper, vmin=0, vmax=1, cmap="viridis", origin="upper")
             figure.colorbar(image, label=f"share of attention on the top {self.share:.1%} of tokens")
             panel.set(xlabel="layer that reads", ylabel="layer that chooses")
-            for layer in filters:
+            for layer in marked:
                 panel.axhline(layer, color="#D55E00", linewidth=0.8, linestyle="--")
 
     def records(self) -> list[dict[str, Any]]:

@@ -49,6 +49,11 @@ class Text:
     axes: Axes | None
     copies: int
 
+    @property
+    def following(self) -> int:
+        """Tokens behind the prompt."""
+        return self.count - self.prompt
+
     def masks(self, policies: Sequence[Method], layer: int) -> Bool[Array, "B K S n"]:
         """Prompt rows that policies keep in a layer, where the model lies; the last of the n is all of them."""
         heads = next(iter(self.rows.values())).shape[1]
@@ -90,9 +95,11 @@ class Watcher(abc.ABC):
 
     Attributes:
         policies: those whose choices it wants to know.
+        least_following: tokens that must follow a prompt, at least, where it looks at them alone.
     """
 
     policies: Sequence[Method] = ()
+    least_following: int = 0
 
     @abc.abstractmethod
     def needs(self, text: Text) -> Needs | None:
@@ -118,7 +125,7 @@ def watch(
     watchers: Sequence[Watcher],
     *,
     following: int = 0,
-    key: int | Array = 0,
+    key: int | Array | None = 0,
     begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
     """Runs texts through the model under full attention, each once, for any number of watchers.
@@ -138,7 +145,9 @@ def watch(
         ValueError: for texts that are empty or too long for the model, or budgets that a policy cannot honour.
     """
     params = as_model(params)
-    following = whole("following", following, "give how many last tokens policies do not see, 0 or more", least=0)
+    least = max((watcher.least_following for watcher in watchers), default=0)
+    remedy = f"give how many last tokens policies do not see, {least} or more"
+    following = whole("following", following, remedy, least=least)
     policies = tuple({policy: None for watcher in watchers for policy in watcher.policies})
     for at, encoded in enumerate(_encoded(params, texts, following)):
         count, copies = len(encoded.ids[0]), missing(1, params.axes)

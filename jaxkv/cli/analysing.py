@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.analysis.budgets import BudgetsWatcher
-from jaxkv.analysis.choosing import Budget, Policy, checked, grid
+from jaxkv.analysis.choosing import Grid, Policy, checked, grid
 from jaxkv.analysis.density import DensityWatcher
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
@@ -25,8 +25,8 @@ from jaxkv.analysis.similarity import SimilarityWatcher
 from jaxkv.analysis.watching import Watcher, watch
 from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import random_key, require_model
-from jaxkv.cli.numbers import argument, seed, whole, whole_or_real
-from jaxkv.cli.policy_rows import spelled
+from jaxkv.cli.numbers import argument, seed, whole
+from jaxkv.cli.policy_rows import budgets_of, spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
@@ -40,7 +40,16 @@ FIGURES = {
     "recall": "full attention on rows that policies keep (PyramidKV, figure 8)",
     "loss": "change of a layer's output, and its bound (Ada-KV, figure 2 and theorem 3.1)",
 }
-_OF_POLICIES = ("budgets", "recall", "loss")
+_OF_MODELS: Mapping[str, Callable[[], Watcher]] = {
+    "density": DensityWatcher,
+    "retained": RetainedWatcher,
+    "similarity": SimilarityWatcher,
+}
+_OF_POLICIES: Mapping[str, Callable[[Grid], Watcher]] = {
+    "budgets": BudgetsWatcher,
+    "recall": RecallWatcher,
+    "loss": LossWatcher,
+}
 _KINDS = ("png", "svg", "pdf")
 _TOKENS = 4096
 _USUAL = "snapkv --window 8,pyramidkv --window 8,adakv --window 8"
@@ -105,47 +114,42 @@ def run_analyze(options: argparse.Namespace) -> int:
     """
     require_model(options.model)
     names = _listed(options.what, "--what", FIGURES)
-    budgets = [_budget(word) for word in options.budgets.split(",") if word.strip()]
-    policies = {} if options.policies is None else _policies(options.policies)
-    usual = _policies(_USUAL) if not policies else policies
-    if set(names) & set(_OF_POLICIES):
-        require(bool(budgets), "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
-        checked(usual, budgets)
+    budgets = budgets_of(options.budgets)
+    policies = _policies(_USUAL if options.policies is None else options.policies)
+    given = {"loss": ALLOCATIONS} if options.policies is None else {}
+    of_policies = bool(set(names) & set(_OF_POLICIES))
+    require(bool(budgets) or not of_policies, "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
+    _watchers(names, lambda name: checked(given.get(name, policies), budgets))
     kinds = () if options.pictures == "none" else _listed(options.pictures, "--pictures", _KINDS)
     folder = None if options.out is None else _folder(options.out, bool(kinds))
     texts = [_text(name) for name in options.text]
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype)
-    made = {name: _watcher(name, params, usual, policies or ALLOCATIONS, budgets, options.following) for name in names}
-    following = options.following if set(names) & set(_OF_POLICIES) else 0
-    ids, key = _ids(params, options, texts, following), random_key(options.seed)
-    told = lambda at, tokens: to_stderr(f"jaxkv: text {at + 1} of {len(ids)}, {tokens} tokens")  # noqa: E731
-    found = watch(params, ids, list(made.values()), following=following, key=key, begin=told)
+    watchers = _watchers(names, lambda name: grid(params, given.get(name, policies), budgets))
+    following = options.following if of_policies else 0
+    ids, had = _ids(params, options, texts, following)
+    key = random_key(options.seed)
+
+    def told(at: int, tokens: int) -> None:
+        cut = f"the first {tokens} of {had[at]}" if tokens < had[at] else str(tokens)
+        to_stderr(f"jaxkv: text {at + 1} of {len(ids)}, {cut} tokens")
+
+    found = watch(params, ids, watchers, following=following, key=key, begin=told)
     figures: dict[str, Figure] = dict(zip(names, found, strict=True))
-    record = _record(options, params, ids, figures)
-    to_stdout(json.dumps(record, indent=2) if options.json else _tables(figures))
+    read = zip(options.text, ids, had, strict=True)
+    said = [{"file": name, "tokens": len(each), "of": tokens} for name, each, tokens in read]
+    settings = {"model": params.name, "dtype": str(params.dtype), "following": following, "seed": options.seed}
+    tables = _records(figures)
+    record = {"settings": settings, "texts": said, "figures": tables}
+    to_stdout(json.dumps(record, indent=2) if options.json else _tables(tables))
     if folder is not None:
         _write(folder, figures, record, kinds)
     return 0
 
 
-def _watcher(
-    name: str,
-    params: LanguageModel,
-    policies: Mapping[str, Policy],
-    of_loss: Mapping[str, Policy],
-    budgets: Sequence[Budget],
-    following: int,
-) -> Watcher:
-    makers: dict[str, Callable[[], Watcher]] = {
-        "density": DensityWatcher,
-        "retained": RetainedWatcher,
-        "similarity": SimilarityWatcher,
-        "budgets": lambda: BudgetsWatcher(grid(params, policies, budgets)),
-        "recall": lambda: RecallWatcher(grid(params, policies, budgets), following=following),
-        "loss": lambda: LossWatcher(grid(params, of_loss, budgets), following=following),
-    }
-    return makers[name]()
+def _watchers(names: Sequence[str], of: Callable[[str], Grid]) -> list[Watcher]:
+    """Who looks for each figure; `of` says with what policies."""
+    return [_OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](of(name)) for name in names]
 
 
 def _listed(given: str, flag: str, known: Any) -> list[str]:
@@ -154,13 +158,6 @@ def _listed(given: str, flag: str, known: Any) -> list[str]:
     odd = [name for name in names if name not in known]
     require(bool(names) and not odd, flag, ",".join(odd) or given, f"give some of {', '.join(known)}")
     return names
-
-
-def _budget(word: str) -> Budget:
-    try:
-        return whole_or_real(word.strip())
-    except ValueError as error:
-        raise ValueError(f"--budgets={word!r}: {error}") from None
 
 
 def _policies(given: str) -> dict[str, Policy]:
@@ -189,30 +186,28 @@ def _text(name: str) -> str:
     return text
 
 
-def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str], following: int) -> list[list[int]]:
-    """The texts as ids, cut to what was asked for."""
+def _ids(
+    params: LanguageModel, options: argparse.Namespace, texts: list[str], following: int
+) -> tuple[list[list[int]], list[int]]:
+    """The texts as ids, cut to what was asked for; and how many each had."""
     remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
     require(params.text is not None, "--model", options.model, remedy)
     assert params.text is not None
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
-    ids = [params.text.encode(text, bos=True)[:tokens] for text in texts]
+    every = [params.text.encode(text, bos=True) for text in texts]
+    ids = [each[:tokens] for each in every]
     for name, each in zip(options.text, ids, strict=True):
         behind = f", of which {following} follow the prompt" if following else ""
         remedy = f"it has {len(each)} tokens{behind}: give a longer text"
         require(len(each) > following + 1, "--text", name, remedy)
-    return ids
+    return ids, [len(each) for each in every]
 
 
-def _record(
-    options: argparse.Namespace, params: LanguageModel, ids: list[list[int]], figures: Mapping[str, Figure]
-) -> dict[str, Any]:
-    """What was looked at, and the tables, as JSON has them."""
-    texts = [{"file": name, "tokens": len(each)} for name, each in zip(options.text, ids, strict=True)]
-    settings = {"model": params.name, "dtype": str(params.dtype), "following": options.following, "seed": options.seed}
-    tables = {name: [_plain(each) for each in figure.records()] for name, figure in figures.items()}
-    return {"settings": settings, "texts": texts, "figures": tables}
+def _records(figures: Mapping[str, Figure]) -> dict[str, list[dict[str, Any]]]:
+    """The tables, as JSON has them."""
+    return {name: [_plain(each) for each in figure.records()] for name, figure in figures.items()}
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
@@ -222,12 +217,11 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tables(figures: Mapping[str, Figure]) -> str:
-    return "\n\n".join(f"{name}: {FIGURES[name]}\n{_table(figure)}" for name, figure in figures.items())
+def _tables(tables: Mapping[str, list[dict[str, Any]]]) -> str:
+    return "\n\n".join(f"{name}: {FIGURES[name]}\n{_table(records)}" for name, records in tables.items())
 
 
-def _table(figure: Figure) -> str:
-    records = [_plain(each) for each in figure.records()]
+def _table(records: list[dict[str, Any]]) -> str:
     if not records:
         return "(nothing to say: a single layer)"
     lines = [list(records[0]), *([_cell(value) for value in each.values()] for each in records)]

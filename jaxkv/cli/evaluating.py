@@ -1,19 +1,15 @@
 """What `jaxkv eval` does: checks all it is asked for, then loads the model, runs, prints and draws."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable
-from typing import Any
-
-import jax
 
 from jaxkv._errors import require
 from jaxkv.cli.generating import require_model
-from jaxkv.cli.numbers import argument, seed, whole, whole_or_real
-from jaxkv.cli.policy_rows import rows_of
+from jaxkv.cli.meshes import mesh_of
+from jaxkv.cli.numbers import argument, seed, whole
+from jaxkv.cli.policy_rows import budgets_of, rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, task_from
 from jaxkv.engine.compilation import enable_compilation_cache
@@ -47,7 +43,6 @@ examples:
   a page to look at and to send:
     jaxkv eval report whole
 """
-_LEAST_DEVICES = 8
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +116,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
         OSError: where the folder takes no more.
     """
     task = task_from(options, cls)
-    budgets = [_budget(word) for word in options.budgets.split(",") if word.strip()]
+    budgets = budgets_of(options.budgets)
     policies = rows_of(options.policies, budgets)
     agnostic, raw = getattr(options, "question_agnostic", False), options.raw
     how = How(agnostic=agnostic, raw=raw, seed=0 if options.seed is None else options.seed)
@@ -133,7 +128,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
     said |= {"batch": options.batch, "shard": None if shard is None else list(shard)}
     said["budgets"] = {row: policy.parts().budget for row, policy in policies.items()}
     require_same(folder, said)
-    mesh = None if options.mesh is None else _mesh(options.mesh)
+    mesh = None if options.mesh is None else mesh_of(options.mesh)
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype, mesh=mesh)
     try:
@@ -220,30 +215,8 @@ def _print(done: Evaluation, *, as_json: bool) -> None:
     to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
 
 
-def _budget(word: str) -> Any:
-    try:
-        return whole_or_real(word.strip())
-    except ValueError as error:
-        raise ValueError(f"--budgets={word!r}: {error}") from None
-
-
 def _shard(given: str) -> tuple[int, int]:
     first, slash, count = given.partition("/")
     fine = bool(slash) and first.isdecimal() and count.isdecimal() and int(first) < int(count)
     require(fine, "--shard", given, "give I/N, such as 0/4 for the first of four parts")
     return int(first), int(count)
-
-
-def _mesh(given: str) -> jax.sharding.Mesh:
-    """A mesh of the devices here; of a CPU's as many as are asked for."""
-    sizes = given.split("x")
-    fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
-    require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
-    shape = (int(sizes[0]), int(sizes[1]))
-    # XLA's CPU can wait for ever for one of three devices where three are all.
-    with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
-        jax.config.update("jax_num_cpu_devices", max(_LEAST_DEVICES, math.prod(shape)))
-    devices = jax.devices()
-    remedy = f"there are {len(devices)} devices here: give a mesh of so many at most"
-    require(math.prod(shape) <= len(devices), "--mesh", given, remedy)
-    return jax.make_mesh(shape, ("data", "model"), devices=devices[: math.prod(shape)])

@@ -1,19 +1,16 @@
 """What `jaxkv export` does: checks what it is asked for, loads the model, and writes what runs without jaxkv."""
 
 import argparse
-import contextlib
 import json
 import os
 from pathlib import Path
-
-import jax
-import numpy as np
 
 from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.attention.choice import KERNELS
 from jaxkv.checkpoints.orbax_files import require_free
 from jaxkv.cli.generating import require_model
+from jaxkv.cli.meshes import mesh_of
 from jaxkv.cli.numbers import argument, whole
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
@@ -28,8 +25,6 @@ _SAMPLERS: dict[str, Sampling] = {
     "top-p": TopP(p=0.95),
     "min-p": MinP(p=0.1),
 }
-
-_LEAST_DEVICES = 8
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +76,8 @@ def run_export(options: argparse.Namespace) -> int:
     odd = [name for name in samplers if name not in _SAMPLERS]
     require(not odd, "--sampling", options.sampling, f"give of {', '.join(_SAMPLERS)}")
     lengths, batch = _counts("--lengths", options.lengths), _counts("--batch", options.batch)
-    mesh = None if options.mesh is None else _mesh(options.mesh)
+    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them.
+    mesh = None if options.mesh is None else mesh_of(options.mesh, "cpu")
     params = load(options.model, dtype=options.dtype)
     made = export(
         params,
@@ -111,19 +107,3 @@ def _counts(flag: str, given: str) -> list[int]:
         return [whole(word, least=1) for word in given.split(",")]
     except ValueError as error:
         raise ValueError(f"{flag}={given!r}: give numbers such as 1024,4096") from error
-
-
-def _mesh(given: str) -> jax.sharding.Mesh:
-    """A mesh of this machine's devices; of a CPU's as many as are asked for."""
-    sizes = given.split("x")
-    fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
-    require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
-    shape = (int(sizes[0]), int(sizes[1]))
-    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them.
-    # Where there are three devices in all, XLA's CPU can wait for ever for one of them.
-    with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
-        jax.config.update("jax_num_cpu_devices", max(_LEAST_DEVICES, int(np.prod(shape))))
-    devices = jax.devices("cpu")
-    remedy = f"this process has {len(devices)} CPU devices: give a mesh of so many"
-    require(int(np.prod(shape)) <= len(devices), "--mesh", given, remedy)
-    return jax.make_mesh(shape, ("data", "model"), devices=devices[: int(np.prod(shape))])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from jaxkv._errors import require
+from jaxkv.cli.numbers import whole_or_real
 from jaxkv.cli.policy_options import add_policy_options, given_flags, policy_from
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.policies import Method
@@ -86,6 +87,27 @@ def spelled(given: str) -> Iterator[Spelled]:
             raise ValueError(f"--policies={text!r}: {error}") from None
         require(options.policy == name, "--policies", text, "one policy at a time: a comma parts them")
         yield Spelled(text=text, name=name, sized=bool(_SIZES & given_flags(options).keys()), parser=parser)
+
+
+def budgets_of(given: str) -> list[int | float]:
+    """Reads `--budgets`.
+
+    Args:
+        given: what was written, such as "64,128,0.2".
+
+    Returns:
+        Rows and shares; none where nothing was written.
+
+    Raises:
+        ValueError: for what is no number.
+    """
+    budgets = []
+    for word in filter(str.strip, given.split(",")):
+        try:
+            budgets.append(whole_or_real(word.strip()))
+        except ValueError as error:
+            raise ValueError(f"--budgets={word.strip()!r}: {error}") from None
+    return budgets
 
 
 def rows_of(given: str, budgets: Sequence[int | float]) -> dict[str, Method]:

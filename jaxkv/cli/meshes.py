@@ -1,0 +1,39 @@
+"""Meshes as `--mesh` writes them: devices by data and model."""
+
+import contextlib
+import math
+
+import jax
+
+from jaxkv._errors import require
+
+# XLA's CPU can wait for ever for one of three devices where three are all; and of very many it dies.
+_LEAST, _MOST = 8, 1024
+
+
+def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
+    """A mesh of this machine's devices; a CPU has as many as are asked for, if no array was made yet.
+
+    Args:
+        given: as the user wrote it, such as 1x8.
+        platform: whose devices: "cpu", say; by default those that arrays lie on.
+
+    Returns:
+        The mesh, with the axes `data` and `model`.
+
+    Raises:
+        ValueError: for what is no mesh, and for more devices than there are.
+    """
+    sizes = given.split("x")
+    fine = len(sizes) == 2 and all(each.isdecimal() and len(each) < 10 and int(each) for each in sizes)
+    require(fine, "--mesh", given, "give devices by data and model, such as 1x8")
+    shape = (int(sizes[0]), int(sizes[1]))
+    count = math.prod(shape)
+    require(count <= _MOST, "--mesh", given, f"give {_MOST} devices at most")
+    with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
+        jax.config.update("jax_num_cpu_devices", max(_LEAST, count))
+    devices = jax.devices(platform)
+    kind = "" if platform is None else f"{platform.upper()} "
+    remedy = f"there are {len(devices)} {kind}devices here: give a mesh of so many at most"
+    require(count <= len(devices), "--mesh", given, remedy)
+    return jax.make_mesh(shape, ("data", "model"), devices=devices[:count])
