@@ -18,7 +18,7 @@ import numpy as np
 from ._errors import refusal, require
 from .fetching import bar, fetch
 from .gguf_tokenizer import GgufTokenizer
-from .json_files import remove_unfinished, write_json
+from .json_files import write_json
 from .named_models import manifest, names
 from .orbax_files import (
     MANIFEST,
@@ -37,6 +37,7 @@ from .orbax_files import (
 )
 from .source import Checkpoint, open_checkpoint
 from .tensor import dtype_of
+from .whole_files import remove_unfinished
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Which conversion this is, and a line for each tensor that is done.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
-import secrets
 from pathlib import Path
 from typing import Any
 
 from ._errors import refusal, require
+from .whole_files import write_whole
 
 AGAIN = "copy or download the file again"
 # Settings take kilobytes, the index of a large model a few megabytes; JSON takes up to thirty times that in memory.
 _MOST_BYTES = 32 << 20
-# What a file is called until it is whole.
-_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def check_size(path: Path, most: int = _MOST_BYTES) -> None:
@@ -87,28 +82,4 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: where it cannot be written; the old file is then as it was.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    mode = path.stat().st_mode & 0o777 if path.exists() else None
-    # Not read by others before it has its mode.
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
-        if mode is not None:
-            os.chmod(part, mode)
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes what `write_json` leaves in a folder where it was killed.
-
-    Args:
-        folder: one that nobody else writes to.
-    """
-    for path in folder.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            path.unlink()
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())

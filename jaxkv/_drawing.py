@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxkv.checkpoints.whole_files import write_whole
+
 # Okabe and Ito's colours, which colour-blind people tell apart; dashes and markers tell them apart in grey as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _DASHES = ("-", "--", "-.", ":")
@@ -115,10 +117,4 @@ def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
         finally:
             pyplot.close(figure)
     # Behind a link its file is replaced, not the link.
-    path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(Path(os.path.realpath(path)), data)

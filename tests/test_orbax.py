@@ -180,7 +180,7 @@ def test_stopped_between_steps(tmp_path, monkeypatch, step):
         stop_after(monkeypatch, 0, target, of=step)
     if step != "_begin":
         assert_nothing_loads(target)
-        # What `write_json` leaves where it is killed.
+        # What `write_whole` leaves where it is killed.
         for name in ("jaxkv.json", "config.json", "conversion.json"):
             (Path(f"{target}.partial") / f".{name}.0123456789abcdef.tmp").write_text("{")
     convert(SOURCE, target)

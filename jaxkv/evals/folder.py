@@ -1,9 +1,7 @@
 """The folder of an evaluation: who may write into it, and how nothing is ever half-written there."""
 
 import contextlib
-import errno
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from jaxkv._errors import require
+from jaxkv.checkpoints.whole_files import settle
 from jaxkv.evals.records import RUN, SAMPLES, Record, read_record
 
 try:
@@ -19,51 +18,6 @@ except ImportError:  # Windows: nobody is kept out there
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file, whole or not at all.
-
-    Args:
-        path: the file.
-        data: what goes into it.
-
-    Raises:
-        OSError: where it cannot be written; what was there is as it was.
-    """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(part, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        settle(path.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        if isinstance(error, OSError):
-            raise OSError(f"{path}: {error.strerror or error}") from error
-        raise
-
-
-def settle(folder: Path) -> None:
-    """Writes a folder's names through to the disk; a file whose name is lost is lost with it.
-
-    Args:
-        folder: in which a file was made or renamed.
-    """
-    if os.name == "nt":  # folders are not opened there
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        # Some file systems have no such thing for folders; a disk that fails is told.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(number)
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:

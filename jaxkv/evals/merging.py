@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 
 from jaxkv._errors import require
-from jaxkv.evals.folder import locked, require_folder, write_whole
+from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.evals.folder import locked, require_folder
 from jaxkv.evals.records import SAMPLES, Record, Run, differences
 from jaxkv.evals.runs import begin, finish
 from jaxkv.evals.summary import Evaluation

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv._values import is_whole, shortened
-from jaxkv.evals.folder import write_whole
+from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.records import Record
 from jaxkv.evals.summary import Cell, Evaluation, number

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_model
+from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, seed_of, settings_of
-from jaxkv.evals.folder import Lines, locked, require_folder, write_whole
+from jaxkv.evals.folder import Lines, locked, require_folder
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run, require_sound
 from jaxkv.evals.summary import Evaluation
