@@ -1,6 +1,6 @@
 """What SmolLM2's attention looks like in real documents, and what policies recall and lose of it at equal totals.
 
-    python -m benchmarks.recall                     eight documents, prompts of 4096 tokens; some ten minutes
+    python -m benchmarks.recall                     eight documents, prompts of 4096 tokens; twenty minutes or so
     python -m benchmarks.recall --documents 2 --prompt 1024
 
 PyramidKV against SnapKV (PyramidKV's figure 8) with the same window and as many rows in all; besides, PyramidKV with
@@ -122,7 +122,11 @@ def told(results):
         f"{PUBLISHED} - SnapKV | rows that it keeps |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    apart = lambda each: f"{100 * each['above_snapkv']:+.2f} +- {100 * (each['standard_error_of_that'] or 0):.2f}"  # noqa: E731
+
+    def apart(each):
+        spread = each["standard_error_of_that"]
+        return f"{100 * each['above_snapkv']:+.2f}" + ("" if spread is None else f" +- {100 * spread:.2f}")
+
     for at, budget in enumerate(settings["budgets"]):
         snap, pyramid, published, ada = (recall[name][at] for name in ("SnapKV", "PyramidKV", PUBLISHED, "AdaKV"))
         assert pyramid["rows"] == snap["rows"] == ada["rows"]
