@@ -29,22 +29,36 @@ _PAPER = {
 
 
 def drawing() -> Any:
-    """What draws, to files only.
+    """What draws.
 
     Returns:
-        `matplotlib.pyplot`.
+        `matplotlib`, without pyplot: its backend is the user's, who may look at figures of his own in a notebook.
 
     Raises:
         ImportError: without matplotlib, naming the extra that brings it.
     """
     try:
         import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
+        import matplotlib.figure
     except ImportError:
         raise ImportError("pictures need matplotlib: pip install 'jaxkv[plots]'") from None
-    return pyplot
+    return matplotlib
+
+
+def sheet(width: float, height: float) -> Any:
+    """What is drawn on: no window shows it, and nobody has to close it.
+
+    Args:
+        width: in inches.
+        height: in inches.
+
+    Returns:
+        matplotlib's figure, without panels yet.
+
+    Raises:
+        ImportError: without matplotlib, naming the extra that brings it.
+    """
+    return drawing().figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def style(at: int) -> dict[str, str]:
@@ -61,7 +75,7 @@ def style(at: int) -> dict[str, str]:
 
 
 def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
-    """A figure as a file, the same bytes for the same figure; the figure is closed.
+    """A figure as a file, the same bytes for the same figure.
 
     Args:
         figure: matplotlib's.
@@ -71,14 +85,11 @@ def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
     Returns:
         The file.
     """
-    pyplot, file = drawing(), io.BytesIO()
-    try:
-        # Without a salt the ids of an SVG's parts are drawn at random; both kinds carry the date by default.
-        with pyplot.rc_context({"svg.hashsalt": "jaxkv"}):
-            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-            figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
-    finally:
-        pyplot.close(figure)
+    file = io.BytesIO()
+    # Without a salt the ids of an SVG's parts are drawn at random; both kinds carry the date by default.
+    with drawing().rc_context({"svg.hashsalt": "jaxkv"}):
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+        figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
     return file.getvalue()
 
 
@@ -108,13 +119,10 @@ def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
     Raises:
         ImportError: without matplotlib, naming the extra that brings it.
     """
-    pyplot, path = drawing(), Path(path)
-    with pyplot.rc_context(_PAPER):
-        figure = pyplot.figure(figsize=(width, height), layout="constrained")
-        try:
-            yield figure
-            data = saved(figure, path.suffix[1:].lower() or "png", dpi=250)
-        finally:
-            pyplot.close(figure)
+    path = Path(path)
+    with drawing().rc_context(_PAPER):
+        figure = sheet(width, height)
+        yield figure
+        data = saved(figure, path.suffix[1:].lower() or "png", dpi=250)
     # Behind a link its file is replaced, not the link.
     write_whole(Path(os.path.realpath(path)), data)

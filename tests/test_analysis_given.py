@@ -160,3 +160,18 @@ def test_attention_that_is_not_finite_is_no_figure():
             retained(broken, TEXTS[:1])
     finally:
         weight[...] = before
+
+
+def test_a_picture_leaves_the_users_own_figures_alone(tmp_path):
+    """A notebook's backend shows them; another one, switched to behind its back, would not."""
+    from matplotlib import pyplot
+
+    before = pyplot.get_backend()
+    try:
+        pyplot.switch_backend("svg")
+        mine = pyplot.figure()
+        counted().picture(tmp_path / "a.png")
+        assert pyplot.get_backend() == "svg" and pyplot.get_fignums() == [mine.number]
+    finally:
+        pyplot.close("all")
+        pyplot.switch_backend(before)

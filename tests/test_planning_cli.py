@@ -9,6 +9,7 @@ import pytest
 from cli_runs import refused
 
 from jaxkv import cli
+from jaxkv.cli import planning
 from jaxkv.planning import picture
 
 ASKED = "--model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4".split()
@@ -70,7 +71,7 @@ def test_json(capsys):
 
 def test_a_process_here(capsys, monkeypatch):
     """Of its parts, the peak; all policies of a table."""
-    monkeypatch.setattr(picture, "drawing", lambda: None)
+    monkeypatch.setattr(planning, "drawing", lambda: None)
     asked = ["--model", "smollm2-135m-instruct", "--gpus", "cpu", "--context", "4096", "--budget", "256"]
     out = run(capsys, *asked, "--policy", "adakv")
     assert out.startswith("smollm2-135m, float32, in a process on this machine's CPU\n") and "in a first run" in out
@@ -107,7 +108,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_refused(capsys, monkeypatch, message):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(picture, "drawing", lambda: None)
+    monkeypatch.setattr(planning, "drawing", lambda: None)
     assert message in refused(capsys, "plan", *ASKED, *BAD[message])
 
 
@@ -119,7 +120,7 @@ def test_pictures_need_matplotlib(capsys, monkeypatch, tmp_path):
 
 def test_a_full_disk(capsys, monkeypatch, tmp_path):
     """The plan is printed; of the picture nothing is left, and what was there stays."""
-    monkeypatch.setattr(picture, "drawing", lambda: None)
+    monkeypatch.setattr(planning, "drawing", lambda: None)
     monkeypatch.setattr(picture, "drawn", lambda plans, kind: b"x" * 100_000)
     path = tmp_path / "memory.svg"
     path.write_bytes(b"before")

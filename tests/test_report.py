@@ -188,7 +188,6 @@ def test_pictures_have_what_they_are_of(out):
     curve = pictures._curve(evaluation, "losses").axes[0].lines[0].get_ydata()
     losses = [record.figures["losses"] for record in evaluation.of("full")]
     assert len(curve) == 5 and curve[1] == pytest.approx(sum(a + b for a, b, *_ in losses) / 2 / len(losses))
-    pictures.drawing().close("all")
 
 
 def test_a_figure_with_the_name_of_a_picture_does_not_take_its_place(out):
@@ -207,7 +206,6 @@ def test_a_curve_ends_at_the_mean_of_all_positions(out):
     records = tuple(dataclasses.replace(record, figures=figures) for record in evaluation.records)
     axes = pictures._curve(dataclasses.replace(evaluation, records=records), "losses").axes[0]
     assert axes.lines[0].get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]
-    pictures.drawing().close("all")
 
 
 def test_shares_stand_where_their_rows_are(out):
@@ -228,7 +226,6 @@ def test_shares_stand_where_their_rows_are(out):
     lines = {each.get_label(): each for each in pictures._scores(found, (None,)).axes[0].lines}
     assert lines.keys() >= {"knorm@9", "knorm@12"}
     assert lines["knorm@9"].get_linestyle() != "" and pictures._marks([64.0, 66.1, 128.0, 64.0]) == [64, 128]
-    pictures.drawing().close("all")
 
 
 def test_depths_that_were_drawn_at_random_are_gathered(out):
@@ -241,7 +238,6 @@ def test_depths_that_were_drawn_at_random_are_gathered(out):
     shown = panel.images[0].get_array()
     # The first policy has the first fifth of the depths.
     assert shown.shape == (10, 3) and shown[:2].count() == 6 and shown[3:].count() == 0
-    pictures.drawing().close("all")
 
 
 def test_the_page_has_it_all_and_runs_nothing_of_it(out):

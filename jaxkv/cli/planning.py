@@ -3,6 +3,7 @@
 import argparse
 import json
 
+from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.cli.files import Target
 from jaxkv.cli.generating import require_model
@@ -123,7 +124,7 @@ def _target(options: argparse.Namespace) -> Target | None:
     picture.kind_of(options.plot)
     target = Target(flag="--plot", name=options.plot)
     target.check({"--model": options.model})
-    picture.drawing()
+    drawing()
     return target
 
 

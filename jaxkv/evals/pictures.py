@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._drawing import drawing, saved, style
+from jaxkv._drawing import drawing, saved, sheet, style
 from jaxkv.evals.records import Record
 from jaxkv.evals.summary import Evaluation
 
@@ -134,7 +134,8 @@ def _bare(at: int) -> dict[str, str]:
 
 def _lengths(evaluation: Evaluation) -> Any:
     """Score against the length that samples were made for."""
-    figure, axes = drawing().subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure = sheet(7.5, 4.5)
+    axes = figure.subplots()
     scale = 100 if evaluation.run.unit == "%" else 1
     for at, policy in enumerate(evaluation.policies):
         means = [scale * evaluation.cell(policy, length=length).mean for length in evaluation.lengths]
@@ -182,8 +183,8 @@ def _map(evaluation: Evaluation) -> Any:
         across = math.ceil(math.sqrt(len(lines)))
         every = [policies[0] for policies in lines]
         lines = [every[at : at + across] for at in range(0, len(every), across)]
-    size = (3.0 * across + 1.2, 2.0 * len(lines) + 0.8)
-    figure, grid = drawing().subplots(len(lines), across, figsize=size, layout="constrained", squeeze=False)
+    figure = sheet(3.0 * across + 1.2, 2.0 * len(lines) + 0.8)
+    grid = figure.subplots(len(lines), across, squeeze=False)
     for row, policies in zip(grid, lines, strict=True):
         for axes in row[len(policies) :]:
             axes.remove()
@@ -229,7 +230,8 @@ def _is_curve(value: Any) -> bool:
 
 def _curve(evaluation: Evaluation, name: str) -> Any:
     """A figure by position, averaged over samples as far as the shortest goes; of losses the mean up to there."""
-    figure, axes = drawing().subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure = sheet(7.5, 4.5)
+    axes = figure.subplots()
     running = name == "losses"
     for at, policy in enumerate(evaluation.policies):
         records = evaluation.of(policy)
@@ -254,8 +256,8 @@ def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]
     """A figure of so many panels, at most five beside one another."""
     across = min(count, 5 if count > 4 else max(1, math.ceil(math.sqrt(count))))
     down = -(-count // across)
-    size = (width * across + 1.5, height * down + 0.6)
-    figure, grid = drawing().subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    figure = sheet(width * across + 1.5, height * down + 0.6)
+    grid = figure.subplots(down, across, squeeze=False)
     panels = list(grid.flat)
     for spare in panels[count:]:
         spare.remove()

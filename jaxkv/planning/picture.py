@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv._drawing import drawing, saved, style
+from jaxkv._drawing import saved, sheet, style
 from jaxkv._errors import require
 from jaxkv.planning.planner import Plan
 from jaxkv.planning.setting import Setting
@@ -64,9 +64,9 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
     Raises:
         ImportError: without matplotlib; the message says how to get it.
     """
-    pyplot = drawing()
     first = plans[0].setting
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure = sheet(7.5, 4.5)
+    axes = figure.subplots()
     for at, each in enumerate(plans):
         points = peaks(each.setting)
         xs, ys = [length for length, _ in points], [size / 1e9 for _, size in points]
