@@ -1,6 +1,5 @@
 """What attention looks like in a model, and what policies keep of it: figures of papers, of any model and texts."""
 
-from jaxkv._drawing import drawing
 from jaxkv.analysis.budgets import Budgets, budgets
 from jaxkv.analysis.density import Density, density
 from jaxkv.analysis.figures import Figure
@@ -21,7 +20,6 @@ __all__ = [
     "best_filters",
     "budgets",
     "density",
-    "drawing",
     "eviction_loss",
     "filter_layers",
     "recall",
