@@ -60,13 +60,9 @@ def segments(cache: KVCache) -> Iterator[Segment]:
     Yields:
         Its segments, layer by layer.
     """
-    start, length = cache.first_rows, cache.kept
     whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
-    for layer, sequence, head in np.ndindex(*start.shape):
-        k, v, pos = whole[cache.layout.pool_of(layer)]
-        first = start[layer, sequence, head]
-        span = slice(first, first + length[layer, sequence, head])
-        yield Segment(layer, sequence, head, k[sequence, span], v[sequence, span], pos[sequence, span])
+    for layer, sequence, head, pool, rows in cache.spans():
+        yield Segment(layer, sequence, head, *(array[sequence, rows] for array in whole[pool]))
 
 
 @settled

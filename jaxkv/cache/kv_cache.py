@@ -12,7 +12,7 @@ new cache, and none gives up the buffers of the one it was given.
 import dataclasses
 import enum
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,6 +231,18 @@ class KVCache:
         """Where each segment begins in its pool, `i32[L, B, K]`, as an array on the host."""
         start, rows = host(self.start), [pool.rows for pool in self.pools]
         return self.layout.in_pools(start, rows, self.stretches)[:, : self.batch]
+
+    def spans(self) -> Iterator[tuple[int, int, int, int, slice]]:
+        """Where every segment lies.
+
+        Yields:
+            Layer, sequence and kv head, layer by layer; the number of the pool and the segment's rows in it.
+        """
+        first, length = self.first_rows, self.kept
+        for layer, sequence, head in np.ndindex(*first.shape):
+            begin = first[layer, sequence, head]
+            rows = slice(begin, begin + length[layer, sequence, head])
+            yield layer, sequence, head, self.layout.pool_of(layer), rows
 
     def free(self) -> Int[np.ndarray, " L"]:
         """Rows that every segment of a layer can still take where it lies (the smallest over the layer's segments)."""

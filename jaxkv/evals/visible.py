@@ -141,20 +141,19 @@ def _held(
 ) -> Bool[np.ndarray, "n L K S"]:
     """What a cache holds, and the token itself, as each token of the answer is read."""
     config = params.config
-    now = len(prompt) + np.arange(len(answer))
-    # All that is kept, where everything is, and otherwise the token itself.
-    seen = np.arange(slots) <= now[:, None] if policy.parts().scorer is None else np.arange(slots) == now[:, None]
+    now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
+    seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
     out = np.repeat(np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2)
-    if policy.parts().scorer is None:
+    if everything:
         return out
     session = Session(params, policy, key=key)
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
-        positions, first, length = [host(pool.pos)[0] for pool in cache.pools], cache.first_rows[:, 0], cache.kept[:, 0]
-        for layer, head in np.ndindex(config.layers, config.kv_heads):
-            begin = first[layer, head]
-            held = positions[cache.layout.pool_of(layer)][begin : begin + length[layer, head]]
-            out[step, layer, head, held] = True
+        # Keys and values, which weigh more, stay where they are.
+        positions = [host(pool.pos)[0] for pool in cache.pools]
+        for layer, sequence, head, pool, rows in cache.spans():
+            if sequence == 0:
+                out[step, layer, head, positions[pool][rows]] = True
         if step + 1 < len(answer):
             cache = fed(session, cache, [token], donate=True)
     return out
