@@ -113,6 +113,15 @@ class Scorer(Protocol):
         return False
 
     @property
+    def looks_at_end(self) -> bool:
+        """True if scores follow what the prompt's last queries attend to, so that a later question may find nothing.
+
+        `jaxkv.prefill` then warns of documents whose question is still to come. A scorer that looks at these queries
+        and keeps other rows nonetheless, by their worst case say, overrides it.
+        """
+        return self.queries > 0
+
+    @property
     def rank(self) -> Rank | None:
         """How scores go on while tokens are drawn; None where the scorer must be asked again."""
         return None
@@ -133,6 +142,11 @@ class Scorer(Protocol):
 def group_of(scorer: Scorer) -> GroupReduce:
     """How a scorer reduces query heads; the mean, if it is derived from nothing and does not say."""
     return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
+
+
+def looks_at_end(scorer: Scorer) -> bool:
+    """`scorer.looks_at_end`; for a scorer derived from nothing that lacks it, whether it asks for last queries."""
+    return getattr(scorer, "looks_at_end", scorer.queries > 0)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
@@ -165,8 +179,9 @@ def check_scorer(label: str, scorer: Any) -> None:
         value = getattr(scorer, name)
         if not fits(value):
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
-    if not isinstance(getattr(scorer, "draws", False), bool):
-        raise TypeError(f"{label}.draws={scorer.draws!r}: give True or False")
+    for name in ("draws", "looks_at_end"):
+        if not isinstance(getattr(scorer, name, False), bool):
+            raise TypeError(f"{label}.{name}={getattr(scorer, name)!r}: give True or False")
     try:
         group_of(scorer)
     except ValueError:
