@@ -62,6 +62,7 @@ def defaults(budget):
 def unseen(share):
     """Policies that compress before the question is seen, by the text that stands in the table."""
     snap = SnapKV(budget=share, pooling=AvgPool(13))
+    expected = jaxkv.ExpectedAttention(budget=share, epsilon=0.01)
     return {
         "StreamingLLM": StreamingLLM(budget=share),
         "SnapKV, AvgPool(13)": snap,
@@ -76,6 +77,12 @@ def unseen(share):
         "D2O": jaxkv.D2O(budget=share),
         "KNorm": jaxkv.KNorm(budget=share),
         "OmniKV (drops nothing)": jaxkv.OmniKV(budget=share),
+        "KeyDiff": jaxkv.KeyDiff(budget=share),
+        "ExpectedAttention": jaxkv.ExpectedAttention(budget=share),
+        "AdaKV over ExpectedAttention(epsilon=0.01)": AdaKV(base=expected),
+        "GlobalBudget over it": jaxkv.GlobalBudget(base=expected),
+        "DefensiveKV": jaxkv.DefensiveKV(budget=share),
+        "LayerDefensiveKV": jaxkv.LayerDefensiveKV(budget=share),
     }
 
 

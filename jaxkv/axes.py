@@ -382,6 +382,11 @@ def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
     return x if axes is None or axes.size(letter) == 1 else lax.pmean(x, _LETTERS[letter])
 
 
+def sum_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
+    """The sum over the devices that share an axis of this letter."""
+    return x if axes is None or axes.size(letter) == 1 else lax.psum(x, _LETTERS[letter])
+
+
 def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
     """The largest that any of these devices has."""
     return x if axes is None or axes.size(letter) == 1 else lax.pmax(x, _LETTERS[letter])

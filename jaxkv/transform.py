@@ -168,13 +168,15 @@ def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
     budget = parts.budgets(lengths, forced, strict=False)
     # A sequence of no tokens keeps none.
     whole = lambda counts: np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)  # noqa: E731
-    if parts.layers.from_scores:
+    if parts.claims:
         most = int(parts.layers.bound(budget, lengths, layers=layers).max())
         return _Sizes(capacity=(min(most, layers * slots),), budget=whole(budget), forced=whole(forced))
     rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
     rows = np.minimum(rows, lengths)
     recent = parts.recents(rows, lengths, forced)
     capacity = tuple(rows.max(axis=1).tolist())
+    if parts.layout.one_pool:
+        capacity = (sum(capacity),)
     return _Sizes(capacity=capacity, budget=whole(budget), forced=whole(forced), rows=whole(rows), recent=whole(recent))
 
 
@@ -246,7 +248,7 @@ class _Given(Source):
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Rows of prompts of these lengths, from tables, or by what layers claim."""
         sizes = self.sizes
-        if self.parts.layers.from_scores:
+        if self.parts.claims:
             return _by_claims(self.parts, sizes, self.length, claims)
         assert sizes.rows is not None and sizes.recent is not None
         of = slice(group[0], group[-1] + 1)
@@ -318,6 +320,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (parts.evicts, f"{name} drops a row for every new one, and here none go: give mode='prefill' or slide=False"),
         (parts.every, "it compresses while tokens are drawn, and here a prompt only: leave every= out"),
         (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
+        (parts.needs.future, f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
     ):
         require(not refused, "policy", policy, remedy)
     return policy

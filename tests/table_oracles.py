@@ -160,6 +160,59 @@ def critical_streaming(layer, q, k, budget):
     return o.critical_select(scores, critical_norms(k), [o.resolve_budget(budget, n)] * heads, forced, n)
 
 
+def keydiff(layer, q, k, budget):
+    n = k.shape[1]
+    picked = [o.top_select(row, o.resolve_budget(budget, n), [], n) for row in o.keydiff_scores(k)]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
+def prompt_moments(q, sinks=4):
+    """Mean and covariance of each query head's queries `[H, n, D]`, as they come: what a scorer is given here."""
+    return [o.mean_and_covariance(head[sinks:]) for head in q]
+
+
+def expected(ada=False, **options):
+    """ExpectedAttention, each head alone or competing with the layer's others."""
+
+    def select(layer, q, k, budget):
+        n = k.shape[1]
+        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 4, 0, ())
+        scores = o.expected_scores(prompt_moments(q), k, k, **options)
+        if ada:
+            return o.ada_select(scores, rows, forced, n)
+        picked = [o.top_select(row, rows, forced, n) for row in scores]
+        return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+    return each(select)
+
+
+def defensive(over_layers=False):
+    """DefensiveKV: heads compete without a guaranteed share, within each layer or over all of them."""
+
+    def oracle(qs, ks, budget):
+        n = ks[0].shape[1]
+        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+        scores = [o.defensive_scores(q, k, critical_norms(k), WINDOW) for q, k in zip(qs, ks, strict=True)]
+        if over_layers:
+            return o.global_select(scores, rows, forced, n)
+        picked = [o.ada_select(each, rows, forced, n, 0.0) for each in scores]
+        return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+    return oracle
+
+
+def global_keydiff(qs, ks, budget):
+    n = ks[0].shape[1]
+    return o.global_select([o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3)
+
+
+def global_heavy(qs, ks, budget):
+    n = ks[0].shape[1]
+    rows = o.resolve_budget(budget, n)
+    forced = o.forced_positions(n, 0, recent(rows, 0, 0.5), ())
+    return o.global_select([o.cumulative_scores(q, k) for q, k in zip(qs, ks, strict=True)], rows, forced, n)
+
+
 def window(oracle=o.snapkv, **options: Any) -> Oracle:
     """An oracle of the SnapKV family with these options."""
 

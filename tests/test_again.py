@@ -16,7 +16,12 @@ from jaxkv import (
     AdaKV,
     CaM,
     CriticalKV,
+    DefensiveKV,
+    ExpectedAttention,
+    GlobalBudget,
+    KeyDiff,
     KNorm,
+    LayerDefensiveKV,
     Merge,
     PyramidKV,
     RoCo,
@@ -48,6 +53,12 @@ POLICIES = {
     "critical": CriticalKV(base=SnapKV(budget=ROWS, window=8, every=EVERY)),
     "adakv-critical": AdaKV(base=CriticalKV(base=SnapKV(budget=ROWS, window=8, every=EVERY))),
     "cam": CaM(budget=ROWS, window=8, expected=True, every=EVERY),
+    "keydiff": KeyDiff(budget=ROWS, every=EVERY),
+    "expected": ExpectedAttention(budget=ROWS, future=16, every=EVERY),
+    "adakv-expected": AdaKV(base=ExpectedAttention(budget=ROWS, future=16, epsilon=0.01, every=EVERY)),
+    "defensive": DefensiveKV(budget=ROWS, window=8, every=EVERY),
+    "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
+    "globalbudget": GlobalBudget(base=KeyDiff(budget=ROWS, every=EVERY), alpha=0.3),
 }
 # Rows that go one by one while drawing, and many at once behind a question.
 EVICTING = {
@@ -56,6 +67,7 @@ EVICTING = {
     "roco": RoCo(budget=ROWS),
     "tova": TOVA(budget=ROWS),
     "adakv-h2o": AdaKV(base=H2O(budget=ROWS)),
+    "globalbudget-h2o": GlobalBudget(base=H2O(budget=ROWS)),
     "slide": StreamingLLM(budget=ROWS, slide=True),
     "d2o": D2O(budget=ROWS, allocation=UniformLayers()),
 }
@@ -65,7 +77,7 @@ LENGTHS = (20, 13)
 
 def once(policy):
     """The policy without what it does while decoding."""
-    if isinstance(policy, (AdaKV, CriticalKV)):
+    if isinstance(policy, (AdaKV, CriticalKV, GlobalBudget)):
         return dataclasses.replace(policy, base=once(policy.base), budget=None, every=None, merge=None)
     return dataclasses.replace(policy, every=None)
 

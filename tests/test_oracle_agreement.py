@@ -15,7 +15,8 @@ from table_oracles import critical_norms
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
-from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, UniformHeads, select
+from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, QueryMoments, UniformHeads, select
+from jaxkv.policies.protocol import future_of, norms_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
 SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads
@@ -64,15 +65,29 @@ class _Drawn(compress.Source):
             layer=jnp.int32(index),
             key=jax.random.key(0),
             sums=all_sums(self.q[index], k, self.lengths) if parts.needs.sums else None,
+            norms=jnp.asarray(critical_norms(k)) if norms_of(parts.scorer) else None,
+            moments=self.moments(index),
         )
-        norms = jnp.asarray(critical_norms(k)) if parts.needs.norms else None
+        norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
         scores, _, claim = compress.observe(seen, jnp.asarray(self.forced), **of)
         return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
 
+    def moments(self, index):
+        """Mean and covariance of the prompts' queries as they come, if the scorer asks for them."""
+        asked = future_of(self.parts.scorer)
+        if asked is None:
+            return None
+        q = [row[:, :, asked.skip : n].astype(np.float64) for row, n in zip(self.q[index], self.lengths, strict=True)]
+        off = [row - row.mean(axis=2, keepdims=True) for row in q]
+        outer = np.stack([np.einsum("kgni,kgnj->kgij", each, each) / each.shape[2] for each in off])
+        mean = np.stack([row.mean(axis=2) for row in q])
+        covariance = jnp.asarray(outer, jnp.float32) if asked.covariance else None
+        return QueryMoments(mean=jnp.asarray(mean, jnp.float32), covariance=covariance, asked=asked)
+
     def wanted(self, group, claims):
         parts, lengths, forced = self.parts, self.lengths, self.forced.sum(axis=1)
-        weights = np.stack(claims) if parts.layers.from_scores else None
+        weights = np.stack(claims) if parts.claims else None
         of = {"layers": len(self.k), "window": parts.keep.window, "weights": weights}
         rows = parts.layers.rows(parts.budgets(lengths, forced), lengths, forced, **of)
         recent = parts.recents(rows, lengths, forced, weights)

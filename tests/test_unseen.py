@@ -17,8 +17,13 @@ from jaxkv import (
     AdaKV,
     CaM,
     CriticalKV,
+    DefensiveKV,
+    ExpectedAttention,
     FullKV,
+    GlobalBudget,
+    KeyDiff,
     KNorm,
+    LayerDefensiveKV,
     OmniKV,
     Policy,
     PyramidInfer,
@@ -44,6 +49,7 @@ LOOKING = [
     TOVA(budget=16),
     SnapKV(**SMALL, every=8),
     OmniKV(filter_layers=(0,), adjacent=0, budget=16, base=SnapKV(**SMALL)),
+    GlobalBudget(base=SnapKV(**SMALL)),
     Policy(budget=16, scorer=WindowAttention(window=4)),
 ]
 OTHERS = [
@@ -55,6 +61,13 @@ OTHERS = [
     KNorm(budget=16),
     AdaKV(base=KNorm(budget=16)),
     OmniKV(filter_layers=(0,), adjacent=0, budget=16),
+    KeyDiff(budget=16),
+    ExpectedAttention(budget=16),
+    ExpectedAttention(budget=16, every=8),
+    AdaKV(base=ExpectedAttention(budget=16)),
+    DefensiveKV(budget=16, window=4),
+    LayerDefensiveKV(budget=16, window=4),
+    GlobalBudget(base=ExpectedAttention(budget=16)),
 ]
 
 

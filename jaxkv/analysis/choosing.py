@@ -163,6 +163,7 @@ def kept_rows(
         queries=max(each.queries for each in all_needs),
         sums=any(each.sums for each in all_needs),
         norms=any(each.norms for each in all_needs),
+        future=tuple(dict.fromkeys(asked for each in all_needs for asked in each.future)),
     )
     tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
@@ -192,7 +193,7 @@ class _Chooser:
             inside = np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3])
             self.masks.append(inside)
             return
-        seen = observed(self.flat, out, scorer.queries, self.length, index, self.key, Implementation.XLA)
+        seen = observed(self.flat, out, scorer, self.length, index, self.key, Implementation.XLA)
         axes = self.flat.axes
         scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=axes)
         norms = out.norms if parts.heads.needs_norms else None

@@ -1,8 +1,9 @@
 """Which of a layer's rows stay: what a choice sees of them, and the choice, on a mesh over all devices' heads."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,68 @@ def choose(
     return _choose(layer, rows, recent, allowed, due, heads=Typed(heads), axes=axes)
 
 
+def choose_over_layers(
+    layers: Sequence[Candidates],
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"],
+    due: Bool[Array, " B"] | None = None,
+    *,
+    heads: HeadBudgets,
+    axes: Axes | None = None,
+) -> list[Choice]:
+    """Chooses the rows of all layers that stay, where the kv heads of all layers compete for one budget.
+
+    Args:
+        layers: each layer's rows.
+        rows: rows per kv head and layer on average, forced ones included; L * K times as many stay.
+        recent: last rows that stay in every layer, too.
+        due: as for `choose`.
+        heads: how the rows spread over the L * K heads.
+        axes: of the mesh that they lie on, if they do.
+
+    Returns:
+        One choice per layer; the first one counts the moved rows of all layers. Ties go to the lowest head, then to the
+        lowest layer, then to the lowest position.
+    """
+    masks, moved = _choose_over_layers(tuple(layers), rows, recent, due, heads=Typed(heads), axes=axes)
+    return [Choice(mask, None if index else moved) for index, mask in enumerate(masks)]
+
+
+class _Masks(NamedTuple):
+    """Masks of the rows of each layer that stay, and the moved rows of all layers."""
+
+    masks: tuple[Bool[Array, "B K S"], ...]
+    moved: Int[Array, " B"] | None
+
+
+@program(static=("heads", "axes"))
+def _choose_over_layers(
+    layers: tuple[Candidates, ...],
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"],
+    due: Bool[Array, " B"] | None,
+    *,
+    heads: Typed,
+    axes: Axes | None,
+) -> _Masks:
+    assert layers[0].scores is not None
+    batch, mine, slots = layers[0].scores.shape
+
+    def joined(name: str) -> Any:
+        """One array of all layers, `[B, K * L, S]`: a device's heads stay side by side."""
+        leaves = [getattr(layer, name) for layer in layers]
+        if leaves[0] is None or leaves[0].shape[1] < mine:
+            # What is the same for all heads is a prompt's, and the same for all layers.
+            return leaves[0]
+        return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, slots)
+
+    together: dict[str, Any] = {name: joined(name) for name in ("scores", "inside", "forced", "positions", "norms")}
+    every = dataclasses.replace(layers[0], **together)
+    mask, moved = _chosen(every, rows, recent, None, due, heads.part, axes)
+    each = jnp.moveaxis(mask.reshape(batch, mine, len(layers), slots), 2, 0)
+    return _Masks(tuple(each), moved)
+
+
 @program(static=("heads", "axes"))
 def _choose(
     layer: Candidates,
@@ -124,7 +187,20 @@ def _choose(
     heads: Typed,
     axes: Axes | None,
 ) -> Choice:
-    budgets, mine = heads.part, layer.inside
+    return _chosen(layer, rows, recent, allowed, due, heads.part, axes)
+
+
+def _chosen(
+    layer: Candidates,
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"] | None,
+    allowed: Bool[Array, "B S"] | None,
+    due: Bool[Array, " B"] | None,
+    budgets: HeadBudgets,
+    axes: Axes | None,
+) -> Choice:
+    """Choice among the rows of the heads given, which share `rows` per head on average."""
+    mine = layer.inside
     # Where heads look at one another, every device looks at all of them.
     over = None if chooses_apart(budgets) else axes
     stays = layer.forced

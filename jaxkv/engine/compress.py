@@ -5,6 +5,7 @@ first is packed.
 """
 
 import abc
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, anywhere, gathered, program
+from jaxkv.axes import Axes, anywhere, gathered, program, sum_of_devices
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates, Choice, choose, moved_in_all
+from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, moved_in_all
 from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger, told
@@ -156,6 +157,8 @@ def _chosen(source: Source, group: Sequence[int], parts: Parts, below: Array | N
     """Which rows of a group's layers stay; whatever else is known of them is let go."""
     seen = [source.candidates(index) for index in group]
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
+    if parts.layers.joint:
+        return choose_over_layers(seen, rows[0], recent[0], due, heads=parts.heads, axes=source.axes)
     chosen = list[Choice]()
     for at, layer in enumerate(seen):
         chosen.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes))
@@ -189,9 +192,13 @@ def _observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Typed, layers: Typed, axes: Axes | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
     matters, spread, weight = scorer.part, layers.part, None
+    if seen.norms is not None:
+        # A prompt's rows are every head's.
+        of_heads = sum_of_devices(seen.norms.sum(axis=1, keepdims=True), "K", axes)
+        seen = dataclasses.replace(seen, norm_totals=of_heads)
     rows = seen.k.shape[:3]
     mass = of_group(checked(matters, "observe", matters.observe(seen), rows, ROWS), matters, axes)
-    if spread.from_scores:
+    if spread.from_scores and not spread.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
         each = spread.of_heads(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
         each = gathered(each, "K", 1, axes)

@@ -52,7 +52,7 @@ def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int) -> ByLe
     forced = parts.keep.counts(length)
     budget = parts.budgets(length, forced)
     rows, recent = None, None
-    if not parts.layers.from_scores:
+    if not parts.claims:
         rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=None)
         rows = np.minimum(rows, length)
         recent = parts.recents(rows, length, forced)

@@ -93,7 +93,7 @@ def compile_ahead(
     mask, layer = jnp.zeros(out.k.shape[:3], bool), of_prompt(None, forced, length)
     rows = Unpacked(out.k, out.v, layer.inside)
     if parts.scorer is not None:
-        seen = observed(flat, out, parts.scorer.queries, length, 0, jax.random.key(0), implementation)
+        seen = observed(flat, out, parts.scorer, length, 0, jax.random.key(0), implementation)
         scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers, axes=flat.axes)
         unordered(scores, length, axes=flat.axes)
         layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)

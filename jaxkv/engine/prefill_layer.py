@@ -12,15 +12,16 @@ from jaxkv import attention
 from jaxkv.attention import Implementation, over_rows
 from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.axes import mean_of_devices
+from jaxkv.engine.moments import prompt_moments
 from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.protocol import Needs, QueryMoments
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "k", "v", "unrotated", "q", "q_positions", "sums", "norms"],
+    data_fields=["x", "k", "v", "unrotated", "q", "q_positions", "sums", "norms", "moments"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class LayerOut:
         q_positions: `i32[B, w]` their positions; negative ones do not exist.
         sums: `f32[B, K, G, S]` attention each key receives from all queries, if asked for.
         norms: `f32[B, K, S]` L1 norms of values at the layer's output, mean over the group, if asked for.
+        moments: mean and covariance of queries, one for each of the settings asked for.
     """
 
     x: Shaped[Array, "B ..."]
@@ -46,6 +48,7 @@ class LayerOut:
     q_positions: Int[Array, "B w"]
     sums: Float[Array, "B K G S"] | None
     norms: Float[Array, "B K S"] | None
+    moments: tuple[QueryMoments, ...] = ()
 
 
 def layer(
@@ -79,6 +82,8 @@ def layer(
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
     window = block.queries(block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at))
+    size = _block(slots, (512, QUERY_BLOCK))
+    moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
     if implementation is Implementation.XLA:
         x, k, v, unrotated, sums = _by_sequence(block, x, length, table, needs, last)
     else:
@@ -106,6 +111,7 @@ def layer(
         q_positions=q_positions,
         sums=sums,
         norms=value_norms(block, v) if needs.norms else None,
+        moments=moments,
     )
 
 

@@ -27,7 +27,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Needs, Observed
+from jaxkv.policies.protocol import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading
 
 
@@ -81,15 +81,15 @@ def pool_rows_of(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
 def observed(
     flat: Flat,
     out: LayerOut,
-    queries: int,
+    scorer: Scorer,
     length: Array,
     index: int,
     key: PRNGKeyArray,
     implementation: Implementation,
 ) -> Observed:
-    """What a scorer may look at, of so many last queries."""
-    # Others than the scorer may have asked for queries, too.
-    first = out.q.shape[3] - queries
+    """One layer of prompts as a scorer sees it: as many of the last queries as it asks for."""
+    # Others than the scorer may have asked for queries, norms and moments, too.
+    first, future = out.q.shape[3] - scorer.queries, future_of(scorer)
     return Observed(
         q=out.q[..., first:, :],
         q_positions=out.q_positions[:, first:],
@@ -99,6 +99,8 @@ def observed(
         layer=jnp.int32(index),
         key=key,
         sums=out.sums,
+        norms=out.norms if norms_of(scorer) else None,
+        moments=next((each for each in out.moments if each.asked == future), None),
         implementation=implementation,
         axes=flat.axes,
     )
@@ -163,16 +165,17 @@ class Prompts(Source):
         if scorer is None:
             self.held[index] = rows
             return self.whole
-        seen = observed(self.flat, out, scorer.queries, length, index, self.key, self.implementation)
+        seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
         scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
         self.torn.append(unordered(scores, length, axes=self.axes))
         scored = parts.ongoing is not None and parts.ongoing.scored
         self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
-        return dataclasses.replace(self.prompts, scores=scores, norms=out.norms, claim=claim)
+        norms = out.norms if parts.heads.needs_norms else None
+        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """The plan's rows, or what layers claim of them."""
-        if self.parts.layers.from_scores:
+        if self.parts.claims:
             if not is_traced(self.length):
                 self.require_ordered()
             self.kept_rows, self.recents = self._of_claims(claims)

@@ -12,20 +12,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, is_traced, namespace
-from jaxkv.axes import Axes, gathered, host, most_of_devices, place, program, settle_down
+from jaxkv.axes import Axes, gathered, host, most_of_devices, own, place, program, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, moved_in_all
 from jaxkv.engine.compress import ROWS, Source, compress
+from jaxkv.engine.moments import last_moments
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Observed, Scorer
+from jaxkv.policies.protocol import Observed, Scorer, future_of, norms_of
 from jaxkv.policies.scorers import of_group
 from jaxkv.policies.select import HeadBudgets, capacity_of, most_rows
 
@@ -161,7 +162,7 @@ class _Held(Source):
 
     def rows(self, index: int) -> Unpacked:
         """One layer's rows, taken out of their segments."""
-        return _unpacked(self._layer(index), static=self.static)
+        return _unpacked(self.flat.blocks[index], self._layer(index), static=self.static)
 
     def _layer(self, index: int) -> _Layer:
         cache, state = self.cache, self.cache.state
@@ -238,8 +239,12 @@ def _rows(parts: Parts, cache: KVCache) -> Any:
     """What each layer is to hold: limits, or for schedules over layers what they say of the text so far."""
     limit, traced = _there(cache.limit), is_traced(cache.limit)
     if parts.evicts or parts.layers.from_scores or cache.state is None:
-        # Heads of different budgets share their layer's rows.
+        # Heads of different budgets share their layer's rows, or those of all layers.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
+        if parts.layers.joint:
+            layers, _, heads = of_all.shape
+            each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (layers * heads)
+            return namespace(each).broadcast_to(each, of_all.shape[:2])
         return of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
     seen, budget, xp = _there(cache.seen), _there(cache.state.budget), namespace(limit)
     forced = parts.keep.counts(seen, _there(cache.state.prompt))
@@ -274,24 +279,28 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
 
 
 @program(static=("static",), on="static")
-def _unpacked(layer: _Layer, *, static: _Static) -> Unpacked:
-    """What is packed of a layer; with what a merger wants that does not compare rows: what is observed of them now."""
+def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
+    """Rows to pack; adds the scorer's fresh observations for mergers that do not compare keys."""
     rows, merge = _taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
-    return rows._replace(mass=_observed(layer, rows, static)[1])
+    return rows._replace(mass=_observed(leaves, layer, rows, static)[1])
 
 
-def _observed(layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
+def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
     """Scores and mass by the policy's scorer, asked again: the last queries over the rows there are."""
     (batch, heads), k, scorer = layer.length.shape, rows.k, static.scorer
-    window = scorer.queries
+    window, future, moments = scorer.queries, future_of(scorer), None
+    norms, totals = _value_norms(leaves, rows, static) if norms_of(scorer) else (None, None)
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
     else:
         position = (layer.seen - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
         slot = position % layer.ring.shape[3]
-        q = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3).astype(k.dtype)
+        remembered = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3)
+        q = remembered.astype(k.dtype)
+        if future is not None:
+            moments = last_moments(remembered, layer.seen, static.graphs.block(leaves).config, future)
     # Where heads hold rows of their own number, each is a sequence of its own to the scorer.
     fold = not static.heads.uniform
     flat = (lambda a: a.reshape(batch * heads, 1, *a.shape[2:])) if fold else (lambda a: a)
@@ -304,12 +313,34 @@ def _observed(layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Ar
         length=length,
         layer=layer.layer,
         key=layer.key,
+        norms=None if norms is None else flat(norms),
+        norm_totals=None if totals is None else flat(totals),
+        moments=jax.tree.map(flat, moments),
         axes=None if fold else static.axes,
     )
     shape = seen.k.shape[:3]
     mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, ROWS), scorer, static.axes)
     scores = checked(scorer, "scores", scorer.scores(mass, length), shape, ROWS)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
+
+
+def _value_norms(leaves: Leaves, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
+    """L1 norms of values at the layer's output `[B, K, S]`, and their sums over the kv heads that hold the position."""
+    assert rows.positions is not None
+    norms, axes = value_norms(static.graphs.block(leaves), rows.v), static.axes
+    of_all = gathered(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)
+    where = gathered(rows.positions, "K", 1, axes)
+    batch, heads, slots = of_all.shape
+    # Rows of one position lie side by side once they are sorted; a head holds a position once.
+    order = jnp.argsort(where.reshape(batch, -1), axis=-1, stable=True)
+    place = jnp.take_along_axis(where.reshape(batch, -1), order, axis=-1)
+    sums = value = jnp.take_along_axis(of_all.reshape(batch, -1), order, axis=-1)
+    for shift in (step * side for step in range(1, heads) for side in (1, -1)):
+        same = jnp.roll(place, shift, axis=-1) == place
+        sums = sums + jnp.where(same, jnp.roll(value, shift, axis=-1), 0.0)
+    back = jnp.argsort(order, axis=-1)
+    totals = jnp.take_along_axis(sums, back, axis=-1).reshape(batch, heads, slots)
+    return norms, own(totals, "K", 1, axes)
 
 
 @program(static=("static",), on="static")
@@ -319,7 +350,7 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
     pos, seen = rows.positions, layer.seen
     assert pos is not None
     if ongoing.rank is None:
-        scores, _ = _observed(layer, rows, static)
+        scores, _ = _observed(leaves, layer, rows, static)
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
         scores = ranked(ongoing.rank, score, seen[:, None, None] - pos)

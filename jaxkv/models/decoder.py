@@ -54,10 +54,14 @@ class Block(nnx.Module):
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
         """Queries of N tokens, rotated by the angles of their positions."""
+        return rotate(self.unrotated_queries(normed), by, normed.dtype)
+
+    def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
+        """Queries of N tokens before RoPE; float32 where no norm narrows them."""
         attention, norm = self.attention, self.attention.q_norm
         # Without a norm on the way, what is rotated in float32 anyway is narrowed once.
         q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
-        return rotate(jnp.moveaxis(q if norm is None else norm(q), 1, 3), by, normed.dtype)
+        return jnp.moveaxis(q if norm is None else norm(q), 1, 3)
 
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys, not yet rotated and float32 where nothing has narrowed them, and values of N tokens."""

@@ -6,6 +6,7 @@ from jaxkv.policies.budgets import (
     ExponentialLayers,
     GeometricLayers,
     GiniLayers,
+    GlobalLayers,
     KVPressLayers,
     LinearLayers,
     OfficialLayers,
@@ -21,8 +22,13 @@ from jaxkv.policies.methods import (
     BrutalOffload,
     CaM,
     CriticalKV,
+    DefensiveKV,
+    ExpectedAttention,
     FullKV,
+    GlobalBudget,
+    KeyDiff,
     KNorm,
+    LayerDefensiveKV,
     LocalWindow,
     Mode,
     OmniKV,
@@ -35,7 +41,7 @@ from jaxkv.policies.methods import (
 )
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy, Wrapper
-from jaxkv.policies.protocol import GroupReduce, Observed, Scorer
+from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorers import (
@@ -51,6 +57,7 @@ from jaxkv.policies.scorers import (
     WindowAttention,
 )
 from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.unseen import FutureAttention, KeyDifference, WorstAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 
 __all__ = [
@@ -67,21 +74,30 @@ __all__ = [
     "CumulativeAttention",
     "D2O",
     "Decision",
+    "DefensiveKV",
     "EntropyLayers",
     "Evict",
-    "FilteredReads",
+    "ExpectedAttention",
     "ExponentialLayers",
+    "FilteredReads",
     "FullKV",
+    "FutureAttention",
+    "FutureQueries",
     "GeometricLayers",
     "GiniLayers",
+    "GlobalBudget",
+    "GlobalLayers",
     "GroupReduce",
     "H2O",
     "Joined",
     "KNorm",
     "KVPressLayers",
     "Keep",
+    "KeyDiff",
+    "KeyDifference",
     "KeyNorm",
     "LastAttention",
+    "LayerDefensiveKV",
     "LinearLayers",
     "LoadedReads",
     "LocalWindow",
@@ -104,6 +120,7 @@ __all__ = [
     "ProtectedHeads",
     "PyramidInfer",
     "PyramidKV",
+    "QueryMoments",
     "Random",
     "Rank",
     "Reads",
@@ -125,6 +142,7 @@ __all__ = [
     "VarianceLayers",
     "Weights",
     "WindowAttention",
+    "WorstAttention",
     "Wrapper",
     "register",
 ]

@@ -24,6 +24,7 @@ class LayerBudgets(Protocol):
         from_scores: whether the spread depends on what every layer saw: then all layers' rows are held until the last,
             and one pool is shared by all layers.
         exact: whether the sum over layers is the budget's; published arithmetic sometimes is not.
+        joint: True if the kv heads of all layers compete for one budget; `rows` then gives every layer's average.
     """
 
     @property
@@ -33,6 +34,10 @@ class LayerBudgets(Protocol):
     @property
     def exact(self) -> bool:
         """Whether the budget's sum is kept."""
+
+    @property
+    def joint(self) -> bool:
+        """True if the kv heads of all layers compete for one budget: `of_heads` and `weight` are not called."""
 
     @property
     def needs_sums(self) -> bool:
@@ -154,6 +159,7 @@ class Exact(Value):
     """What budgets share whose sum over layers is kept."""
 
     exact: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
     needs_sums: ClassVar[bool] = False
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
@@ -200,6 +206,14 @@ class UniformLayers(_HostLayers):
         """The budget, in every layer; see `LayerBudgets.rows`."""
         xp = namespace(budget)
         return xp.broadcast_to(xp.asarray(budget, xp.int64), (layers, *np.shape(budget)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalLayers(UniformLayers):
+    """One budget for the kv heads of all layers together: a layer keeps as many rows as its heads win."""
+
+    from_scores: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from jaxkv.cache.layout import Layout
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.budgets import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.protocol import Needs, Scorer, check_scorer
+from jaxkv.policies.protocol import Needs, Scorer, check_scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.select import HeadBudgets, UniformHeads, shares_positions
+from jaxkv.policies.select import HeadBudgets, UniformHeads, own_budgets, shares_positions
 
 Span = tuple[int, int]
 
@@ -238,6 +238,8 @@ class Parts(Value):
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
         remedy = "layers that look at scores need a scorer: give one"
         require(scorer is not None or not self.layers.from_scores, "layers", self.layers, remedy)
+        remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
+        require(not self.layers.joint or own_budgets(self.heads) is not None, "layers", self.layers, remedy)
         one_set = shares_positions(self.heads)
         require(not self.nested or one_set, "nested", self.nested, "heads need one set of positions: use SharedHeads()")
         read = self.read
@@ -273,16 +275,23 @@ class Parts(Value):
         return Layout.EQUAL if self.heads.uniform else Layout.RAGGED
 
     @property
+    def claims(self) -> bool:
+        """True if rows per layer follow from what each layer's scores claim, so that lengths alone do not give them."""
+        return self.layers.from_scores and not self.layers.joint
+
+    @property
     def needs(self) -> Needs:
         """What prefill must compute for this policy."""
         scorer, read = self.scorer, self.read
         asked = 0 if read is None else read.queries
         if scorer is None:
             return Needs(queries=asked)
+        future = future_of(scorer)
         return Needs(
             queries=max(scorer.queries, asked),
             sums=scorer.sums or self.layers.needs_sums,
-            norms=self.heads.needs_norms,
+            norms=self.heads.needs_norms or norms_of(scorer),
+            future=() if future is None else (future,),
             unrotated=self.rolling,
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._values import is_whole
+from jaxkv._values import Value, count, flag, is_whole
 from jaxkv.attention import Implementation
 from jaxkv.axes import Axes
 from jaxkv.policies.after import Rank
@@ -22,6 +22,42 @@ class GroupReduce(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FutureQueries(Value):
+    """Statistics of a text's queries that a scorer asks for: the queries rotated as they would be after the text.
+
+    Attributes:
+        skip: number of first tokens left out of the statistics.
+        positions: number of positions after the text over which the rotation (RoPE) is averaged.
+        covariance: compute the covariance as well as the mean.
+    """
+
+    skip: int = 0
+    positions: int = 512
+    covariance: bool = True
+
+    def __post_init__(self) -> None:
+        count(self, "skip", 0, "give 0 or more first tokens")
+        count(self, "positions", 1, "average over at least 1 position")
+        flag(self, "covariance")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryMoments:
+    """Mean and covariance of each query head's queries, rotated to the positions after the text; float32.
+
+    Attributes:
+        mean: `f32[B, K, G, D]`.
+        covariance: `f32[B, K, G, D, D]`, divided by the number of queries; None if it was not asked for.
+        asked: the settings that they were computed with.
+    """
+
+    mean: Float[Array, "B K G D"]
+    covariance: Float[Array, "B K G D D"] | None
+    asked: FutureQueries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
     """What a policy asks of a layer's prefill beyond keys and values; only that is computed.
 
@@ -30,17 +66,19 @@ class Needs:
         sums: the attention each key receives from all queries.
         norms: L1 norms of values seen through the output projection.
         unrotated: keys before RoPE.
+        future: settings of `QueryMoments` to compute, one set of moments for each.
     """
 
     queries: int = 0
     sums: bool = False
     norms: bool = False
     unrotated: bool = False
+    future: tuple[FutureQueries, ...] = ()
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums"],
+    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals", "moments"],
     meta_fields=["implementation", "axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +94,10 @@ class Observed:
         layer: `i32[]` index of the layer.
         key: random key of this call.
         sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
+        norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean over the group, if the scorer
+            needs them.
+        norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
+        moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
         implementation: what computes attention.
         axes: of the mesh whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here.
@@ -69,6 +111,9 @@ class Observed:
     layer: Int[Array, ""]
     key: PRNGKeyArray
     sums: Float[Array, "B K G S"] | None = None
+    norms: Float[Array, "B K S"] | None = None
+    norm_totals: Float[Array, "B #K S"] | None = None
+    moments: QueryMoments | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
 
@@ -101,6 +146,16 @@ class Scorer(Protocol):
     def sums(self) -> bool:
         """Whether `Observed` must carry the attention that rows receive from all queries."""
         return False
+
+    @property
+    def norms(self) -> bool:
+        """True if `Observed` must carry the norms of values at the layer's output."""
+        return False
+
+    @property
+    def future(self) -> FutureQueries | None:
+        """Settings of the `QueryMoments` that `Observed` must carry; None for none."""
+        return None
 
     @property
     def group(self) -> GroupReduce | str:
@@ -149,6 +204,21 @@ def looks_at_end(scorer: Scorer) -> bool:
     return getattr(scorer, "looks_at_end", scorer.queries > 0)
 
 
+def sees_query_heads(scorer: Scorer) -> bool:
+    """True if a scorer's result depends on query heads, which several devices of a mesh may share."""
+    return bool(scorer.queries or scorer.sums or future_of(scorer))
+
+
+def norms_of(scorer: Scorer) -> bool:
+    """True if a scorer reads norms of values; False if it is derived from nothing and does not say."""
+    return getattr(scorer, "norms", False)
+
+
+def future_of(scorer: Scorer) -> FutureQueries | None:
+    """Settings of the `QueryMoments` that a scorer reads; None if it is derived from nothing and does not say."""
+    return getattr(scorer, "future", None)
+
+
 def check_scorer(label: str, scorer: Any) -> None:
     """Refuses what is no scorer.
 
@@ -179,9 +249,12 @@ def check_scorer(label: str, scorer: Any) -> None:
         value = getattr(scorer, name)
         if not fits(value):
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
-    for name in ("draws", "looks_at_end"):
-        if not isinstance(getattr(scorer, name, False), bool):
-            raise TypeError(f"{label}.{name}={getattr(scorer, name)!r}: give True or False")
+    for name in ("draws", "norms", "looks_at_end"):
+        value = getattr(scorer, name, False)
+        if not isinstance(value, bool):
+            raise TypeError(f"{label}.{name}={value!r}: give True or False")
+    if not isinstance(future_of(scorer), (FutureQueries, type(None))):
+        raise TypeError(f"{label}.future={scorer.future!r}: give FutureQueries(...), or None")
     try:
         group_of(scorer)
     except ValueError:

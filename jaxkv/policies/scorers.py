@@ -14,7 +14,7 @@ from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import Implementation
 from jaxkv.axes import Axes, mean_of_devices, most_of_devices, own
 from jaxkv.policies.after import ByAge, ByAttention, Rank
-from jaxkv.policies.protocol import GroupReduce, Observed, Scorer, group_of
+from jaxkv.policies.protocol import GroupReduce, Observed, Scorer, group_of, sees_query_heads
 
 
 class PoolOrder(enum.Enum):
@@ -215,7 +215,7 @@ def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None)
     Returns:
         The mean over the parts, or where the scorer reduces the group to its largest, that.
     """
-    if not (scorer.queries or scorer.sums):
+    if not sees_query_heads(scorer):
         # It sees nothing of the query heads: what the devices have observed is the same.
         return observed
     largest = group_of(scorer) is GroupReduce.MAX

@@ -59,6 +59,14 @@ from oracles.theorems import (
     output_row_norm,
     retained_mass,
 )
+from oracles.unseen import (
+    defensive_scores,
+    expected_scores,
+    global_select,
+    keydiff_scores,
+    mean_and_covariance,
+    mean_rotation,
+)
 from oracles.variance import (
     layer_statistic,
     layer_weights,
@@ -68,6 +76,12 @@ from oracles.variance import (
 )
 
 __all__ = [
+    "keydiff_scores",
+    "mean_and_covariance",
+    "mean_rotation",
+    "expected_scores",
+    "defensive_scores",
+    "global_select",
     "MIN_GAP",
     "ada_select",
     "ada_targets",

@@ -11,6 +11,10 @@ from jaxkv.policies.methods.d2o import D2O
 from jaxkv.policies.methods.cam import CaM
 from jaxkv.policies.methods.criticalkv import CriticalKV
 from jaxkv.policies.methods.pyramidinfer import PyramidInfer
+from jaxkv.policies.methods.keydiff import KeyDiff
+from jaxkv.policies.methods.expectedattention import ExpectedAttention
+from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
+from jaxkv.policies.methods.globalbudget import GlobalBudget
 from jaxkv.policies.methods.omnikv import BrutalOffload, OmniKV
 from jaxkv.policies.methods.controls import KNorm, LocalWindow, Random
 # isort: on
@@ -23,8 +27,13 @@ __all__ = [
     "BrutalOffload",
     "CaM",
     "CriticalKV",
+    "DefensiveKV",
+    "ExpectedAttention",
     "FullKV",
+    "GlobalBudget",
     "KNorm",
+    "KeyDiff",
+    "LayerDefensiveKV",
     "LocalWindow",
     "Mode",
     "OmniKV",

@@ -1,0 +1,110 @@
+"""Mean and covariance of queries, rotated as queries after the text would be: the statistics of ExpectedAttention."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Block
+from jaxkv.models.rope import Angles, angles, rotate
+from jaxkv.policies.protocol import FutureQueries, QueryMoments
+
+
+class _Sums(NamedTuple):
+    """Number, mean and summed outer products (about the mean) of the queries counted so far; float32."""
+
+    number: Float[Array, " B"]
+    mean: Float[Array, "B K G D"]
+    outer: Float[Array, "B K G D D"] | None
+
+
+def prompt_moments(
+    block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], asked: FutureQueries, *, size: int
+) -> QueryMoments:
+    """Computes mean and covariance of the queries of whole prompts, from hidden states.
+
+    Args:
+        block: the layer.
+        x: hidden states before the layer.
+        length: tokens of each prompt.
+        asked: the settings.
+        size: tokens of a prompt that are projected at a time; a divisor of S.
+
+    Returns:
+        The moments of each query head.
+    """
+    config, (batch, _, width) = block.config, x.shape
+    shape = (batch, config.kv_heads, config.group, config.head_dim)
+    outer = jnp.zeros((*shape, config.head_dim), jnp.float32) if asked.covariance else None
+    nothing = _Sums(jnp.zeros((batch,), jnp.float32), jnp.zeros(shape, jnp.float32), outer)
+
+    def add(index: Int[Array, ""], sums: _Sums) -> _Sums:
+        first = index * size
+        part = block.normed(lax.dynamic_slice(x, (0, first, 0), (batch, size, width)))
+        position = first + jnp.arange(size, dtype=jnp.int32)
+        counts = (position >= asked.skip) & (position < length[:, None])
+        return _joined(sums, _sums_of(block.unrotated_queries(part), counts, asked))
+
+    blocks = (length.max() + size - 1) // size
+    return _turned(lax.fori_loop(0, blocks, add, nothing), length, config, asked)
+
+
+def last_moments(
+    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], config: ModelConfig, asked: FutureQueries
+) -> QueryMoments:
+    """Computes mean and covariance of the last w queries of each text, which come rotated.
+
+    Args:
+        q: the queries of positions `seen - w` to `seen`; those of negative positions may hold anything finite.
+        seen: tokens of each text.
+        config: the model's shape.
+        asked: the settings.
+
+    Returns:
+        The moments of each query head.
+    """
+    position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
+    by = angles(jnp.maximum(position, 0), config.rope, config.head_dim)
+    # Cosine and sine carry the attention factor: divided by its square they turn back and undo it.
+    square = by.cos**2 + by.sin**2
+    back = Angles(cos=by.cos / square, sin=-by.sin / square)
+    sums = _sums_of(rotate(q, back), position >= asked.skip, asked)
+    return _turned(sums, seen, config, asked)
+
+
+def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries) -> _Sums:
+    """Number, mean and outer products of some queries, of those that count."""
+    weight = counts.astype(jnp.float32)[:, None, None, :, None]
+    number = counts.sum(axis=1).astype(jnp.float32)
+    wide = q.astype(jnp.float32)
+    mean = (wide * weight).sum(axis=3) / jnp.maximum(number, 1.0)[:, None, None, None]
+    off = (wide - mean[..., None, :]) * weight
+    product = jnp.einsum("bkgni,bkgnj->bkgij", off, off, precision=lax.Precision.HIGHEST)
+    return _Sums(number, mean, product if asked.covariance else None)
+
+
+def _joined(one: _Sums, other: _Sums) -> _Sums:
+    """Number, mean and outer products of two sets of queries together (Chan et al., 1983)."""
+    number = one.number + other.number
+    share = (other.number / jnp.maximum(number, 1.0))[:, None, None, None]
+    off = other.mean - one.mean
+    mean = one.mean + off * share
+    if one.outer is None or other.outer is None:
+        return _Sums(number, mean, None)
+    between = (one.number[:, None, None, None] * share)[..., None] * off[..., :, None] * off[..., None, :]
+    return _Sums(number, mean, one.outer + other.outer + between)
+
+
+def _turned(sums: _Sums, seen: Int[Array, " B"], config: ModelConfig, asked: FutureQueries) -> QueryMoments:
+    """Moments under the mean rotation of the positions after the text."""
+    ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
+    each = angles(ahead, config.rope, config.head_dim)
+    by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))
+    mean = rotate(sums.mean[..., None, :], by)[..., 0, :]
+    if sums.outer is None:
+        return QueryMoments(mean=mean, covariance=None, asked=asked)
+    covariance = sums.outer / jnp.maximum(sums.number, 1.0)[:, None, None, None, None]
+    half = jnp.swapaxes(rotate(covariance, by), -1, -2)
+    return QueryMoments(mean=mean, covariance=rotate(half, by), asked=asked)

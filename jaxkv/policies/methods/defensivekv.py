@@ -1,0 +1,59 @@
+"""DefensiveKV: keep the rows that any query of the window may need, heads of a layer or of all layers competing."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv.policies.budgets import GlobalLayers
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.select import AdaptiveHeads
+from jaxkv.policies.unseen import WorstAttention
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DefensiveKV(Method):
+    """The rows of the largest attention from any query of the window and query head of the group; heads compete.
+
+    Attributes:
+        window: last tokens of the prompt; they observe and always stay.
+        sinks: first tokens that always stay.
+        kernel: neighbours over which attention is averaged.
+        capacity: on a mesh, rows that the heads of one device may hold, over their even share.
+
+    References:
+        DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.
+    """
+
+    budget: int | float | None = 1024
+    window: int = 32
+    sinks: int = 0
+    kernel: int = 5
+    capacity: float = 1.5
+
+    paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
+
+    def parts(self) -> Parts:
+        """The worst case over the window, and heads that compete without a guaranteed share."""
+        scorer = WorstAttention(window=self.window, kernel=self.kernel)
+        heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
+        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerDefensiveKV(DefensiveKV):
+    """DefensiveKV's scores under one budget for the heads of all layers.
+
+    All layers' rows are held until the last layer has been looked at: prefill takes the memory of the full cache.
+
+    References:
+        DefensiveKV, arXiv:2510.13334, without its first stage by attention mass.
+    """
+
+    paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
+
+    def parts(self) -> Parts:
+        """DefensiveKV's, with one budget over layers."""
+        return dataclasses.replace(super().parts(), layers=GlobalLayers())

@@ -1,0 +1,59 @@
+"""ExpectedAttention: keep the rows that queries after the prompt are expected to attend to."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._values import count
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.unseen import FutureAttention
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Method):
+    """The rows that queries after the prompt are expected to attend to most, by the statistics of the prompt's own.
+
+    `AdaKV(base=ExpectedAttention(budget=0.25, epsilon=0.01))` lets heads compete for rows, as its authors recommend.
+
+    Attributes:
+        sinks: first tokens that always stay; their queries are left out of the statistics.
+        future: positions after the prompt over which the rotation (RoPE) of queries is averaged.
+        covariance: count the covariance of the queries as well as their mean.
+        value_norms: multiply by the L2 norm of the value.
+        epsilon: added to the expected attention before that.
+        remembered: last queries whose statistics count where rows are chosen again (`every`).
+
+    References:
+        Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+        Distribution, arXiv:2510.00636.
+    """
+
+    budget: int | float | None = 1024
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    value_norms: bool = True
+    epsilon: float = 0.0
+    remembered: int = 256
+
+    paper: ClassVar[str] = "Expected Attention, arXiv:2510.00636"
+
+    def _check(self) -> None:
+        count(self, "sinks", 0, "give 0 or more first tokens")
+        count(self, "future", 1, "average over at least 1 position")
+        count(self, "remembered", 1, "remember at least 1 query")
+
+    def parts(self) -> Parts:
+        """Expected attention times the value's norm, behind the sinks."""
+        scorer = FutureAttention(
+            sinks=self.sinks,
+            positions=self.future,
+            covariance=self.covariance,
+            value_norms=self.value_norms,
+            epsilon=self.epsilon,
+            # A cache that is not compressed again remembers nothing.
+            remembered=0 if self.every is None else self.remembered,
+        )
+        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

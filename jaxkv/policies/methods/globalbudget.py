@@ -1,0 +1,63 @@
+"""One budget for the kv heads of all layers, over any policy that keeps the best rows."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._errors import require
+from jaxkv.policies.budgets import GlobalLayers, UniformLayers
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.registry import register
+from jaxkv.policies.select import AdaptiveHeads, TwoStageHeads, UniformHeads, own_budgets
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalBudget(Wrapper):
+    """The best rows of all layers and kv heads together, by another policy's scores: one top-k, its sum exact.
+
+    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. All layers' rows are held until the last layer
+    has been looked at: prefill takes the memory of the full cache.
+
+    Attributes:
+        base: the policy whose scores and window are used; its heads' guaranteed share and capacity stay.
+        alpha: for a base whose heads have equal budgets, the guaranteed share of each head's even part.
+        capacity: for such a base, rows that the heads of one device may hold on a mesh, over their even share.
+
+    References:
+        DefensiveKV, arXiv:2510.13334 (LayerDefensiveKV); KVzip, arXiv:2505.23416, section 3.
+    """
+
+    alpha: float = 0.0
+    capacity: float = 1.5
+
+    paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
+
+    usual: ClassVar[str] = "expectedattention"
+
+    def _check(self) -> None:
+        mine = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
+        for name in ("alpha", "capacity"):
+            object.__setattr__(self, name, getattr(mine, name))
+        super()._check()
+
+    def check_base(self, base: Method, parts: Parts) -> None:
+        """Refuses bases whose layers or heads are tied to one another already."""
+        require(parts.layers == UniformLayers(), "base", base, "its layers have budgets of their own already")
+        inner = parts.heads.budgets if isinstance(parts.heads, TwoStageHeads) else parts.heads
+        own = own_budgets(parts.heads)
+        competes = own is not None or isinstance(inner, UniformHeads)
+        require(competes, "base", base, "its heads keep the same positions: give a policy whose heads choose apart")
+        require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
+        for field in dataclasses.fields(AdaptiveHeads):
+            mine, usual = getattr(self, field.name), getattr(GlobalBudget, field.name)
+            said = own is None or mine in (usual, getattr(own, field.name))
+            require(said, field.name, mine, f"the base's heads have their own, {own}: give it there only")
+
+    def wrap(self, base: Parts) -> Parts:
+        """The base's parts with one budget over layers and heads."""
+        heads = base.heads
+        if own_budgets(heads) is None:
+            competing = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
+            heads = dataclasses.replace(heads, budgets=competing) if isinstance(heads, TwoStageHeads) else competing
+        return dataclasses.replace(base, heads=heads, layers=GlobalLayers())

@@ -1,0 +1,30 @@
+"""KeyDiff: keep the keys that differ most from the others."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.unseen import KeyDifference
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyDiff(Method):
+    """The rows whose keys are least like the mean key of their head, the same number in every layer and head.
+
+    It looks at keys alone: no question has to be known, and no attention is computed.
+
+    References:
+        Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+        Resource-Constrained Environments, arXiv:2504.15364.
+    """
+
+    budget: int | float | None = 1024
+
+    paper: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
+
+    def parts(self) -> Parts:
+        """Minus the cosine of each key with the mean key."""
+        return self.compose(scorer=KeyDifference())

@@ -1,0 +1,191 @@
+"""Scores for prompts that are compressed before the question is known: they do not follow the prompt's last queries."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv._values import Value, count, flag, real
+from jaxkv.axes import most_of_devices
+from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.scorers import AvgPool
+
+# Rows whose products with a covariance are in memory at a time.
+_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyDifference(Scorer, Value):
+    """KeyDiff's score: minus the cosine between a row's key and the mean of the head's normalised keys.
+
+    References:
+        Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+        Resource-Constrained Environments, arXiv:2504.15364.
+    """
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Minus the cosine."""
+        inside = jnp.arange(seen.k.shape[2], dtype=jnp.int32) < seen.length[:, None, None]
+        k = jnp.where(inside[..., None], seen.k.astype(jnp.float32), 0.0)
+        unit = k / jnp.maximum(jnp.sqrt((k * k).sum(axis=-1, keepdims=True)), 1e-12)
+        anchor = unit.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
+        anchor = anchor / jnp.maximum(jnp.sqrt((anchor * anchor).sum(axis=-1, keepdims=True)), 1e-12)
+        return -(unit * anchor[:, :, None]).sum(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FutureAttention(Scorer, Value):
+    """ExpectedAttention's score: attention expected from queries after the text, times the value's L2 norm.
+
+    Queries are taken to be normally distributed, with the mean and covariance that the text's queries have before RoPE,
+    rotated by the mean rotation of the positions to come.
+
+    Attributes:
+        sinks: number of first rows that take no part.
+        positions: number of positions after the text over which the rotation is averaged.
+        covariance: count the covariance of the queries as well as their mean.
+        value_norms: multiply by the L2 norm of the value.
+        epsilon: added to the expected attention before that.
+        remembered: number of last queries whose mean and covariance count when a cache is compressed again.
+
+    References:
+        Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+        Distribution, arXiv:2510.00636.
+    """
+
+    sinks: int = 4
+    positions: int = 512
+    covariance: bool = True
+    value_norms: bool = True
+    epsilon: float = 0.0
+    remembered: int = 0
+
+    def __post_init__(self) -> None:
+        count(self, "sinks", 0, "give 0 or more first tokens")
+        count(self, "positions", 1, "average over at least 1 position")
+        count(self, "remembered", 0, "remember 0 or more last queries")
+        flag(self, "covariance")
+        flag(self, "value_norms")
+        real(self, "epsilon", "give 0 or a small number", low=0, high=1e30)
+
+    @property
+    def queries(self) -> int:
+        """Number of last queries that a cache remembers for the next compression."""
+        return self.remembered
+
+    @property
+    def looks_at_end(self) -> bool:
+        """False: queries to come count, not the last ones."""
+        return False
+
+    @property
+    def future(self) -> FutureQueries:
+        """Settings of the queries' mean and covariance."""
+        return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Expected attention, mean over the group, times the value's norm."""
+        if seen.moments is None:
+            raise TypeError("FutureAttention needs the moments of the queries")
+        index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
+        counts = (index >= self.sinks) & (index < seen.length[:, None, None, None])
+        logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
+        most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+        weight = jnp.where(counts, jnp.exp(logits - most), 0.0)
+        share = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        score = share.mean(axis=2) + jnp.float32(self.epsilon)
+        if not self.value_norms:
+            return score
+        return score * jnp.sqrt((seen.v.astype(jnp.float32) ** 2).sum(axis=-1))
+
+
+def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float[Array, "B K G S"]:
+    """Logarithm of the expected exponential of normally distributed queries' logits, by each key."""
+    (batch, heads, slots, dim), group = k.shape, moments.mean.shape[2]
+    size = min(_BLOCK, slots)
+    padded = jnp.pad(k, ((0, 0), (0, 0), (0, -slots % size), (0, 0)))
+
+    def block(first: Int[Array, ""]) -> Float[Array, "B K G N"]:
+        keys = lax.dynamic_slice_in_dim(padded, first, size, axis=2).astype(jnp.float32)
+        logits = _product("bkgd,bknd->bkgn", moments.mean, keys) / math.sqrt(dim)
+        if moments.covariance is None:
+            return logits
+        turned = _product("bkgij,bknj->bkgni", moments.covariance, keys)
+        return logits + (turned * keys[:, :, None]).sum(axis=-1) / (2 * dim)
+
+    blocks = lax.map(block, jnp.arange(0, padded.shape[2], size, dtype=jnp.int32))
+    return jnp.moveaxis(blocks, 0, 3).reshape(batch, heads, group, -1)[..., :slots]
+
+
+def _product(axes: str, a: Array, b: Array) -> Array:
+    """Product of float32 arrays, exact on GPUs too."""
+    return jnp.einsum(axes, a, b, precision=lax.Precision.HIGHEST)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorstAttention(Scorer, Value):
+    """DefensiveKV's score: the largest attention that any query of the window pays a row, times the value's share.
+
+    Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
+    where it is less; then times the L1 norm of the value at the layer's output, over the sum of the kv heads' norms.
+
+    Attributes:
+        window: last queries of the text that are looked at; their own rows take no part.
+        kernel: neighbours over which each query's attention is averaged; the query's total stays.
+
+    References:
+        DefensiveKV, arXiv:2510.13334, without the first stage by attention mass.
+    """
+
+    window: int = 32
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        count(self, "window", 1, "observe at least 1 query")
+        AvgPool(self.kernel)
+
+    @property
+    def queries(self) -> int:
+        """Number of queries in the window."""
+        return self.window
+
+    @property
+    def looks_at_end(self) -> bool:
+        """False: the worst case over the window's queries keeps what none of them looks for."""
+        return False
+
+    @property
+    def norms(self) -> bool:
+        """True: values count by their norm at the layer's output."""
+        return True
+
+    @property
+    def group(self) -> GroupReduce:
+        """The largest of the group's query heads."""
+        return GroupReduce.MAX
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """The score."""
+        if seen.norms is None or seen.norm_totals is None:
+            raise TypeError("WorstAttention needs the norms of the values")
+        pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
+
+        def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
+            before = index < position[-1] + 1 - self.window
+            p = jnp.where(before & (position >= 0)[:, None], p, 0.0)
+            pooled = jnp.where(before, pool(p, before), 0.0)
+            total = pooled.sum(axis=-1, keepdims=True)
+            ratio = p.sum(axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
+            return (pooled * ratio).max(axis=(0, 1))
+
+        most = attention.window_mass(seen.q, seen.k, seen.q_positions, worst)
+        # Before the mean over the row is taken: it is that of the whole group.
+        most = most_of_devices(most, "G", seen.axes)
+        before = (seen.length - self.window)[:, None, None]
+        mean = jnp.where(index < before, most, 0.0).sum(axis=-1, keepdims=True)
+        raised = jnp.maximum(most, mean / jnp.maximum(before, 1).astype(jnp.float32))
+        share = seen.norms / jnp.where(seen.norm_totals > 0, seen.norm_totals, 1.0)
+        return raised * share
