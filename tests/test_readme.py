@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parent.parent
 # In place of the README's own policy; None for that one.
-POLICY = jaxkv.FullKV()
+POLICY = None
 ANSWERS = ("Margaret Okafor", "212", "Velden")
 TOKENS = range(1450, 1551)
 
@@ -44,6 +44,8 @@ def test_the_report_is_as_long_as_said():
         assert f"{count:,} tokens" in page.read_text("utf-8"), page
 
 
+# The snippet opens a file in one line, as snippets do.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_three_of_three_are_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
