@@ -19,7 +19,7 @@ from jaxkv.axes import program, settle_down
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed
 from jaxkv.cache.packing import Unpacked, pack
-from jaxkv.engine.choosing import choose, of_prompt
+from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, of_prompt
 from jaxkv.engine.compress import Compressed, compress, counted, merged, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
@@ -96,10 +96,11 @@ def compile_ahead(
         seen = observed(flat, out, parts.scorer, length, 0, jax.random.key(0), implementation)
         scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers, axes=flat.axes)
         unordered(scores, length, axes=flat.axes)
-        layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)
+        norms = out.norms if parts.heads.needs_norms else None
+        layer = dataclasses.replace(layer, scores=scores, norms=norms, claim=claim)
         # Where layers build on one another the lowest one has nothing below it.
         for allowed in (None, forced) if parts.nested else (None,):
-            mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes).mask
+            mask = _chosen(layer, length, allowed, parts, flat).mask
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
             rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
@@ -109,6 +110,13 @@ def compile_ahead(
             pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation, axes=flat.axes)
     jax.block_until_ready(logits_of(flat.ends, x, graphs=flat.graphs))
     flat.compiled.add(signature)
+
+
+def _chosen(layer: Candidates, length: Array, allowed: Array | None, parts: Parts, flat: Flat) -> Choice:
+    """Choice among the rows of one layer, or where layers compete of as many layers like it as the model has."""
+    if parts.layers.joint:
+        return choose_over_layers([layer] * flat.config.layers, length, length, heads=parts.heads, axes=flat.axes)[0]
+    return choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes)
 
 
 def prefill(
