@@ -66,34 +66,34 @@ class _Keys:
         return _CALLED.get(self.family, {}).get(key, key)
 
     def has(self, key: str) -> bool:
-        """Whether the family's class has a default for it."""
+        """True if transformers' config class of the family has a default for the key."""
         return self.called(key) in DEFAULTS[self.family]
 
     def given(self, key: str) -> bool:
-        """Whether the config gives it, be it as null."""
+        """True if the config gives the key, be it as null."""
         return self.called(key) in self.raw
 
     def take(self, key: str) -> Any:
-        """A key's value, None for null; the default of the family's class where the config leaves it out."""
+        """Value of a key, None for null; the default of transformers' config class where the config leaves it out."""
         name = self.called(key)
         self.taken.add(name)
         return self.raw.get(name, DEFAULTS[self.family].get(name))
 
     def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
-        """An integer, `null` in place of null; without `null` that is refused, and a key without a default as well."""
+        """Integer of a key, `null` where its value is null; refuses null without `null`, and keys without a default."""
         value = self.take(key)
         value = null if value is None else value
         require(value is not None, self.called(key), value, "the model's config must give it")
         return whole(self.called(key), value, least=least)
 
     def flag(self, key: str) -> bool:
-        """A switch; null is off, as it is in transformers."""
+        """True or false of a key; null is false, as it is to transformers' networks."""
         value = self.take(key)
         return flag(self.called(key), False if value is None else value)
 
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads a `config.json`; every key is used, known to be harmless, or refused.
+    """Reads a `config.json`; every key is used, known to be harmless, or refused; see `DEFAULTS` for keys left out.
 
     Args:
         raw: the parsed JSON.
@@ -177,7 +177,7 @@ def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
 
 
 def _bias(keys: _Keys, key: str) -> bool:
-    """Whether projections carry biases; refused where transformers would drop them."""
+    """True if projections carry biases by `key`; refuses true of families that have none in transformers."""
     value = keys.flag(key)
     # Qwen2's queries, keys and values always carry them.
     fixed = keys.family == "qwen2" and key == "attention_bias"
