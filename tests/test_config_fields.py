@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from config_fields import (
 )
 from transformers import LlamaConfig
 
+import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.hub_defaults import DEFAULTS
 
@@ -241,6 +243,19 @@ def test_falcons_switches():
 def test_what_is_refused_by_name(family, keys, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(shape(family, **ROOM.get(family, {})) | keys)
+
+
+@pytest.mark.parametrize("keys, generation, eos", [({}, None, (2,)), ({"eos_token_id": None}, None, ()), ({}, 5, (5,))])
+def test_what_ends_an_answer(tmp_path, keys, generation, eos):
+    """Llama's token 2 where no file names one; `load` puts the class' default behind what generation_config.json says."""
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "golden" / "models" / "llama_gqa8", folder, copy_function=shutil.copyfile)
+    raw = json.loads((folder / "config.json").read_text("utf-8"))
+    less = {key: value for key, value in raw.items() if not key.endswith("_token_id")}
+    (folder / "config.json").write_text(json.dumps(less | keys), "utf-8")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}), "utf-8")
+    assert jaxkv.load(folder, progress=False).config.eos == eos
 
 
 def test_biases_that_qwen2_always_has():
