@@ -247,7 +247,7 @@ def test_what_is_refused_by_name(family, keys, message):
 
 @pytest.mark.parametrize("keys, generation, eos", [({}, None, (2,)), ({"eos_token_id": None}, None, ()), ({}, 5, (5,))])
 def test_what_ends_an_answer(tmp_path, keys, generation, eos):
-    """Llama's token 2 where no file names one; `load` puts the class' default behind what generation_config.json says."""
+    """The default of the class, Llama's 2, only where neither config.json nor generation_config.json names a token."""
     folder = tmp_path / "model"
     shutil.copytree(Path(__file__).parent / "golden" / "models" / "llama_gqa8", folder, copy_function=shutil.copyfile)
     raw = json.loads((folder / "config.json").read_text("utf-8"))
