@@ -28,6 +28,7 @@ LAYERS = (
     "jaxkv.memory",
     # What a cache knows of its model.
     "jaxkv.models.values",
+    "jaxkv.models.hub_defaults",
     "jaxkv.models.hub_keys",
     "jaxkv.models.config",
     "jaxkv.models.rope",
