@@ -64,7 +64,7 @@ help:
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
 	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
 	@echo "make orders-tiny  orders between policies on it, with intervals; goes on likewise"
-	@echo "make needle       kvpress' ten needles in 1,024 tokens, its figures beside ours"
+	@echo "make needle       kvpress' ten needles in 1,024 tokens, its figures beside ours; and with the question unseen"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
 
 demo: $(STAMP)
@@ -165,7 +165,7 @@ orders-tiny: $(STAMP)
 	@$(BIN)/python -m benchmarks.orders_tiny
 
 needle: $(STAMP)
-	@$(BIN)/python benchmarks/needle.py
+	@$(BIN)/python -m benchmarks.needle
 
 clean:
 	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

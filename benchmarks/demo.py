@@ -1,11 +1,12 @@
 """Asks one question about a real document with a full cache and with compressed ones, and prints a table.
 
-Run by `make demo`.
+Then compresses a report before any question about it is there, and asks three. Run by `make demo`.
 """
 
 import argparse
 import sys
 import time
+import warnings
 from pathlib import Path
 
 START = time.perf_counter()
@@ -13,6 +14,14 @@ DOCUMENT = Path(__file__).parent / "data" / "document.txt"
 QUESTION = "What is the great national staple of Brazil?"
 MODEL = "smollm2-135m-instruct"
 BUDGETS = (256, 512)
+REPORT = DOCUMENT.with_name("report.txt")
+# Each with the words that make its answer right.
+QUESTIONS = {
+    "Who is the director of the station?": "Margaret Okafor",
+    "How many pairs of terns were there?": "212",
+    "Where was the new boat built?": "Velden",
+}
+SHARE = 0.5
 COLUMNS = (
     ("policy", 10),
     ("budget", 6),
@@ -35,6 +44,26 @@ def line(cells) -> str:
     (_, first), *rest = COLUMNS
     head, *others = cells
     return "  ".join([f"{head:<{first}}", *(f"{cell:>{width}}" for cell, (_, width) in zip(others, rest, strict=True))])
+
+
+def ask_many(model) -> None:
+    """Compresses a report once by each of three policies, asks each cache three questions, and prints the answers."""
+    import jaxkv
+
+    report = REPORT.read_text("utf-8").strip()
+    print("\nA field station's annual report, compressed before a question about it is there, then asked three.\n")
+    for policy in (jaxkv.FullKV(), jaxkv.DefensiveKV(budget=SHARE), jaxkv.SnapKV(budget=SHARE)):
+        with warnings.catch_warnings():
+            # SnapKV looks at the report's end, and says so: here that is what is shown.
+            warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)
+            cache = jaxkv.prefill(model, report, policy=policy)
+        told = [jaxkv.generate(model, "\n\n" + each, cache=cache, max_new_tokens=24).text for each in QUESTIONS]
+        right = sum(answer in text for answer, text in zip(QUESTIONS.values(), told, strict=True))
+        print(
+            f"{type(policy).__name__:<12} {cache.nbytes / 1e6:5.1f} MB, {right} of {len(QUESTIONS)} right", flush=True
+        )
+        for question, text in zip(QUESTIONS, told, strict=True):
+            print(f"    {question} {' '.join(text.split())}", flush=True)
 
 
 def main() -> None:
@@ -80,7 +109,8 @@ def main() -> None:
     print(f"\nThe prompt has {stats.prompt_tokens} tokens. Budget and kept: rows per kv head, on average over")
     print(f"{layers} layers of {heads} kv heads. Before: the prompt's full cache, unpadded. After: what the")
     print("cache weighs, padding to the prompt's bucket included.")
-    print(f"Total {time.perf_counter() - START:.0f} s.")
+    ask_many(model)
+    print(f"\nTotal {time.perf_counter() - START:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """jaxkv: KV-cache compression for long-context inference in JAX."""
 
 import jaxkv._beside  # noqa: F401  first: it says where two of our packages lie
+from jaxkv._warnings import UnseenQuestionWarning
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.rows import Rows, append, attend
@@ -91,6 +92,7 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
+    "UnseenQuestionWarning",
     "VarianceLayers",
     "append",
     "attend",

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
+from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
+from jaxkv._warnings import UnseenQuestionWarning, warn_once
 from jaxkv.attention import Implementation, named
 from jaxkv.axes import Axes, host, settle_down
 from jaxkv.cache import KVCache
@@ -19,7 +21,9 @@ from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
+from jaxkv.policies.protocol import looks_at_end
 from jaxkv.sampling import Greedy, Sampling
+from jaxkv.text.prompts import Encoded
 
 _SEEDS = 2**32
 
@@ -277,6 +281,28 @@ def require_fits(
     total = int((seen + lengths).max()) + new
     remedy = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
     require(total <= limit, "prompt", f"{total} tokens, {new} new ones included", remedy)
+
+
+def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
+    """Warns, once per process and policy class, of documents whose rows go before a question can say which it needs.
+
+    Args:
+        policy: the compression.
+        encoded: the documents.
+        budget: rows per kv head that stay of each.
+    """
+    scorer = policy.parts().scorer
+    lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
+    if scorer is None or not looks_at_end(scorer) or not lost.any() or not hosts.speaks():
+        return
+    name = type(policy).__name__
+    warn_once(
+        UnseenQuestionWarning,
+        name,
+        f"policy={name}: it keeps what the prompt's end attends to, and the question comes later: it may find nothing. "
+        "Compress by a policy that does not go by the end, DefensiveKV(budget=0.5) say; or put the question into the "
+        "prompt: generate(params, document + question, policy=...)",
+    )
 
 
 def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:

@@ -37,7 +37,8 @@ def prefill(
 ) -> KVCache:
     """Runs prompts through the model and keeps what the policy keeps, to be asked about later, many times over.
 
-    A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it.
+    A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it. A policy that goes
+    by what the prompt's end attends to (SnapKV, PyramidKV, TOVA) cannot know what will be asked: it warns, once.
 
     Args:
         params: from `jaxkv.load`.
@@ -56,6 +57,9 @@ def prefill(
         ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
         TypeError: for an argument of the wrong kind, with what to give instead.
         MemoryError: naming the plan's bytes, if they are not there.
+
+    Warns:
+        UnseenQuestionWarning: for text of which such a policy drops rows, once per process and policy class.
     """
     given = {"raw": raw, "key": key, "implementation": implementation}
     hosts.require_same("jaxkv.prefill", params, mesh, prompt=prompt, policy=policy, **given)
@@ -65,6 +69,7 @@ def prefill(
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
     arguments.require_fits(params.config, session.policy, encoded.lengths, 0, None)
     needed = session.plan(encoded.lengths)
+    arguments.warn_unseen(session.policy, encoded, needed.budget)
     session.compile_ahead(needed, len(encoded.ids))
     with bar(progress, params.config.layers, "prefill") as shown:
         cache = session.prefill(encoded, needed=needed, tick=shown.update)

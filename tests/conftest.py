@@ -44,6 +44,15 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci")
 
 
+@pytest.fixture(autouse=True)
+def warnings_come_once_a_test():
+    """What jaxkv warns of once per process comes in each test, whichever ran before."""
+    # Here, for jaxkv's own arrays start JAX, whose flags are not set yet above.
+    from jaxkv import _warnings
+
+    _warnings.forget()
+
+
 @pytest.fixture
 def as_users_call():
     """Users run without the hook that checks annotations: what they give of the wrong type reaches the library."""

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 
 import cli_runs
 import pytest
@@ -151,3 +152,17 @@ def test_a_broken_pipe_elsewhere_is_an_error(capsys, monkeypatch):
 
     monkeypatch.setattr(generating, "load", fail)
     assert "Broken pipe" in refused(capsys, *ASK)
+
+
+def test_a_warning_is_one_line(capsys, monkeypatch):
+    def generate(*_, **__):
+        warnings.warn("a thing is\n  odd: mend it", stacklevel=2)
+        return cli_runs.generation()
+
+    monkeypatch.setattr(generating, "generate", generate)
+    shown = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main([*ASK, "--no-stream"]) == 0
+    assert capsys.readouterr().err.splitlines()[0] == "jaxkv: warning: a thing is odd: mend it"
+    assert warnings.showwarning is shown

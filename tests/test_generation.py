@@ -220,7 +220,8 @@ def test_bos_only_where_nothing_has_been_seen():
     ids=["equal", "ragged", "shared"],
 )
 def test_a_cache_is_a_value(model, policy):
-    cache = jaxkv.prefill(model, DOC, policy=policy)
+    with pytest.warns(jaxkv.UnseenQuestionWarning):  # how well these answer is not asked here
+        cache = jaxkv.prefill(model, DOC, policy=policy)
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     questions = [" why?", " who jumps over it?", " or?"]
     many = jaxkv.generate(model, questions, cache=cache, **DRAWING)
@@ -369,7 +370,8 @@ def test_statistics(model, policy):
 
 
 def test_on_top_of_a_cache_statistics_are_the_given_caches(model):
-    cache = jaxkv.prefill(model, DOC, policy=POLICY)
+    with pytest.warns(jaxkv.UnseenQuestionWarning):
+        cache = jaxkv.prefill(model, DOC, policy=POLICY)
     stats = jaxkv.generate(model, [" why?", " or?"], cache=cache, **DRAWING).stats
     assert stats.cache_bytes == cache.nbytes and stats.prompt_tokens == len(" why?] or?]==")
     config = model.config

@@ -19,6 +19,7 @@ LAYERS = (
     "jaxkv._beside",
     "jaxkv._drawing",
     "jaxkv._errors",
+    "jaxkv._warnings",
     "jaxkv._settings",
     "jaxkv._values",
     "jaxkv._letters",

@@ -5,6 +5,7 @@ import difflib
 import importlib.metadata
 import re
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,6 +69,14 @@ def main(argv: list[str] | None = None) -> int:
     """
     prepare_streams()
     parser = _parser()
+    # What is set here ends with the command: a program that calls this has its own way to show warnings.
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        return _run(parser, argv)
+
+
+def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
+    """Exit code of the command that is asked for, errors told on stderr."""
     try:
         try:
             options = parser.parse_args(argv)
@@ -115,6 +124,11 @@ def _message(error: BaseException) -> str:
 
 def _complain(message: str) -> None:
     to_stderr(f"jaxkv: error: {message}")
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Shows a warning as one line on stderr, without the source line that gave it."""
+    to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
 
 
 def version() -> str:

@@ -168,6 +168,15 @@ class Scorer(Protocol):
         return False
 
     @property
+    def looks_at_end(self) -> bool:
+        """True if scores follow what the prompt's last queries attend to, so that a later question may find nothing.
+
+        `jaxkv.prefill` then warns of documents whose question is still to come. A scorer that looks at these queries
+        and keeps other rows nonetheless, by their worst case say, overrides it.
+        """
+        return self.queries > 0
+
+    @property
     def rank(self) -> Rank | None:
         """How scores go on while tokens are drawn; None where the scorer must be asked again."""
         return None
@@ -188,6 +197,11 @@ class Scorer(Protocol):
 def group_of(scorer: Scorer) -> GroupReduce:
     """How a scorer reduces query heads; the mean, if it is derived from nothing and does not say."""
     return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
+
+
+def looks_at_end(scorer: Scorer) -> bool:
+    """`scorer.looks_at_end`; for a scorer derived from nothing that lacks it, whether it asks for last queries."""
+    return getattr(scorer, "looks_at_end", scorer.queries > 0)
 
 
 def sees_query_heads(scorer: Scorer) -> bool:
@@ -235,7 +249,7 @@ def check_scorer(label: str, scorer: Any) -> None:
         value = getattr(scorer, name)
         if not fits(value):
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
-    for name in ("draws", "norms"):
+    for name in ("draws", "norms", "looks_at_end"):
         value = getattr(scorer, name, False)
         if not isinstance(value, bool):
             raise TypeError(f"{label}.{name}={value!r}: give True or False")

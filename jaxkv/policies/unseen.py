@@ -77,6 +77,11 @@ class FutureAttention(Scorer, Value):
         return self.remembered
 
     @property
+    def looks_at_end(self) -> bool:
+        """False: queries to come count, not the last ones."""
+        return False
+
+    @property
     def future(self) -> FutureQueries:
         """Settings of the queries' mean and covariance."""
         return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
@@ -146,6 +151,11 @@ class WorstAttention(Scorer, Value):
     def queries(self) -> int:
         """Number of queries in the window."""
         return self.window
+
+    @property
+    def looks_at_end(self) -> bool:
+        """False: the worst case over the window's queries keeps what none of them looks for."""
+        return False
 
     @property
     def norms(self) -> bool:

@@ -27,11 +27,14 @@ class Encoded:
         ids: one list per sequence, none empty.
         single: the user gave one prompt, not a list of prompts.
         turns: where each sequence's conversation stands after its prompt.
+        unclosed: whether each sequence is text or messages whose turn was left open for what comes next; never ids,
+            of whose turns nothing is known.
     """
 
     ids: list[list[int]]
     single: bool
     turns: tuple[Turn, ...]
+    unclosed: tuple[bool, ...] = ()
 
     @property
     def turn(self) -> Turn | tuple[Turn, ...]:
@@ -100,7 +103,15 @@ def encode(
         require(bool(ids), "prompt", items[row], f"prompt {row} has no tokens: give at least one")
         low, high = min(ids), max(ids)
         require(low >= 0 and high < config.vocab, "prompt", (low, high), f"token ids lie in [0, {config.vocab})")
-    return Encoded(ids=[ids for ids, _ in results], single=single, turns=tuple(after for _, after in results))
+    return Encoded(
+        ids=[ids for ids, _ in results],
+        single=single,
+        turns=tuple(after for _, after in results),
+        unclosed=tuple(
+            not close and (after is Turn.USER or isinstance(item, str))
+            for item, (_, after) in zip(items, results, strict=True)
+        ),
+    )
 
 
 def _refuse(given: Any) -> NoReturn:

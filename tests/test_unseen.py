@@ -1,0 +1,209 @@
+"""A document that is compressed by its end, before a question is there: warned of once, with the remedy."""
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+
+import eval_models
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv import (
+    D2O,
+    H2O,
+    TOVA,
+    AdaKV,
+    CaM,
+    CriticalKV,
+    DefensiveKV,
+    ExpectedAttention,
+    FullKV,
+    GlobalBudget,
+    KeyDiff,
+    KNorm,
+    LayerDefensiveKV,
+    OmniKV,
+    Policy,
+    PyramidInfer,
+    PyramidKV,
+    RoCo,
+    SnapKV,
+    StreamingLLM,
+    UnseenQuestionWarning,
+)
+from jaxkv.policies import KeyNorm, Scorer, WindowAttention
+from jaxkv.policies.protocol import looks_at_end
+
+DOCUMENT = "the quick brown fox jumps over the lazy dog and over the cat"
+SMALL = {"budget": 16, "window": 4}
+LOOKING = [
+    SnapKV(**SMALL),
+    PyramidKV(**SMALL),
+    AdaKV(base=SnapKV(**SMALL)),
+    AdaKV(base=PyramidKV(budget=0.5, window=4)),
+    CriticalKV(base=SnapKV(**SMALL)),
+    CaM(**SMALL),
+    PyramidInfer(**SMALL),
+    TOVA(budget=16),
+    SnapKV(**SMALL, every=8),
+    OmniKV(filter_layers=(0,), adjacent=0, budget=16, base=SnapKV(**SMALL)),
+    GlobalBudget(base=SnapKV(**SMALL)),
+    Policy(budget=16, scorer=WindowAttention(window=4)),
+]
+OTHERS = [
+    FullKV(),
+    H2O(budget=16),
+    RoCo(budget=16),
+    D2O(budget=16),
+    StreamingLLM(budget=16),
+    KNorm(budget=16),
+    AdaKV(base=KNorm(budget=16)),
+    OmniKV(filter_layers=(0,), adjacent=0, budget=16),
+    KeyDiff(budget=16),
+    ExpectedAttention(budget=16),
+    ExpectedAttention(budget=16, every=8),
+    AdaKV(base=ExpectedAttention(budget=16)),
+    DefensiveKV(budget=16, window=4),
+    LayerDefensiveKV(budget=16, window=4),
+    GlobalBudget(base=ExpectedAttention(budget=16)),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class WorstCase(Scorer):
+    """Asks for the last queries, and says that its rows survive a later question."""
+
+    looks_at_end: bool = False
+
+    @property
+    def queries(self):
+        return 4
+
+    def observe(self, seen):
+        return seen.k.astype(jnp.float32)[..., 0]
+
+
+@pytest.fixture(scope="module")
+def chatting():
+    return eval_models.speaking(chat=True)
+
+
+def told(model, prompt=DOCUMENT, **options):
+    """Messages of the warnings that a prefill gives."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        jaxkv.prefill(model, prompt, progress=False, **options)
+    assert all(each.category is UnseenQuestionWarning for each in heard)
+    return [str(each.message) for each in heard]
+
+
+@pytest.mark.parametrize("policy", LOOKING, ids=repr)
+def test_policies_that_look_at_the_end_warn_once(chatting, policy):
+    (message,) = told(chatting, policy=policy)
+    assert (
+        message.startswith(f"policy={type(policy).__name__}: ")
+        and "DefensiveKV" in message
+        and "document + question" in message
+    )
+    assert not told(chatting, policy=policy), "once a process"
+    assert not told(chatting, policy=dataclasses.replace(policy)), "once a class"
+
+
+@pytest.mark.parametrize("policy", OTHERS, ids=repr)
+def test_others_do_not(chatting, policy):
+    assert not told(chatting, policy=policy)
+
+
+def test_each_class_is_warned_of(chatting):
+    assert told(chatting, policy=SnapKV(**SMALL)) and told(chatting, policy=PyramidKV(**SMALL))
+    assert told(chatting, policy=AdaKV(base=SnapKV(**SMALL)))
+
+
+def test_nothing_is_said_where_nothing_is_dropped(chatting):
+    whole = len(chatting.text.encode("<turn>user:" + DOCUMENT, bos=True))
+    assert not told(chatting, policy=SnapKV(budget=whole)) and not told(chatting, policy=SnapKV(budget=1.0))
+    assert not told(chatting, prompt=["short", "shorter"], policy=SnapKV(**SMALL))
+    assert told(chatting, prompt=["x", DOCUMENT], policy=SnapKV(budget=whole - 1)), "one row of one of two prompts"
+
+
+def test_a_conversation_without_its_last_question_is_a_document(chatting):
+    assert told(chatting, prompt=[{"role": "user", "content": DOCUMENT}], policy=SnapKV(**SMALL))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_plain_text_is_open_as_well(chat):
+    assert told(eval_models.speaking(chat=chat), raw=chat, policy=SnapKV(**SMALL))
+
+
+def test_of_ids_nothing_is_known(chatting):
+    """They may hold the question, or its template: benchmarks and evaluations cut their prompts themselves."""
+    ids = chatting.text.encode(DOCUMENT, bos=True)
+    assert not told(chatting, prompt=[ids, ids[:30]], policy=SnapKV(**SMALL))
+    assert told(chatting, prompt=["x", ids, DOCUMENT], policy=SnapKV(**SMALL))
+    assert not told(chatting, prompt=["x", ids], policy=PyramidKV(**SMALL)), "the text is whole"
+
+
+def test_a_prompt_with_its_question_is_no_such_document(chatting):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawing = {"max_new_tokens": 2, "stop_at_eos": False, "progress": False}
+        out = jaxkv.generate(chatting, DOCUMENT + " Who?", policy=SnapKV(**SMALL), **drawing)
+        jaxkv.generate(chatting, "And why?", cache=out.cache, **drawing)
+
+
+def test_a_scorer_says_itself_whether_it_looks_at_the_end(chatting):
+    assert not told(chatting, policy=Policy(budget=16, scorer=WorstCase()))
+    assert told(chatting, policy=Policy(budget=16, scorer=WorstCase(looks_at_end=True)))
+    assert WindowAttention().looks_at_end and not KeyNorm().looks_at_end
+    with pytest.raises(TypeError, match=r"scorer\.looks_at_end='no': give True or False"):
+        Policy(budget=16, scorer=WorstCase(looks_at_end="no"))
+
+
+class Bare:
+    """A scorer derived from nothing, as those of earlier versions."""
+
+    queries, sums, rank = 4, False, None
+    observe = WorstCase.observe
+
+    def scores(self, observed, length):
+        return observed
+
+
+def test_a_scorer_derived_from_nothing_looks_where_it_asks_for_queries(as_users_call):
+    policy = Policy(budget=16, scorer=Bare())
+    assert looks_at_end(policy.parts().scorer)
+
+
+def test_where_warnings_are_errors_every_call_is_refused(chatting):
+    for _ in range(2):
+        with pytest.raises(UnseenQuestionWarning, match="the question comes later"):
+            jaxkv.prefill(chatting, DOCUMENT, policy=SnapKV(**SMALL), progress=False)
+
+
+_SCRIPT = """\
+import jaxkv
+from jaxkv import SnapKV
+
+params = jaxkv.load("tiny-retrieval", progress=False)
+document = "The grass is green. " * 20
+
+
+def mine(policy):
+    return jaxkv.prefill(params, document, policy=policy, progress=False)  # the user's line
+
+
+for _ in range(3):
+    mine(SnapKV(budget=40, window=8))
+"""
+
+
+def test_it_points_at_the_users_line(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(_SCRIPT)
+    line = 1 + _SCRIPT.splitlines().index(next(each for each in _SCRIPT.splitlines() if "the user's line" in each))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("UnseenQuestionWarning") == 1
+    assert f"{script}:{line}: UnseenQuestionWarning: policy=SnapKV: it keeps" in done.stderr
