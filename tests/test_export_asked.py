@@ -231,7 +231,7 @@ def test_a_cache_of_another_export(short):
     mine = short(jaxkv.FullKV(), lengths=65)
     for other in (short(jaxkv.H2O(budget=16)), short(jaxkv.FullKV(), lengths=30)):
         for told in refused(mine, other.read([[1, 2, 3]])):
-            assert str(told).startswith(f"cache={other.of[1]}: made by that export, not {mine.of[1]}: ")
+            assert str(told).startswith(f"cache={other.of[1]}: made by that export, not by {mine.of[1]}: ")
     # The same folder, read twice, is the same export.
     again = runtime.Model(mine.of[1]).generate([[4]], 2, cache=mine.read([[1, 2, 3]]))
     assert again[0] == mine.generate([[4]], 2, cache=mine.read([[1, 2, 3]]))[0]

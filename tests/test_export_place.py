@@ -130,10 +130,19 @@ class Last(jaxkv.Greedy):
         return super().__call__(logits, keys) * 0 + logits.shape[-1] - 1
 
 
+class Beyond(Last):
+    """The one behind it."""
+
+    def __call__(self, logits, keys):
+        return super().__call__(logits, keys) + 1
+
+
 def test_samplers_that_users_derive_from_greedy(tmp_path):
     from jaxkv.exporting import runtime
 
-    made = runtime.Model(jaxkv.export(model(), tmp_path / "out", sampling=Last(), **OF))
+    made = runtime.Model(jaxkv.export(model(), tmp_path / "out", sampling=(Last(), Beyond()), **OF))
+    with pytest.raises(ValueError, match=r"draw.Beyond: it gave an id outside of \[0, 64\)"):
+        made.generate([[1, 2]], 3, sampling="Beyond")
     assert made.generate([[1, 2]], 3, sampling="Last")[0] == [[63, 63, 63]]
     assert "draw.Last" in {
         each["kind"] for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["programs"]

@@ -126,9 +126,8 @@ class Model:
     def known(self, cache):  # refuses what is no cache, or another export's
         told = f"cache={type(cache).__name__}: give what read returned, or the last that generate returned"
         need(getattr(cache, "_fields", None) == Cache._fields, told, TypeError)
-        need(
-            cache.of[0] == self.of[0], f"cache={cache.of[1]}: made by that export, not {self.of[1]}: read it anew here"
-        )
+        told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
+        need(cache.of[0] == self.of[0], told)
 
     def tokens(self, item, turn, close):  # a prompt's ids, and whose turn it is behind them
         if not isinstance(row := listed(item), str):
@@ -185,11 +184,9 @@ class Model:
             fits = isinstance(out[name], kind) and not isinstance(out[name], bool) and low < out[name] <= high
             need(fits, f"{name}={value!r}: give {remedy}")
         new, seed, eos = out.pop("max_new_tokens"), out.pop("seed"), np.where(stop, self.said["eos"], -2)
-        as_32 = {
-            f"sampling.{name}": np.float32(min(each, 1e300)) if name != "k" else np.int32(each)
-            for name, each in out.items()
-        }
-        return new, seed, f"draw.{sampling}", as_32 | {"eos": eos.astype(np.int32)}
+        as_32 = {name: {"k": np.int32}.get(name, np.float32)(min(each, 1e300)) for name, each in out.items()}
+        as_32 = {f"sampling.{name}": each for name, each in as_32.items()} | {"eos": eos.astype(np.int32)}
+        return new, seed, f"draw.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
         """A cache of prompts, or of what comes on top of one; behind a text the user's turn stays open till closed."""
@@ -214,14 +211,15 @@ class Model:
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
         at, drawn = self.fits(np.zeros(cache.count, np.int32), new, cache), np.zeros((cache.count, 0), np.int32)
-        size, out = self.programs[kind, *at][2]["drawn"][2], self.own(cache.arrays, at, seed) | given
-        out |= {"done": np.arange(at[1]) >= cache.count}
+        size, given["done"] = self.programs[kind, *at][2]["drawn"][2], np.arange(at[1]) >= cache.count
+        out = self.own(cache.arrays, at, seed) | given
         while drawn.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
             steps = min(new - drawn.shape[1], left, 8 if tell else size)
             out = self.run("settle", at, out) if int(out.get("beside.used", 0)) + steps > size else out
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
             drawn = np.append(drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1)
+            need((drawn < (vocab := self.said["vocab"])).all(), f"{kind}: it gave an id outside of [0, {vocab})")
             tell and tell(drawn)
         left = cache.room - drawn.shape[1] * self.said["grows"]
         return drawn, cache._replace(arrays=self.again(out, at, True)[0], room=left)
