@@ -174,7 +174,7 @@ def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
 
 
 PROMPTS = (
-    ([[1] * 65], 1, "prompt=65 tokens: at most 64: give fewer, or export with lengths=65"),
+    ([[1] * 65], 1, "prompt=65 tokens: at most 64: give fewer, or export with more lengths="),
     ([[64]], 1, r"prompt=\(64, 64\): token ids lie in \[0, 64\)"),
     ([[1]] * 4, 1, "prompt=4 prompts: at most 3: give fewer, or export with batch=4"),
     ([[1]], 100, r"max_new_tokens=100: there is room for 32: lower it, or export with new=100"),

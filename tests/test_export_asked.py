@@ -202,6 +202,17 @@ def test_a_bucket_beyond_the_models_positions(short):
     assert str(refusal(model.read, [[1] * 97])).startswith("prompt='97 tokens, 0 new")
 
 
+def test_what_there_is_no_room_for(short):
+    """Of a question, and of the cache where rows are only added: each names what to export with."""
+    model = short(jaxkv.FullKV(), lengths=65)
+    cache = model.read(tiny.prompts(1, (20, 9)))
+    assert "at most 8: give fewer, or export with more question=" in str(refusal(model.read, [[1] * 9] * 2, cache))
+    cache = model.draw(cache, 20, stop_at_eos=False)[1]
+    assert "at most 4: give fewer, or export with more new=" in str(refusal(model.read, [[1] * 5] * 2, cache))
+    told = "max_new_tokens=5: there is room for 4: lower it, or export with new=5"
+    assert str(refusal(model.draw, cache, 5)) == told
+
+
 def test_positions_that_are_places_within_the_cache(short, tmp_path):
     """They end where the cache has as many rows: never, or the export is refused."""
     rolling = {"budget": 16, "sinks": 2, "rolling_positions": True}

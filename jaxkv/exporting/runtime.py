@@ -155,11 +155,11 @@ class Model:
 
     def fits(self, lengths, new, cache):  # slots and batch of the programs; refuses as `jaxkv.generate` does
         said, count, longest = self.said, len(lengths), int(lengths.max())
-        most, name = (min(cache.room, said["question"]), "question") if cache else (max(self.lengths), "lengths")
+        of = min((said["question"], "question"), (cache.room, "new")) if cache else (max(self.lengths), "lengths")
         room = cache.room - longest * said["grows"] if cache else said["room"]
         batch = [each for each in said["batch"] if each >= max(count, cache.at[1] if cache else 0)]
         need(batch, f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}")
-        need(longest <= most, f"prompt={longest} tokens: at most {most}: give fewer, or export with {name}={longest}")
+        need(longest <= of[0], f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=")
         need(new <= room, f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}")
         # Where positions are places within the cache, `jaxkv export` has seen to all but the prompt's own.
         seen = np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0
