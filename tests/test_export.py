@@ -31,10 +31,20 @@ POLICIES = {
     "cam": jaxkv.CaM(budget=0.4, window=8),
     "d2o": jaxkv.D2O(budget=24),
     "every": jaxkv.SnapKV(budget=24, window=8, every=4),
+    "expected-every": jaxkv.AdaKV(base=jaxkv.ExpectedAttention(budget=24, future=16, every=4)),
+    "layerdefensive": jaxkv.LayerDefensiveKV(budget=24, window=8),
 }
 # Rows beside the pools; each kind of pool; what goes on after the prompt. SnapKV and D2O are further down, and all in
 # both dtypes in benchmarks/export_real.py.
-CASES = [("full", "bfloat16"), ("adakv", "float32"), ("h2o", "float32"), ("cam", "float32"), ("every", "float32")]
+CASES = [
+    ("full", "bfloat16"),
+    ("adakv", "float32"),
+    ("h2o", "float32"),
+    ("cam", "float32"),
+    ("every", "float32"),
+    ("expected-every", "float32"),
+    ("layerdefensive", "float32"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -184,6 +184,7 @@ class _Walk:
             moments=next(iter(out.moments), None),
             implementation=self.work.implementation,
             axes=self.flat.axes,
+            group_axes=self.flat.axes,
         )
         static = {"scorer": Typed(scorer), "layers": Typed(parts.layers), "axes": self.flat.axes}
         scores, mass, claim = device.call("score", compress._observe, seen, self.forced, **static)
