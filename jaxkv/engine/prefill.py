@@ -5,7 +5,7 @@ so padding costs memory but no time. Alive at once: hidden states, one layer's K
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -60,6 +60,27 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
         del out
 
 
+def signature_of(
+    flat: Flat, batch: int, policy: Method, needed: PrefillPlan, *, implementation: Implementation
+) -> tuple[Hashable, ...]:
+    """What programs of a prefill are compiled for: equal where the same programs serve.
+
+    Args:
+        flat: the decoder's parameters.
+        batch: B.
+        policy: the compression.
+        needed: the plan; the number of its prompts does not matter.
+        implementation: what computes attention.
+
+    Returns:
+        A key of dictionaries.
+    """
+    parts = policy.parts()
+    scored = parts.ongoing is not None and parts.ongoing.scored
+    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
+    return flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows_of(flat, needed), key, implementation
+
+
 def compile_ahead(
     flat: Flat,
     batch: int,
@@ -78,9 +99,7 @@ def compile_ahead(
         implementation: what computes attention.
     """
     pool_rows, parts = pool_rows_of(flat, needed), policy.parts()
-    scored = parts.ongoing is not None and parts.ongoing.scored
-    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
-    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, key, implementation)
+    signature = signature_of(flat, batch, policy, needed, implementation=implementation)
     if signature in flat.compiled:
         return
     length = jnp.zeros((batch,), jnp.int32)
@@ -101,6 +120,7 @@ def compile_ahead(
         # Where layers build on one another the lowest one has nothing below it.
         for allowed in (None, forced) if parts.nested else (None,):
             mask = _chosen(layer, length, allowed, parts, flat).mask
+        scored = parts.ongoing is not None and parts.ongoing.scored
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
             rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
