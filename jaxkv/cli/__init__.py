@@ -18,7 +18,7 @@ from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
 from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
-from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout
+from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
 _EXAMPLES = """\
@@ -67,7 +67,12 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, or 2 after an error, which has been told on stderr.
     """
     prepare_streams()
-    parser = _parser()
+    with warnings_in_one_line():
+        return _run(_parser(), argv)
+
+
+def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
+    """Runs the command that the arguments name; its exit code."""
     try:
         try:
             options = parser.parse_args(argv)

@@ -5,6 +5,8 @@ import errno
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 
@@ -106,6 +108,17 @@ def to_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         _silence(sys.stderr)
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Lets Python show warnings as the command line shows errors: one line each, without the place in the code."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"jaxkv: warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _silence(stream: Any) -> None:
