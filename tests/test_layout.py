@@ -25,6 +25,7 @@ LAYERS = (
     "jaxkv._letters",
     # Where arrays lie: every program asks.
     "jaxkv.axes",
+    "jaxkv.cpu_threads",
     "jaxkv.hosts",
     "jaxkv.memory",
     # What a cache knows of its model.
