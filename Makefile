@@ -35,7 +35,7 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
   sharded-soak decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells plan-memory needle \
-  train-tiny orders-tiny clean \
+  train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -65,6 +65,7 @@ help:
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
 	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
 	@echo "make orders-tiny  orders between policies on it, with intervals; goes on likewise"
+	@echo "make needle-tiny  a hundred needles of the tiny model, the question unseen, with intervals; goes on likewise"
 	@echo "make needle       kvpress' ten needles in 1,024 tokens, its figures beside ours; and with the question unseen"
 	@echo "make clean        remove both environments and what tools left behind; downloaded models stay"
 
@@ -167,6 +168,9 @@ train-tiny: $(STAMP)
 
 orders-tiny: $(STAMP)
 	@$(BIN)/python -m benchmarks.orders_tiny
+
+needle-tiny: $(STAMP)
+	@$(BIN)/python -m benchmarks.needle_tiny
 
 needle: $(STAMP)
 	@$(BIN)/python -m benchmarks.needle

@@ -78,6 +78,7 @@ def unseen(share):
         "KNorm": jaxkv.KNorm(budget=share),
         "OmniKV (drops nothing)": jaxkv.OmniKV(budget=share),
         "KeyDiff": jaxkv.KeyDiff(budget=share),
+        "AdaKV over KeyDiff": AdaKV(base=jaxkv.KeyDiff(budget=share)),
         "ExpectedAttention": jaxkv.ExpectedAttention(budget=share),
         "AdaKV over ExpectedAttention(epsilon=0.01)": AdaKV(base=expected),
         "GlobalBudget over it": jaxkv.GlobalBudget(base=expected),
