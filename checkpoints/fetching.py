@@ -55,10 +55,12 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
         ValueError: where nothing of that name exists, its conversion has not come to its end, or it could not be
             downloaded.
     """
-    if not isinstance(name_or_path, (str, os.PathLike)):
+    text = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
+    if not isinstance(text, str):
         raise TypeError(f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string")
-    text = os.fspath(name_or_path)
-    path = Path(text).expanduser()
+    require(bool(text.strip()), "name_or_path", text, "give a path, a model's name or a hub id")
+    # Left as it is where nobody has that home folder; Path.expanduser would raise.
+    path = Path(os.path.expanduser(text))
     # What is on disk comes first, so that a user's own folder is never passed over for a download.
     if _exists(path):
         return path

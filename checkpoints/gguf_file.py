@@ -184,18 +184,31 @@ class GgufFile:
         window = self._get(f"{arch}.attention.sliding_window", kind=int)
         if window:
             config |= {"sliding_window": window, "use_sliding_window": True}
-        for kind in ("bos", "eos", "pad"):
-            value = self._get(f"tokenizer.ggml.{_ID_KEYS[kind]}_token_id", kind=int)
-            if value is not None:
-                config[f"{kind}_token_id"] = value
-        turn_end = self._get("tokenizer.ggml.eot_token_id", kind=int)
-        if turn_end is not None and turn_end != config.get("eos_token_id", turn_end):
-            config["eos_token_id"] = [config["eos_token_id"], turn_end]
+            if arch != "llama":  # of Qwen's all layers, and not those above the 28 that are its class' default
+                config["max_window_layers"] = 0
+        ids = self._ids()
+        # Null where there is none: left out they would be the defaults of the family's class in transformers.
+        config |= {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad")}
+        if None not in (ids["eos"], ids["eot"]) and ids["eos"] != ids["eot"]:
+            config["eos_token_id"] = [ids["eos"], ids["eot"]]
         return config
+
+    def _ids(self) -> dict[str, int | None]:
+        """Special tokens' ids by kind; None where the file gives none and llama.cpp has no sound default."""
+        ids = {kind: self._get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
+        # llama.cpp's defaults of a sentencepiece vocabulary. Of "gpt2" they would be 11, which is a comma in most.
+        if self._get("tokenizer.ggml.model", kind=str) == "llama":
+            count = len(self._get("tokenizer.ggml.tokens", [], kind=list))
+            ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < count}
+        return ids
 
     def _read_rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         arch = self._arch
         kind = self._get(f"{arch}.rope.scaling.type", kind=str)
+        # By its new name or its old one; a factor without a type means linear, as it does to llama.cpp.
+        factor = self._get(f"{arch}.rope.scaling.factor", kind=float)
+        factor = self._get(f"{arch}.rope.scale_linear", kind=float) if factor is None else factor
+        kind = "linear" if kind is None and factor not in (None, 0.0, 1.0) else kind
         factors = self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
         if factors is not None and not np.allclose(factors, 1):
             require(
@@ -204,17 +217,16 @@ class GgufFile:
             return _llama3_scaling(
                 np.asarray(factors, np.float64), _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float))
             )
-        if kind is None and (legacy := self._get(f"{arch}.rope.scale_linear", kind=float)) not in (None, 1.0):
-            return {"rope_type": "linear", "factor": legacy}
         if kind in (None, "none"):
             return None
         require(kind in ("linear", "yarn"), f"{arch}.rope.scaling.type", kind, "jaxkv reads linear, yarn and llama3")
-        scaling: dict[str, Any] = {
-            "rope_type": kind,
-            "factor": _decimal(self._hyper("rope.scaling.factor", kind=float)),
-        }
+        remedy = "the metadata must give a number; convert the model again"
+        require(factor is not None, f"{arch}.rope.scaling.factor", factor, remedy)
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(factor)}
         if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self._hyper("rope.scaling.original_context_length")
+            scaling["original_max_position_embeddings"] = self._hyper(
+                "rope.scaling.original_context_length", self._hyper("context_length")
+            )
             extra = self._get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float)
             require(
                 extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, "only YaRN's own attention factor is built"
@@ -232,7 +244,7 @@ class GgufFile:
         tokens = self._list("tokenizer.ggml.tokens", str)
         if not tokens:
             return None
-        ids = {kind: get(f"{key}_token_id", int) for kind, key in _ID_KEYS.items()}
+        ids = self._ids()
         stray = {kind: value for kind, value in ids.items() if value is not None and not 0 <= value < len(tokens)}
         require(not stray, "tokenizer.ggml", stray, f"ids outside the {len(tokens)} tokens; download the file again")
         return GgufTokenizer(
@@ -250,6 +262,7 @@ class GgufFile:
 
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}
 _ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
 
 

@@ -12,6 +12,7 @@ from jaxkv import hosts
 from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.drawing import Drawing
+from jaxkv.engine.filling import Batch, planned, remember, without_copies
 from jaxkv.engine.plan import LOOK
 from jaxkv.engine.session import Session
 from jaxkv.results import Answers, Generation, Stats
@@ -72,7 +73,7 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         The generation.
     """
     session, params, encoded = request.session, request.session.params, request.encoded
-    cache, sizes = _read(request)
+    cache, sizes, batch = _read(request)
     eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
     drawing = session.drawing(cache, new=request.max_new_tokens, sampling=request.sampling, eos=eos)
     answers = Answers(params.text, len(encoded.ids), request.stops)
@@ -81,6 +82,10 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         cache = drawing.close()
         jax.block_until_ready(cache.pools)
     cache = session.compress_again(cache)
+    with session.clocks.decode:
+        cache = without_copies(cache)
+    if batch is not None:
+        remember(session, batch)
     closing = answers.flush()
     if request.look and any(closing):
         yield closing
@@ -90,24 +95,30 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
         text=text[0] if encoded.single and text is not None else text,
         tokens=tokens[0] if encoded.single else tokens,
         cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
-        stats=_stats(request, cache, sizes, answers, drawing),
+        stats=_stats(request, cache, sizes, answers, drawing, batch),
     )
 
 
-def _read(request: Request) -> tuple[KVCache, _Sizes]:
-    """The cache with the prompts in it, and what it weighs."""
+def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
+    """The cache with the prompts in it, what it weighs, and the batch that was prefilled where there was no cache."""
     session, encoded, given, new = request.session, request.encoded, request.cache, request.max_new_tokens
     if given is not None:
         sizes = {"full_bytes": given.full_nbytes, "cache_bytes": given.nbytes, "slack_bytes": given.slack_nbytes}
         cache = session.extend(given, encoded, new=new)
-        return cache, _Sizes(**sizes, kept=float(np.mean(cache.kept)))
-    needed, config = session.plan(encoded.lengths, new), session.params.config
-    session.compile_ahead(needed, len(encoded.ids))
+        return cache, _Sizes(**sizes, kept=float(np.mean(cache.kept))), None
+    config = session.params.config
+    batch = planned(session, encoded, new)
+    every, needed = batch.encoded, batch.asked
+    session.compile_ahead(batch.needed, len(every.ids))
     with bar(request.progress, config.layers, "prefill") as shown:
-        cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
+        cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
     spare = len(cache.seen) * config.kv_heads * sum(needed.room) * cache.row_bytes
+    # Of the prompts alone: all sequences weigh the same.
+    weighs = (cache.nbytes - spare) * len(encoded.ids) // len(every.ids)
+    if batch.copies:
+        cache = dataclasses.replace(cache, padding=batch.copies, turn=encoded.turn)
     sizes = {"full_bytes": needed.full_bytes, "slack_bytes": needed.slack_bytes}
-    return cache, _Sizes(**sizes, cache_bytes=cache.nbytes - spare, kept=float(np.mean(cache.kept)))
+    return cache, _Sizes(**sizes, cache_bytes=weighs, kept=float(np.mean(cache.kept))), batch
 
 
 def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
@@ -131,7 +142,9 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
                 yield pieces
 
 
-def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing) -> Stats:
+def _stats(
+    request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None
+) -> Stats:
     session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
     before = 0 if given is None else _moved(given) * cache.batch // given.batch
@@ -153,6 +166,7 @@ def _stats(request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, dr
         loaded_bytes=session.read.bytes,
         filter_layers=() if reading is None else reading.filters,
         moved_rows=_moved(cache) - before,
+        copies=0 if batch is None else batch.copies,
     )
 
 

@@ -372,19 +372,14 @@ def program(
 # Inside a program: what one device's part is to the whole.
 
 
-def total(x: Array, axes: Axes | None) -> Array:
-    """The sum of what the devices of a sequence have made, each of its heads or its part of the MLP."""
-    return x if axes is None or axes.size("H") == 1 else lax.psum(x, _MODEL)
+def total(x: Array, axes: Axes | None, letter: str = "H") -> Array:
+    """The sum over the devices that share an axis of this letter: by default those of a sequence, heads and MLP."""
+    return x if axes is None or axes.size(letter) == 1 else lax.psum(x, _LETTERS[letter])
 
 
 def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
     """The mean over the devices that share an axis of this letter."""
     return x if axes is None or axes.size(letter) == 1 else lax.pmean(x, _LETTERS[letter])
-
-
-def sum_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
-    """The sum over the devices that share an axis of this letter."""
-    return x if axes is None or axes.size(letter) == 1 else lax.psum(x, _LETTERS[letter])
 
 
 def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._errors import require
 from jaxkv._values import shortened
 from jaxkv.axes import host
+from jaxkv.cpu_threads import warn_of_few_threads
 
 # Of what a process tells the others at a time, and of the message that may be in it.
 _BYTES, _CHARACTERS = 2048, 300
@@ -120,6 +121,8 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
     text = json.dumps({"call": call} | mine, ensure_ascii=False).encode(errors="replace")
     line = np.zeros((1, _BYTES), np.uint8)
     line[0, : len(text)] = np.frombuffer(text, np.uint8)
+    # It runs a program on all devices, before a model was put there.
+    warn_of_few_threads(mesh)
     # In the one order that does not depend on how the mesh was made: that may be what differs.
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
     flat = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))

@@ -140,7 +140,7 @@ def load(
         The parameters as a Flax module, with the tokenizer beside it.
 
     Raises:
-        TypeError: for a mesh that is none.
+        TypeError: for a name that is neither a string nor a path; for a mesh that is none.
         ValueError: for an unknown model, an unsupported config key, weights that are corrupt, missing, left over, of
             the wrong shape, or not finite; for a mesh whose axes are others, or do not divide the model.
         MemoryError: naming the bytes, if parameters, or a device's part of them, do not fit.
@@ -150,7 +150,7 @@ def load(
         dtype = "float32" if platform == "cpu" else "bfloat16"
     with hosts.together("jaxkv.load", mesh):
         kind = _dtype(dtype)
-        checkpoint = open_checkpoint(fetch(os.fspath(name_or_path), progress=progress and hosts.speaks()))
+        checkpoint = open_checkpoint(fetch(name_or_path, progress=progress and hosts.speaks()))
         config = ModelConfig.from_hf(checkpoint.config)
         _check_depth(config, checkpoint)
         text = Text.from_checkpoint(checkpoint)

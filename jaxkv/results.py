@@ -40,6 +40,9 @@ class Stats:
         filter_layers: layers that chose what others read.
         moved_rows: rows that went to another device's heads than they were best for, because of the policy's
             `capacity`, over all sequences; 0 without a mesh.
+        copies: sequences that were run beside those asked for, copies of the last one: where a batch of a size met for
+            the first time takes less time filled up to one that programs were compiled for. Seconds are those of all;
+            tokens, and bytes but at the height of the run, those of the sequences asked for.
     """
 
     prompt_tokens: int
@@ -62,6 +65,7 @@ class Stats:
     loaded_bytes: int = 0
     filter_layers: tuple[int, ...] = ()
     moved_rows: int = 0
+    copies: int = 0
 
     def __repr__(self) -> str:
         """One line; `dataclasses.asdict` gives everything."""

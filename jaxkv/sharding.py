@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
 from jaxkv.axes import NAMES, spec_of_letters
+from jaxkv.cpu_threads import warn_of_few_threads
 from jaxkv.models.config import ModelConfig
 
 _AXES = ("data", "model")
@@ -58,6 +59,9 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     Raises:
         TypeError: for anything but a mesh.
         ValueError: for other axes, and for a number of devices that does not divide the model; it names those that do.
+
+    Warns:
+        RuntimeWarning: once per process, for CPU devices that have too few threads.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say")
@@ -65,6 +69,7 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
     require(mesh.size > 0, "mesh", dict(mesh.shape), "give one of at least one device")
     kv, rep = split_of(config, mesh.shape["model"])
+    warn_of_few_threads(mesh)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
     axes = (AxisType.Auto,) * len(NAMES)
     return jax.sharding.Mesh(devices.reshape(-1, kv, rep), NAMES, axis_types=axes)

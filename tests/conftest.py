@@ -16,8 +16,9 @@ annotations.check("jaxkv")
 # It needs packages that are not in this environment: `make test-foreign`.
 collect_ignore = ["foreign"]
 
-# Tests of anything sharded need several devices.
-_DEVICES = "--xla_force_host_platform_device_count=8"
+# Tests of anything sharded need several devices, and XLA's CPU client three threads for each: with one for each, on a
+# busy machine of two cores, all of them wait in one collective and XLA ends the process.
+_DEVICES, _THREADS = "--xla_force_host_platform_device_count=8", "24"
 # Thousands of small programs, run once or twice, wait mostly for their compiler: XLA's older emitters take half as long
 # for the same arithmetic, LLVM half as long again where it does not optimise what runs for a millisecond, and threads
 # that compile one program in parts are in each other's way beside other workers. Large programs they slow down.
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = (_DEVICES, *(_QUICK if config.option.markexpr == "not real" else ()))
     given = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in wanted if flag not in given)])
+    os.environ.setdefault("NPROC", _THREADS)
 
 
 # An implicit float32 + bfloat16 or int + float is a bug in a library that promises a dtype.

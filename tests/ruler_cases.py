@@ -1,5 +1,6 @@
 """What the tests of RULER and of the needle map share: a tokenizer of words, and what RULER's own scripts made."""
 
+import dataclasses
 import functools
 import gzip
 import json
@@ -21,12 +22,12 @@ def count(prompt) -> int:
 
 
 @functools.cache
-def model() -> LanguageModel:
+def model(positions: int = 65536) -> LanguageModel:
     """A model whose tokens are words, digits and marks; the same token is every one."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     pattern = Regex(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
-    made = tiny_model()
+    made = tiny_model(dataclasses.replace(tiny_model().config, max_positions=positions))
     made.text = Text(tokenizer)
     return made
 

@@ -112,6 +112,20 @@ def test_texts_are_read_before_the_model(unloadable, capsys, tmp_path):
     assert "--text=" in refused(capsys, "analyze", "--text", str(tmp_path / "none.txt"))
 
 
+def test_what_is_refused_leaves_no_folder(text, capsys, tmp_path):
+    """Whether before the model is looked for or behind; and nothing of the folders above it."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for out in (mine / "out", mine / "some" / "where" / "deep", mine):
+        asked = ("analyze", "--text", str(text), "--what", "budgets", "--pictures", "none", "--out", str(out))
+        assert "of which 60 follow" in refused(capsys, *asked, "--following", "60")
+        assert "the model was made for 512" in refused(capsys, *asked, "--tokens", "513")
+        assert list(tmp_path.rglob("out")) == list(mine.iterdir()) == []
+    long = mine / "a" / ("b" * 300)
+    told = refused(capsys, "analyze", "--text", str(text), "--pictures", "none", "--out", str(long))
+    assert f"--out={long}: File name too long; give another folder" in told and not list(mine.iterdir())
+
+
 def test_texts_that_are_too_short_are_named(text, capsys):
     message = refused(capsys, "analyze", "--text", str(text), "--following", "60", "--tokens", "512")
     assert "it has 45 tokens, of which 60 follow the prompt" in message

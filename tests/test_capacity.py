@@ -162,6 +162,22 @@ def test_compressed_again_within_the_capacity():
     assert here.stats.moved_rows == 0 and here.cache.moved.tolist() == cache.moved.tolist()
 
 
+def test_one_budget_over_layers_within_the_capacity():
+    """A device's heads of all layers share its room: rows move between layers and devices, totals are exact."""
+    capacity, made = 1.02, []
+    for mesh in (None, mesh_of(2, 4)):
+        policy = jaxkv.GlobalBudget(base=jaxkv.KeyDiff(budget=BUDGET, every=4), capacity=capacity)
+        options = {"policy": policy, "max_new_tokens": 8, "stop_at_eos": False, "progress": False}
+        made.append(jaxkv.generate(model_of(8), prompts(5, LENGTHS), mesh=mesh, **options).cache)
+    here, there = made
+    layers, even = len(here.kept), len(here.kept) * 2 * BUDGET
+    for cache in made:
+        assert (cache.kept.sum(axis=(0, 2)) == layers * 8 * BUDGET).all()
+    assert here.moved is None and (np.asarray(there.moved) > 0).any()
+    assert per_device(here, 4).sum(axis=0).max() > np.floor(capacity * even)
+    assert per_device(there, 4).sum(axis=0).max() <= np.floor(capacity * even)
+
+
 @pytest.mark.parametrize("heads", [AdaptiveHeads, ProtectedHeads, jaxkv.AdaKV])
 def test_a_capacity_is_one_or_more(heads, as_users_call):
     assert heads(capacity=2).capacity == 2.0

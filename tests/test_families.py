@@ -160,7 +160,7 @@ def test_what_is_read():
         (QWEN3_30B, {"decoder_sparse_step": 2}, "decoder_sparse_step=2: .*differ from layer to layer"),
         (QWEN3_30B, {"mlp_only_layers": [0]}, "mlp_only_layers=.*differ from layer to layer"),
         (QWEN3_30B, {"norm_topk_prob": 1}, "norm_topk_prob=1: give true or false"),
-        (QWEN3_30B, {"num_experts": None}, "num_local_experts=None: the model's config must give it"),
+        (QWEN3_30B, {"num_experts": None}, "num_experts=None: the model's config must give it"),
         (QWEN3_30B, {"shared_expert_intermediate_size": 8}, "config=.*shared_expert_intermediate_size"),
         (QWEN3_30B, {"model_type": "gemma2"}, "model_type='gemma2': jaxkv builds falcon, llama"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from test_checkpoints import EMBED, write_gguf
 
 from jaxkv.checkpoints import gguf_reader, open_checkpoint
+from jaxkv.models.config import ModelConfig
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
 
@@ -114,6 +115,64 @@ def test_it_reads_what_the_formats_library_reads(tmp_path):
 def test_metadata_of_another_kind(tmp_path, edit, message):
     with pytest.raises(ValueError, match=message):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=edit))
+
+
+def yarn(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+
+
+# llama.cpp's defaults: https://github.com/ggml-org/llama.cpp, `load_hparams` and `llama_vocab`.
+@pytest.mark.parametrize(
+    "edit, scaling",
+    [
+        (lambda w: None, None),
+        (lambda w: w.add_rope_scaling_factor(2.0), {"rope_type": "linear", "factor": 2.0}),
+        (lambda w: w.add_float32("llama.rope.scale_linear", 2.0), {"rope_type": "linear", "factor": 2.0}),
+        (lambda w: w.add_rope_scaling_factor(1.0), None),
+        (lambda w: w.add_rope_scaling_factor(0.0), None),
+        # The context that the file names is the one it was trained with.
+        (yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}),
+    ],
+)
+def test_scalings_that_leave_keys_out(tmp_path, edit, scaling):
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", edit=edit)).config["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize(
+    "model, keys, bos, eos",
+    [
+        (None, {}, None, ()),
+        ("gpt2", {}, None, ()),
+        ("llama", {}, 1, (2,)),
+        ("llama", {"bos": 5}, 5, (2,)),
+        ("llama", {"eos": 5, "eot": 6}, 1, (5, 6)),
+        ("gpt2", {"eos": 5, "eot": 5}, None, (5,)),
+    ],
+)
+def test_ids_that_are_left_out(tmp_path, model, keys, bos, eos):
+    """They are llama.cpp's defaults of the vocabulary, not those of transformers' class of the family."""
+
+    def edit(writer):
+        if model is not None:
+            writer.add_tokenizer_model(model)
+            writer.add_token_list([f"<{index}>" for index in range(8)])
+        for kind, index in keys.items():
+            writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", index)
+
+    for arch in ("llama", "qwen2"):
+        checkpoint = open_checkpoint(write_gguf(tmp_path / f"{arch}.gguf", arch=arch, edit=edit))
+        config = ModelConfig.from_hf(checkpoint.config)
+        assert (config.bos, config.eos) == (bos, eos)
+        assert model is None or checkpoint.tokenizer_spec.bos == bos
+
+
+def test_windows_of_all_layers(tmp_path):
+    """Of Qwen's too, whose class would give none to a model's first 28 layers."""
+    for arch in ("llama", "qwen2", "qwen3"):
+        path = write_gguf(tmp_path / f"{arch}.gguf", arch=arch, edit=lambda writer: writer.add_sliding_window(64))
+        with pytest.raises(ValueError, match="sliding_window=64: .*not built"):
+            ModelConfig.from_hf(open_checkpoint(path).config)
 
 
 def test_no_heads(tmp_path, monkeypatch):

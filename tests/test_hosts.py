@@ -19,7 +19,8 @@ from orbax_cases import ROOT
 import jaxkv
 from jaxkv import hosts
 
-_MOST_SECONDS = 240
+# Of a pair that waits in vain; on a busy machine one that does not takes minutes.
+_MOST_SECONDS = 900
 
 
 @functools.cache
@@ -120,16 +121,27 @@ def test_refusals_leave_the_processes_in_step():
     assert said("refused", "in step") == [[("", tokens)], [("", tokens)]]
 
 
-@pytest.mark.parametrize("dies, own, named", [("killed", 0, "heartbeat timeout"), ("raises", 1, "Barrier timed out")])
-def test_the_end_of_one_process_is_the_end_of_both(dies, own, named):
-    """Within the timeout of `jax.distributed.initialize` that its message speaks of, and not by ours."""
+# In any of these orders, and from whichever of JAX's threads speaks first: that another process is gone, and which.
+ENDS = {
+    "killed": ("another task died", r"Task 1 heartbeat timeout|stopped sending heartbeats\):\s+1\b"),
+    "raises": (
+        "another task died",
+        "Shutdown barrier has failed",
+        r"Barrier timed out(?s:.*)timed out task names:\s+0\b",
+    ),
+}
+
+
+@pytest.mark.parametrize("dies", ENDS)
+def test_the_end_of_one_process_is_the_end_of_both(dies):
+    """Within the timeout of `jax.distributed.initialize`, and with the words that docs/scaling.md promises."""
     ends = run(dies)
     began = max(value for _, lines, _, _ in ends for kind, _, value in lines if kind == "drawing")
     code, _, err, ended = ends[0]
     assert code != 0 and ended - began < min(process.TIMEOUTS[dies]) + 25
-    assert named in err and re.search(r"(?s)task.{0,20}\b[01]\b", err, re.IGNORECASE)
+    assert all(re.search(words, err) for words in ENDS[dies]), err[-5000:]
     if dies == "killed":
-        assert ends[1][0] == -9 and "Task 1" in err
+        assert ends[1][0] == -9
     else:
         assert "LookupError: a mistake of one process" in ends[1][2]
 

@@ -25,10 +25,12 @@ LAYERS = (
     "jaxkv._letters",
     # Where arrays lie: every program asks.
     "jaxkv.axes",
+    "jaxkv.cpu_threads",
     "jaxkv.hosts",
     "jaxkv.memory",
     # What a cache knows of its model.
     "jaxkv.models.values",
+    "jaxkv.models.hub_defaults",
     "jaxkv.models.hub_keys",
     "jaxkv.models.config",
     "jaxkv.models.rope",

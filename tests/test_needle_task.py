@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.evals import TASKS, Needle, ids_of
+from jaxkv.evals import TASKS, Needle, Ruler, ids_of
 from jaxkv.evals.ruler import SMALL_WORDS, pieces, small_vocabulary
 from tests.ruler_cases import model
 
@@ -32,6 +32,20 @@ def test_a_grid(wording):
             assert each.context[at:].count(".") == 1
         else:
             assert at == opening or each.context[at - 2] in ".!?"
+
+
+@pytest.mark.parametrize(
+    "positions, fit, long", [(2048, (512, 1024, 2048), 2048), (2047, (512, 1024), 2047), (300, (300,), 300)]
+)
+def test_lengths_that_nobody_asked_for_are_those_that_the_model_has_positions_for(positions, fit, long):
+    short = model(positions=positions)
+    made = Needle(depths=(0.5,), wording="small").samples(short)
+    assert tuple(each.tags["length"] for each in made) == fit
+    (one,) = Ruler(tasks=("niah_single_1",), count=1, wording="small").samples(short)
+    assert one.tags["length"] == long
+    for task in (Needle(lengths=(512, 4096)), Ruler(lengths=(512, 4096))):
+        with pytest.raises(ValueError, match=f"lengths=4096: the model was made for {positions} tokens"):
+            task.samples(short)
 
 
 def test_the_first_sample_begins_with_the_text():

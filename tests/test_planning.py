@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning import sizes
-from jaxkv.planning.catalog import catalog, model_named
+from jaxkv.planning.catalog import Known, catalog, model_named
 from jaxkv.planning.gpus import gpu_named, gpus, gpus_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
 from jaxkv.planning.setting import Setting
@@ -38,6 +39,16 @@ def setting(name="llama-3.1-70b", policy="full", gpus=8, gpu="h100", **options):
     given = {"context": CONTEXT, "batch": 4, "gpu": gpu_named(gpu), "gpus": gpus} | options
     policy = POLICIES[policy] if isinstance(policy, str) else policy
     return Setting(model=name, config=config, policy=policy, **given)
+
+
+@pytest.mark.parametrize("name", checkpoints.names())
+def test_models_that_are_loaded_by_name_are_planned_by_name(name):
+    known = model_named(name.upper())
+    assert known.filters == checkpoints.manifest(name).filter_layers
+    if name not in {each for entry in catalog().values() for each in entry.spellings}:
+        assert known == Known(name=name, config=jaxkv.load(name).config, filters=known.filters)
+        with pytest.raises(ValueError, match=f"did you mean {name}"):
+            model_named(name[:-1])
 
 
 @pytest.mark.parametrize("name", catalog())

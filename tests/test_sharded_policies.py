@@ -32,7 +32,7 @@ def test_compressed_again(name):
 # --- what travels ----------------------------------------------------------------------------------------------------
 
 # By program what may: hidden states (E) and logits (V); numbers of R rows, be they a prompt's or a pool's, of kv heads
-# K, of G query heads of each, and of w queries. Keys and values never do.
+# K, of all layers' kv heads J, of G query heads of each, and of w queries. Keys and values never do.
 TRAVELS = {
     "embed": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
@@ -41,9 +41,11 @@ TRAVELS = {
     "_observe": {"all-reduce": ["B K R"], "all-gather": ["B K", "B K G"]},
     "unordered": {"all-reduce": [""]},
     "_choose": {"all-gather": ["B K R"]},
+    "_choose_over_layers": {"all-gather": ["B J R"]},
     # Whether any head drops rows.
     "_merged": {"all-reduce": ["B"]},
-    "_candidates": {"all-reduce": ["B K R"]},
+    # Norms of values and positions of the rows they belong to, where a position's norms are compared.
+    "_candidates": {"all-reduce": ["B K R"], "all-gather": ["B K R"]},
     "_unpacked": {"all-reduce": ["B K R"]},
     # The next token, whether all have ended; TOVA's ranks, and what filters choose by.
     "_loop": {"all-reduce": ["B R E", "", "B K K R", "B w R", "B R"], "all-gather": ["B V"]},
@@ -71,7 +73,7 @@ def fits(shape, letters, config):
     """Whether a shape may be that of an array of these letters."""
     exact, names = {"E": config.embed, "V": config.vocab}, letters.split()
     # No pool of a device has as many rows as that, and no row's numbers one after the other are as few.
-    most = exact | {"R": 128, "B": 8, "K": 4, "G": 2, "w": BUDGET, "n": 128}
+    most = exact | {"R": 128, "B": 8, "K": 4, "J": 4 * LAYERS, "G": 2, "w": BUDGET, "n": 128}
     return len(names) == len(shape) and all(
         exact.get(name, 1) <= size <= most[name] for name, size in zip(names, shape, strict=True)
     )

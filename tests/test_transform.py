@@ -29,7 +29,9 @@ def refusal(row: Row) -> str | None:
         return "none go"
     if row.name == "omnikv":
         return "what is read"
-    return "output projection" if "critical" in row.name else None
+    if "expected" in row.name:
+        return "queries before RoPE"
+    return "output projection" if "critical" in row.name or "defensive" in row.name else None
 
 
 TAKEN = [row for row in TABLE if refusal(row) is None]

@@ -245,3 +245,43 @@ def test_numbers_are_looked_at_before_they_are_cut():
         jaxkv.compress(k, v, policy=KNorm(budget=8), length=np.asarray([2**32 + 20, 33]))
     for room in (jnp.int32(2), np.int64(2)):
         assert jaxkv.compress(k, v, policy=KNorm(budget=8), room=room).k[0].shape[1] == 2 * 10
+
+
+@pytest.mark.usefixtures("as_users_call")
+@pytest.mark.parametrize("policy", [KNorm(budget=16), SNAP, ADA], ids=["no-window", "equal", "ragged"])
+def test_more_queries_than_the_last_rows_have_positions_are_refused(policy):
+    k, v, q = draw()
+    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=4)
+    rows = jaxkv.append(rows, *(each[:, :, :2] for each in draw(seed=1)[:2]))
+    held = 2 if policy == KNorm(budget=16) else 2 + WINDOW
+    many = q[:, :, : held + 6]
+    remedy = f"of sequence 0 the last rows of each kv head are the last {held} positions: give that many queries"
+    with pytest.raises(ValueError, match=f"q={held + 6} tokens: {remedy}"):
+        jaxkv.attend(many, rows)
+    with pytest.raises(ValueError, match=f"q={held + 6} tokens: of sequence 1 "):
+        jaxkv.attend(many, rows, count=jnp.asarray([held, held + 6]))
+    # No more than that is right, whether `append` put them there or the window kept them, and so are fewer of some.
+    few = many[:, :, :held]
+    np.testing.assert_allclose(jaxkv.attend(few, rows), attended(few, rows, last=held), atol=2e-5)
+    out = jaxkv.attend(many, rows, count=jnp.asarray([held, 1]))
+    np.testing.assert_allclose(out[0, :, :held], attended(few, rows, last=held)[0], atol=2e-5)
+    np.testing.assert_allclose(out[1, :, 0], attended(few[:, :, :1], rows)[1, :, 0], atol=2e-5)
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_queries_of_tokens_that_were_appended_one_by_one_and_of_sequences_that_took_no_part():
+    k, v, _ = draw()
+    new_k, new_v, new_q = (each[:, :, :4] for each in draw(seed=1))
+    start = jaxkv.compress(k, v, length=jnp.asarray(LENGTHS), policy=KNorm(budget=16), room=4)
+    rows = start
+    for at in range(4):
+        one = slice(at, at + 1)
+        rows = jaxkv.append(rows, new_k[:, :, one], new_v[:, :, one], count=jnp.asarray([1, 0]))
+    out = jaxkv.attend(new_q, rows, count=jnp.asarray([4, 0]))
+    np.testing.assert_allclose(out[0], attended(new_q, rows, last=4)[0], atol=2e-5)
+    with pytest.raises(ValueError, match="q=4 tokens: of sequence 1 "):
+        jaxkv.attend(new_q, rows, count=jnp.asarray([0, 4]))
+    # Of what found no room no row tells, and none is asked for.
+    full = jax.jit(lambda *new: jaxkv.append(start, *new))(*(jnp.tile(each, (1, 1, 2, 1)) for each in (new_k, new_v)))
+    both = jnp.tile(new_q, (1, 1, 2, 1))
+    np.testing.assert_allclose(jaxkv.attend(both, full), attended(both, full, last=8), atol=2e-5)

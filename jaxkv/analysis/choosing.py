@@ -14,7 +14,7 @@ from jaxkv.analysis.given import several
 from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
 from jaxkv.axes import host, place
-from jaxkv.engine.choosing import Candidates, choose, of_prompt
+from jaxkv.engine.choosing import Candidates, choose, choose_over_layers, of_prompt
 from jaxkv.engine.compress import observe
 from jaxkv.engine.lengths import Table, by_length
 from jaxkv.engine.plan import bucket
@@ -198,19 +198,28 @@ class _Chooser:
         scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=axes)
         norms = out.norms if parts.heads.needs_norms else None
         self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim))
-        if self.told.rows is not None:
-            assert self.told.recent is not None
+        if not parts.layers.from_scores:
+            assert self.told.rows is not None and self.told.recent is not None
             self._choose(self.told.rows[index : index + 1], self.told.recent[index : index + 1])
 
     def rows(self) -> Bool[np.ndarray, "L K n"]:
         """What stays, once every layer has been looked at."""
-        if self.waiting:
+        if self.waiting and self.parts.layers.joint:
+            self._choose_over_layers()
+        elif self.waiting:
             parts, told = self.parts, self.told
             claims = np.stack([host(layer.claim) for layer in self.waiting])
             given = (told.budget, self.lengths, told.forced)
             rows = parts.layers.rows(*given, layers=len(claims), window=parts.keep.window, weights=claims)
             self._choose(rows, parts.recents(rows, self.lengths, told.forced, claims, told.budget))
         return np.stack(self.masks)
+
+    def _choose_over_layers(self) -> None:
+        assert self.told.rows is not None and self.told.recent is not None
+        axes = self.flat.axes
+        rows, newest = (place(each[0], "B", axes, jnp.int32) for each in (self.told.rows, self.told.recent))
+        chosen = choose_over_layers(self.waiting, rows, newest, heads=self.parts.heads, axes=axes)
+        self.masks += [host(each.mask)[0] for each in chosen]
 
     def _choose(self, rows: Table, recent: Table) -> None:
         axes = self.flat.axes

@@ -121,7 +121,9 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
     walked, in as many steps as the longest takes.
 
     Args:
-        q: `[B, H, N, D]` queries after RoPE of the last N tokens, which `append` has put there.
+        q: `[B, H, N, D]` queries after RoPE of the last N tokens, whose rows are the last N of each segment: `append`
+            has put them there, at once or one by one. Where numbers are traced this is not looked at, and an output
+            counts rows of later tokens where it does not hold.
         rows: the rows.
         count: `i32[B]` how many of the N each sequence really has, as given to `append`; all by default.
         layer: index among the layers held.
@@ -130,7 +132,8 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
         `[B, H, N, D]` in q's dtype; anything finite for padding.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or, where numbers are known, if there are more queries of a sequence than its
+            last rows have positions in a line.
     """
     _require_layer(rows, layer)
     pool, start, length = rows.pool(layer), rows.start[layer], rows.length[layer]
@@ -143,6 +146,8 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
     last = jnp.where(length > 0, last, -1).max(axis=1)
     taken = jnp.clip(last + 1 - (rows.seen[layer] - written), 0, written)
     after = jnp.maximum(taken - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
+    if tokens > 1 and known(pool.pos, start, length, taken):
+        _require_last(pool.pos, start, length, last, taken)
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         held = jnp.maximum(length - after[:, None], 0)
@@ -153,6 +158,20 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
     else:
         out = jax.vmap(one, in_axes=(3, 0), out_axes=3)(grouped, after)
     return out.reshape(batch, -1, tokens, out.shape[-1])
+
+
+def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
+    """Refuses queries unless the last `taken` rows of each segment lie at positions `last`, `last - 1` and so on."""
+    behind = np.arange(int(taken.max(initial=0)))
+    row = np.asarray(start + length - 1)[..., None] - behind
+    found = np.take_along_axis(np.asarray(pos)[:, None], np.maximum(row, 0), axis=2)
+    right = (behind < np.asarray(length)[..., None]) & (found == np.asarray(last)[:, None, None] - behind)
+    wrong = (~right & (behind < np.asarray(taken)[:, None, None])).any(axis=1)
+    if wrong.any():
+        at = int(wrong.any(axis=1).argmax())
+        held = int(wrong[at].argmax())
+        remedy = f"of sequence {at} the last rows of each kv head are the last {held} positions: give that many queries"
+        raise ValueError(f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others")
 
 
 def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:

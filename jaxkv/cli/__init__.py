@@ -5,7 +5,6 @@ import difflib
 import importlib.metadata
 import re
 import tomllib
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
 from jaxkv.cli.listing import print_models, print_policies
 from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
-from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout
+from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
 _EXAMPLES = """\
@@ -68,11 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, or 2 after an error, which has been told on stderr.
     """
     prepare_streams()
-    parser = _parser()
-    # What is set here ends with the command: a program that calls this has its own way to show warnings.
-    with warnings.catch_warnings():
-        warnings.showwarning = _warn
-        return _run(parser, argv)
+    with warnings_in_one_line():
+        return _run(_parser(), argv)
 
 
 def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
@@ -124,11 +120,6 @@ def _message(error: BaseException) -> str:
 
 def _complain(message: str) -> None:
     to_stderr(f"jaxkv: error: {message}")
-
-
-def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Shows a warning as one line on stderr, without the source line that gave it."""
-    to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
 
 
 def version() -> str:

@@ -1,6 +1,7 @@
 """What `jaxkv analyze` does: looks at attention in some texts, prints what it found, saves arrays and pictures."""
 
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -174,10 +175,24 @@ def _folder(given: str, pictures: bool) -> Path:
     if pictures:
         drawing()
     folder = Path(os.path.expanduser(given))
-    require(not folder.exists() or folder.is_dir(), "--out", given, "it is no folder: give another")
-    folder.mkdir(parents=True, exist_ok=True)
-    require(os.access(folder, os.W_OK | os.X_OK), "--out", given, "the folder cannot be written to: give another")
+    require(not os.path.lexists(folder) or folder.is_dir(), "--out", given, "it is no folder: give another")
+    new = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    try:
+        _make(folder)
+        require(os.access(folder, os.W_OK | os.X_OK), "--out", given, "the folder cannot be written to: give another")
+    finally:
+        # Made once more with the first file: a run that is refused or ended leaves nothing.
+        for each in new:
+            with contextlib.suppress(OSError):
+                each.rmdir()
     return folder
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--out={folder}: {error.strerror or error}; give another folder") from error
 
 
 def _text(name: str) -> str:
@@ -239,6 +254,7 @@ def _cell(value: Any) -> str:
 
 def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], kinds: Sequence[str]) -> None:
     """Each file whole or not at all, the record last: it says that the others are there."""
+    _make(folder)
     for name, figure in figures.items():
         file = io.BytesIO()
         np.savez_compressed(file, allow_pickle=False, **figure.arrays())

@@ -42,7 +42,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """
     count = argument(whole, least=1)
     add = parser.add_argument_group("what is planned for").add_argument
-    known = "a model of the catalogue such as llama-3.1-70b, a Hugging Face folder, a .gguf file or a hub id"
+    known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
+    known += ", a .gguf file or a hub id"
     add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
     add(
         "--gpus",

@@ -5,6 +5,8 @@ import errno
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 
@@ -106,6 +108,20 @@ def to_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         _silence(sys.stderr)
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Shows warnings as the command line shows errors: one line each on stderr, without the place in the code."""
+    # What is set here ends with the command: a program that calls this has its own way to show warnings.
+    with warnings.catch_warnings():
+        warnings.showwarning = _show
+        yield
+
+
+def _show(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Writes one warning to stderr, as one line."""
+    to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
 
 
 def _silence(stream: Any) -> None:

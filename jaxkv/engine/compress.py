@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, anywhere, gathered, program, sum_of_devices
+from jaxkv.axes import Axes, anywhere, gathered, program, total
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, moved_in_all
@@ -112,21 +112,21 @@ def compress(
             moved = moved_in_all(moved, each.moved)
         below = masks[-1][:, 0] if parts.nested else None
         kept = counted(masks)
-        total, pool = source.pool_rows(group, kept), None
+        size, pool = source.pool_rows(group, kept), None
         start = None
         if layout.one_pool:
             behind = None if room is None else tuple(room.tolist())
-            start = placed(kept, layout=layout, rows=total, room=behind, axes=axes)
+            start = placed(kept, layout=layout, rows=size, room=behind, axes=axes)
         for at, index in enumerate(group):
             rows = source.rows(index)
             if parts.merge is not None:
                 rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge, axes=axes)
                 taus += [] if rows.tau is None else [rows.tau]
             if start is None:
-                pool, first = pack(rows, masks[at], rows=total, layout=layout, implementation=implementation, axes=axes)
+                pool, first = pack(rows, masks[at], rows=size, layout=layout, implementation=implementation, axes=axes)
                 starts.append(first)
             else:
-                pool = empty_pool_for(rows, total, axes) if pool is None else pool
+                pool = empty_pool_for(rows, size, axes) if pool is None else pool
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
             # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
             under_way.append(pool)
@@ -194,7 +194,7 @@ def _observe(
     matters, spread, weight = scorer.part, layers.part, None
     if seen.norms is not None:
         # A prompt's rows are every head's.
-        of_heads = sum_of_devices(seen.norms.sum(axis=1, keepdims=True), "K", axes)
+        of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, norm_totals=of_heads)
     rows = seen.k.shape[:3]
     mass = of_group(checked(matters, "observe", matters.observe(seen), rows, ROWS), matters, axes)

@@ -17,7 +17,7 @@ from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.axes import NAMES
 from jaxkv.cache.layout import Layout
-from jaxkv.engine.stages import Prefilling
+from jaxkv.engine.stages import Prefilling, moment_bytes
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
@@ -263,7 +263,9 @@ def _activation_bytes(config: ModelConfig, parts: Parts, batch: int, slots: int,
     # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
     each = (config.embed + config.heads * config.head_dim) * item + config.kv_heads * 12
     activations = batch * slots * each + 4 * slots * config.head_dim
-    activations += 4 * batch * slots * config.heads * parts.needs.sums
+    activations += 4 * batch * slots * config.heads * parts.needs.sums + moment_bytes(config, parts.needs, batch)
+    # Scores of all layers, and as many keys and masks, where their heads compete.
+    activations += 20 * batch * slots * config.kv_heads * config.layers * parts.layers.joint
     # Merging compares float32 copies of one layer's rows.
     return activations + 8 * batch * config.kv_heads * slots * config.head_dim * (parts.merge is not None)
 

@@ -5,7 +5,7 @@ so padding costs memory but no time. Alive at once: hidden states, one layer's K
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxkv.axes import program, settle_down
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed
 from jaxkv.cache.packing import Unpacked, pack
-from jaxkv.engine.choosing import choose, of_prompt
+from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, of_prompt
 from jaxkv.engine.compress import Compressed, compress, counted, merged, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
@@ -60,6 +60,27 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
         del out
 
 
+def signature_of(
+    flat: Flat, batch: int, policy: Method, needed: PrefillPlan, *, implementation: Implementation
+) -> tuple[Hashable, ...]:
+    """What programs of a prefill are compiled for: equal where the same programs serve.
+
+    Args:
+        flat: the decoder's parameters.
+        batch: B.
+        policy: the compression.
+        needed: the plan; the number of its prompts does not matter.
+        implementation: what computes attention.
+
+    Returns:
+        A key of dictionaries.
+    """
+    parts = policy.parts()
+    scored = parts.ongoing is not None and parts.ongoing.scored
+    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
+    return flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows_of(flat, needed), key, implementation
+
+
 def compile_ahead(
     flat: Flat,
     batch: int,
@@ -78,9 +99,7 @@ def compile_ahead(
         implementation: what computes attention.
     """
     pool_rows, parts = pool_rows_of(flat, needed), policy.parts()
-    scored = parts.ongoing is not None and parts.ongoing.scored
-    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
-    signature = (flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows, key, implementation)
+    signature = signature_of(flat, batch, policy, needed, implementation=implementation)
     if signature in flat.compiled:
         return
     length = jnp.zeros((batch,), jnp.int32)
@@ -96,10 +115,12 @@ def compile_ahead(
         seen = observed(flat, out, parts.scorer, length, 0, jax.random.key(0), implementation)
         scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers, axes=flat.axes)
         unordered(scores, length, axes=flat.axes)
-        layer = dataclasses.replace(layer, scores=scores, norms=out.norms, claim=claim)
+        norms = out.norms if parts.heads.needs_norms else None
+        layer = dataclasses.replace(layer, scores=scores, norms=norms, claim=claim)
         # Where layers build on one another the lowest one has nothing below it.
         for allowed in (None, forced) if parts.nested else (None,):
-            mask = choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes).mask
+            mask = _chosen(layer, length, allowed, parts, flat).mask
+        scored = parts.ongoing is not None and parts.ongoing.scored
         rows = rows._replace(mass=mass, score=mass if scored else None)
         if parts.merge is not None:
             rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
@@ -109,6 +130,13 @@ def compile_ahead(
             pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation, axes=flat.axes)
     jax.block_until_ready(logits_of(flat.ends, x, graphs=flat.graphs))
     flat.compiled.add(signature)
+
+
+def _chosen(layer: Candidates, length: Array, allowed: Array | None, parts: Parts, flat: Flat) -> Choice:
+    """Choice among the rows of one layer, or where layers compete of as many layers like it as the model has."""
+    if parts.layers.joint:
+        return choose_over_layers([layer] * flat.config.layers, length, length, heads=parts.heads, axes=flat.axes)[0]
+    return choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes)
 
 
 def prefill(

@@ -103,6 +103,7 @@ def observed(
         moments=next((each for each in out.moments if each.asked == future), None),
         implementation=implementation,
         axes=flat.axes,
+        group_axes=flat.axes,
     )
 
 

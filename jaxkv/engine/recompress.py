@@ -317,6 +317,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         norm_totals=None if totals is None else flat(totals),
         moments=jax.tree.map(flat, moments),
         axes=None if fold else static.axes,
+        group_axes=static.axes,
     )
     shape = seen.k.shape[:3]
     mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, ROWS), scorer, static.axes)

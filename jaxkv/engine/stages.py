@@ -13,6 +13,7 @@ from jaxkv.attention import Implementation
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
+from jaxkv.policies.protocol import Needs
 
 # Slots of each prompt that go through the projections and the MLP at once, where they are no more tokens than `most`.
 _BLOCKS, _LEAST = (2048, 1024, 512), 256
@@ -117,7 +118,7 @@ class Prefilling:
         needs, config = self.parts.needs, self.config
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
         size = config.head_dim * self.item * needs.unrotated + 4 * self._group * needs.sums + 4 * needs.norms
-        return window + self._rows_of(size)
+        return window + self._rows_of(size) + moment_bytes(config, needs, self.batch)
 
     def _layer(self, top: bool) -> int:
         """What a layer's program needs beside what comes out of it."""
@@ -148,4 +149,11 @@ class Prefilling:
     def _choosing(self) -> int:
         """Scores as keys to order by, and masks: of all devices' heads, where heads look at one another."""
         heads = self.config.kv_heads if self.parts.heads.uniform else self.kv_heads
-        return self.batch * heads * self.slots * 16
+        layers = self.config.layers if self.parts.layers.joint else 1
+        return self.batch * heads * layers * self.slots * 16
+
+
+def moment_bytes(config: ModelConfig, needs: Needs, batch: int) -> int:
+    """Bytes of one layer's means and covariances of queries, as a policy asks for them."""
+    each = sum(1 + asked.covariance * config.head_dim for asked in needs.future)
+    return 4 * batch * config.heads * config.head_dim * each

@@ -12,7 +12,7 @@ from jaxkv.evals.asking import QuestionTask
 from jaxkv.evals.ruler.metrics import string_match_all
 from jaxkv.evals.ruler.niah import Needles
 from jaxkv.evals.ruler.recipe import Cell, Prompt, Recipe, fit
-from jaxkv.evals.ruler.task import as_sample, check_grid, check_lengths, counter, read_wording
+from jaxkv.evals.ruler.task import as_sample, check_grid, counter, lengths_for, read_wording
 from jaxkv.evals.ruler.wording import Official, Wording, sentences
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
@@ -26,6 +26,7 @@ ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
 _OPENING = "This is a very long story book: <book> "
 _ASKED = " </book>.\n Based on the content of the book, Question: {question}\n"
 _PREFIX = "Answer:"
+_LENGTHS = (512, 1024, 2048, 4096)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ class Needle(QuestionTask):
     number has to occur. Lengths count template, question and answer.
 
     Attributes:
-        lengths: tokens of prompts, the answer's and a chat template's included.
+        lengths: tokens of prompts, the answer's and a chat template's included; 512, 1024, 2048 and 4096 if not said,
+            or those of them that the model was made for.
         depths: where the needle stands, from 0, the beginning, to 1, the end.
         count: samples for each length and depth; those behind the first begin elsewhere in the text.
         wording: "official", or "small" for models that know a few hundred words.
@@ -92,7 +94,7 @@ class Needle(QuestionTask):
         Kamradt 2023, "Needle In A Haystack - Pressure Testing LLMs"; PyramidKV, section 5.4 and appendix P.
     """
 
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     count: int = 1
     wording: str = "official"
@@ -122,9 +124,9 @@ class Needle(QuestionTask):
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """The cases, by length and depth; see `Task.samples`."""
-        check_lengths(params, self.lengths)
+        lengths = lengths_for(params, self.lengths, usual=_LENGTHS)
         wording, count, made = read_wording(self), counter(params), []
-        for length in self.lengths:
+        for length in lengths:
             size = fit(self._recipe(wording, 0.5), length, count)
             for at, depth in enumerate(self.depths):
                 cell = Cell(self._recipe(wording, depth), length, count, size)

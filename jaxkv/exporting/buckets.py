@@ -181,6 +181,29 @@ def require_exportable(policy: Method, layers: int, slots: int) -> None:
         require(not _on_host_only(parts), "policy", policy, remedy)
 
 
+def require_places(parts: Parts, known: Table, asked: Asked, limit: int) -> None:
+    """Refuses room for more rows than the model has positions, under policies whose positions are places in the cache.
+
+    Args:
+        parts: of the policy.
+        known: the bucket's table.
+        asked: what is to be served.
+        limit: the model's positions.
+
+    Raises:
+        ValueError: naming the tokens that can be drawn.
+    """
+    of = known.allowed[known.allowed <= limit]
+    if not parts.rolling or not of.size:
+        return
+    told, every = known.told, parts.every
+    assert isinstance(told.rows, np.ndarray) and isinstance(told.most, np.ndarray)
+    held = int(told.rows[:, of].max()) + asked.every_token
+    held = held if every is None else min(held, int(told.most[of].max()) + every + asked.question)
+    remedy = f"with question={asked.question} up to {held} rows are kept and the model was made for {limit}: "
+    require(held <= limit, "new", asked.new, remedy + "lower one of them, or give every=64, say")
+
+
 def _on_host_only(parts: Parts) -> bool:
     """Whether rows of layers cannot be computed within a program."""
     import jax

@@ -1,9 +1,10 @@
 """Generates from a folder that `jaxkv export` has written, with jax and numpy alone: without jaxkv."""
 
-import collections
+import collections.abc
 import hashlib
 import importlib.util
 import json
+import numbers
 import pathlib
 import sys
 
@@ -12,13 +13,42 @@ import numpy as np
 
 TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers").Tokenizer.from_file
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
-# Rows of `count` sequences by name, of programs `at` (slots, batch); `room` tokens fit. A value: nothing changes it.
-Cache = collections.namedtuple("Cache", "arrays at count room")
+# Numbers that drawing takes, those of jaxkv's samplers among them: kind, what is too small, what is not yet too large.
+BOUNDS = {
+    "max_new_tokens": (int, 0, np.inf, "a whole number: draw at least 1 token"),
+    "seed": (int, -1, 2**32 - 1, f"a whole number in [0, {2**32})"),
+    "temperature": (numbers.Real, 0, np.inf, "a positive number; sampling='Greedy' is the limit at 0"),
+    "p": (numbers.Real, 0, 1, "a share in (0, 1]"),
+    "k": (int, 0, 2**31 - 1, f"a whole number of tokens in [1, {2**31})"),
+}
+# Rows of `count` sequences by name, of programs `at` (slots, batch); `room` tokens fit; whose turn it is in each
+# conversation; checksum and folder of the export. A value: nothing changes it.
+Cache = collections.namedtuple("Cache", "arrays at count room turns of")
 
 
-def need(fine, message):
+def need(fine, message, kind=ValueError):
     if not fine:
-        raise ValueError(message)
+        raise kind(message)
+
+
+def plain(value):  # a scalar of numpy's or jax's as Python's own, anything else as it is
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def is_id(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def listed(given):  # text as it is; arrays and sequences as lists
+    given = np.asarray(given).tolist() if hasattr(given, "ndim") and hasattr(given, "dtype") else given
+    fits = isinstance(given, collections.abc.Sequence) and not isinstance(given, (bytes, bytearray, memoryview))
+    need(fits, f"prompt={type(given).__name__}: give text, token ids, or a list of them", TypeError)
+    return given if isinstance(given, str) else [*map(plain, given)]
+
+
+def prompts(given):  # a list of them, and whether it was one prompt by itself
+    one = isinstance(items := listed(given), str) or bool(items and is_id(items[0]))
+    return need(items, f"prompt={given!r}: give at least one prompt") or ([items] if one else items, one)
 
 
 def found(path, of, check=True):
@@ -56,10 +86,11 @@ class Model:
     def __init__(self, folder, weights=None, check=False):
         path = (folder := pathlib.Path(folder)) / "manifest.json"
         try:
-            said = self.said = json.loads(path.read_text("utf-8"))
-            need((said["format"], said["version"]) == ("jaxkv export", 1), "not of this runtime.py's version")
+            said = self.said = json.loads(raw := path.read_bytes())
+            need((said["format"], said["version"]) == ("jaxkv export", 2), "not of this runtime.py's version")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path}: {error}: give a folder that `jaxkv export` has written, whole") from error
+        self.of = hashlib.sha256(raw).hexdigest(), str(folder)
         made, here, mesh, many = said["guaranteed"], jax.export.default_export_platform(), said["mesh"], said["devices"]
         fits = jax.__version_info__[:2] >= tuple(made["from"])
         need(fits, f"{folder}: made by jax {made['jax']}, jax {jax.__version__} is outside its window: export anew")
@@ -92,56 +123,115 @@ class Model:
         own = {name: jax.numpy.copy(jax.numpy.broadcast_to(own[name], of[name][1:])) for name in own}
         return own | {"key": np.asarray([0, seed], np.uint32)}
 
-    def read(self, ids, cache=None, seed=0):
-        """A cache of prompts, lists of ids; or of what comes on top of one, of as many sequences or of one."""
-        said, ids = self.said, [np.asarray(row) for row in ids]
-        count, longest = len(ids), max((row.size for row in ids), default=0)
-        most = min(cache.room, said["question"]) * (cache.count in (1, count)) if cache else max(self.lengths)
+    def known(self, cache):  # refuses what is no cache, or another export's
+        told = f"cache={type(cache).__name__}: give what read returned, or the last that generate returned"
+        need(getattr(cache, "_fields", None) == Cache._fields, told, TypeError)
+        told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
+        need(cache.of[0] == self.of[0], told)
+
+    def tokens(self, item, turn, close):  # a prompt's ids, and whose turn it is behind them
+        if not isinstance(row := listed(item), str):
+            kinds = ", ".join(sorted({type(each).__name__ for each in row if not is_id(each)}))
+            need(not kinds, f"prompt=a list of {kinds}: give text, token ids, or a list of them", TypeError)
+            return row, "raw"
+        need(self.text, f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers")
+        (opening, closing, between), bos = self.said["text"]["turns"], self.said["text"]["bos"]
+        whole = row if turn == "raw" else {"start": opening, "answer": between}.get(turn, "") + row + closing * close
+        try:
+            ids = self.text.encode(whole, add_special_tokens=False).ids if row else []
+        except Exception as error:  # half a character, or what the tokenizer's own rules fail on
+            raise ValueError(f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another") from error
+        ids = [bos] * (bool(row) and turn == "start" and bos not in (None, *ids[:1])) + ids
+        return ids, turn if turn == "raw" else "answer" if close else "user"
+
+    def encode(self, items, turns, close):  # ids of each prompt, and whose turn it then is: as `jaxkv.generate` has it
+        held, vocab = len(turns), self.said["vocab"]
+        need(held in (1, len(items)), f"prompt={len(items)} prompts: the cache holds {held}: give as many, or 1 cache")
+        rows = [self.tokens(item, turns[at % held], close) for at, item in enumerate(items)]
+        for item, (row, _) in zip(items, rows, strict=True):
+            need(row, f"prompt={item!r}: it has no tokens: give at least one")
+            need(0 <= min(row) and max(row) < vocab, f"prompt={min(row), max(row)}: token ids lie in [0, {vocab})")
+        return zip(*rows, strict=True)
+
+    def fits(self, lengths, new, cache):  # slots and batch of the programs; refuses as `jaxkv.generate` does
+        said, count, longest = self.said, len(lengths), int(lengths.max())
+        of = min((said["question"], "question"), (cache.room, "new")) if cache else (max(self.lengths), "lengths")
+        room = cache.room - longest * said["grows"] if cache else said["room"]
         batch = [each for each in said["batch"] if each >= max(count, cache.at[1] if cache else 0)]
-        fits = all(a.ndim == 1 and a.dtype.kind in "iu" and 0 <= a.min() < said["vocab"] > a.max() for a in ids)
-        told = f"give {said['batch']}, or as many as the cache holds, of 1 to {most} ids in [0, {said['vocab']})"
-        need(count and batch and longest <= most and fits, f"prompt: {count} of up to {longest} tokens: {told}")
-        at = cache.at[0] if cache else min(each for each in self.lengths if each >= longest), min(batch)
+        need(batch, f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}")
+        need(longest <= of[0], f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=")
+        need(new <= room, f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}")
+        # Where positions are places within the cache, `jaxkv export` has seen to all but the prompt's own.
+        seen = np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0
+        seen, new = (0, 0) if said["rolling"] else (seen, new)
+        total, limit = int((lengths + seen).max()) + new, said["positions"]
+        told = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
+        need(total <= limit, f"prompt='{total} tokens, {new} new ones included': {told}")
+        slots = cache.at[0] if cache else min(each for each in self.lengths if each >= longest)
+        small = [] if cache else lengths[self.lengths[slots]["told.budget"][lengths] < 0].tolist()
+        need(not small, f"prompt={small} tokens: the policy's budget is too small: export with a larger one")
+        return slots, min(batch)
+
+    @np.errstate(over="ignore", under="ignore")
+    def asked(self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given):  # checked, and as programs take it
+        said, out, stop = self.said["samplings"], {}, plain(stop_at_eos)
+        need(isinstance(stop, bool), f"stop_at_eos={stop_at_eos!r}: give True or False")
+        need(isinstance(sampling, str) and sampling in said, f"sampling={sampling!r}: give of {said}")
+        odd = ", ".join(sorted(set(given) - set(said[sampling])))
+        need(not odd, f"{odd}: sampling={sampling!r} has no such number: give of {[*said[sampling]]}")
+        for name, value in ({"max_new_tokens": new, "seed": seed} | said[sampling] | given).items():
+            (kind, low, high, remedy), out[name] = BOUNDS[name], plain(value)
+            fits = isinstance(out[name], kind) and not isinstance(out[name], bool) and low < out[name] <= high
+            need(fits, f"{name}={value!r}: give {remedy}")
+        new, seed, eos = out.pop("max_new_tokens"), out.pop("seed"), np.where(stop, self.said["eos"], -2)
+        as_32 = {name: {"k": np.int32}.get(name, np.float32)(min(each, 1e300)) for name, each in out.items()}
+        as_32 = {f"sampling.{name}": each for name, each in as_32.items()} | {"eos": eos.astype(np.int32)}
+        return new, seed, f"draw.{sampling}", as_32
+
+    def read(self, prompt, cache=None, seed=0, new=0, close=False):
+        """A cache of prompts, or of what comes on top of one; behind a text the user's turn stays open till closed."""
+        said, (_, seed, _, _) = self.said, self.asked(1, seed)
+        cache is None or self.known(cache)
+        ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)
+        count, lengths = len(ids), np.asarray([*map(len, ids)], np.int32)
+        at, longest = self.fits(lengths, new, cache), int(lengths.max())
         kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
-        wide, lengths = self.programs[kind, *at][1]["tokens"][2], np.asarray([row.size for row in rows], np.int32)
-        tokens = np.asarray([[*row, *[0] * (-(-longest // wide) * wide - row.size)] for row in rows], np.int32)
+        wide, lengths = self.programs[kind, *at][1]["tokens"][2], np.asarray([*map(len, rows)], np.int32)
+        tokens = np.asarray([[*row, *[0] * (-(-longest // wide) * wide - len(row))] for row in rows], np.int32)
         out = self.own(cache.arrays if cache else {}, at, seed, cache and cache.count == 1) | {"length": lengths}
         out |= {} if cache else {name: table[..., lengths] for name, table in self.lengths[at[0]].items()}
-        need(cache or out["told.budget"].min() >= 0, f"prompt: the policy's budget is too small for {lengths} tokens")
         for i in range(0, longest, wide):
             out = self.run(kind, at, out | {"tokens": tokens[:, i : i + wide], "count": np.clip(lengths - i, 0, wide)})
         need(out.get("ordered", True), "scores: NaN: the model's attention is not finite: check its weights")
-        return Cache(self.again(out, at)[0], at, count, cache.room - longest * said["grows"] if cache else said["room"])
+        room = cache.room - longest * said["grows"] if cache else said["room"]
+        return Cache(self.again(out, at)[0], at, count, room, turns, self.of)
 
-    def draw(self, cache, n, tell=None, seed=0, stop_at_eos=True, sampling="Greedy", **numbers):
+    def draw(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
         """Ids `[B, n]` drawn, -1 behind a sequence's end, and the cache then; `tell` hears all so far now and then."""
-        kind, at, said, drawn = f"draw.{sampling}", cache.at, self.said, np.zeros((cache.count, 0), np.int32)
-        need(n in range(1, cache.room + 1), f"max_new_tokens={n}: there is room for {cache.room}")
-        need(sampling in said["samplings"], f"sampling={sampling!r}: give of {said['samplings']}")
-        (_, inputs, outputs, _, _), out = self.programs[kind, *at], self.own(cache.arrays, at, seed)
-        for name, value in (said["samplings"][sampling] | numbers).items():
-            out[f"sampling.{name}"] = np.asarray(value, inputs[f"sampling.{name}"][0])
-        out |= {"done": np.arange(at[1]) >= cache.count, "eos": np.where(stop_at_eos, said["eos"], -2).astype(np.int32)}
-        while drawn.shape[1] < n and not np.asarray(out["done"]).all():
+        self.known(cache)
+        new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
+        at, drawn = self.fits(np.zeros(cache.count, np.int32), new, cache), np.zeros((cache.count, 0), np.int32)
+        size, given["done"] = self.programs[kind, *at][2]["drawn"][2], np.arange(at[1]) >= cache.count
+        out = self.own(cache.arrays, at, seed) | given
+        while drawn.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
-            steps = min(n - drawn.shape[1], left, 8 if tell else outputs["drawn"][2])
-            out = self.run("settle", at, out) if int(out.get("beside.used", 0)) + steps > outputs["drawn"][2] else out
+            steps = min(new - drawn.shape[1], left, 8 if tell else size)
+            out = self.run("settle", at, out) if int(out.get("beside.used", 0)) + steps > size else out
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
             drawn = np.append(drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1)
+            need((drawn < (vocab := self.said["vocab"])).all(), f"{kind}: it gave an id outside of [0, {vocab})")
             tell and tell(drawn)
-        return drawn, Cache(self.again(out, at, True)[0], at, cache.count, cache.room - drawn.shape[1] * said["grows"])
+        left = cache.room - drawn.shape[1] * self.said["grows"]
+        return drawn, cache._replace(arrays=self.again(out, at, True)[0], room=left)
 
-    def generate(self, prompts, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
-        """Tokens for each prompt, a text or a list of ids; their text, if there is a tokenizer; and the cache."""
-        said, ids = self.said["text"], list(prompts)
-        need(self.text or str not in map(type, ids), "prompt: there is no tokenizer here: give lists of token ids")
-        for at in [at for at, text in enumerate(ids) if isinstance(text, str)]:
-            text = said["turns"][2 if cache else 0] + ids[at] + said["turns"][1]
-            ids[at] = self.text.encode(text, add_special_tokens=False).ids
-            ids[at] = [said["bos"]] * (not cache and said["bos"] not in (None, *ids[at][:1])) + ids[at]
-        drawn, cache = self.draw(self.read(ids, cache, seed), max_new_tokens or self.said["new"], tell, seed, **drawing)
+    def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
+        """Tokens and text of the answers, lists where a list of prompts was given, and the cache; None for no text."""
+        new, one = self.said["new"] if max_new_tokens is None else max_new_tokens, prompts(prompt)[1]
+        new = self.asked(new, seed, **drawing)[0]
+        drawn, cache = self.draw(self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing)
         tokens = [row[row >= 0].tolist() for row in drawn]
-        return tokens, self.text and [self.text.decode(row) for row in tokens], cache
+        text = self.text and [*map(self.text.decode, tokens)]
+        return (tokens[0], text and text[0], cache) if one else (tokens, text, cache)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import secrets
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,13 +25,12 @@ from jaxkv.attention import Implementation, named
 from jaxkv.attention.choice import KERNELS
 from jaxkv.axes import Door
 from jaxkv.cache.encoding import encode
-from jaxkv.checkpoints._errors import refusal
 from jaxkv.checkpoints.json_files import write_json
-from jaxkv.checkpoints.orbax_files import require_free
 from jaxkv.engine.plan import bucket
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, artefact, shapes_of
-from jaxkv.exporting.buckets import BLOCK, Asked, Table, require_exportable, setting_of, table
+from jaxkv.exporting.buckets import BLOCK, Asked, Table, require_exportable, require_places, setting_of, table
+from jaxkv.exporting.place import as_folder, unfinished
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
@@ -41,7 +38,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling, argument
 
-FORMAT, VERSION = "jaxkv export", 1
+FORMAT, VERSION = "jaxkv export", 2
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # What JAX promises of what it has exported: https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
 _BACKWARD, _FORWARD = 180, 21
@@ -99,22 +96,10 @@ def export(
     _require_flatbuffers()
     params = as_model(params, mesh)
     request = _request(params, policy, lengths, batch, question, new, platforms, sampling, implementation)
-    folder = Path(directory).expanduser()
-    require_free(folder, "directory")
-    made = _programs(params, request)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside it, so that the last step is a rename.
-        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-        part.mkdir()
-    except OSError as error:
-        raise refusal("directory", folder, f"no folder can be made there ({error}): choose another") from error
-    try:
-        _write(part, params, request, made, weights)
-        os.rename(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+    folder = as_folder(directory)
+    # Beside it, so that the last step is a rename; and before the programs, which take long.
+    with unfinished(folder) as part:
+        _write(part, params, request, _programs(params, request), weights)
     return folder
 
 
@@ -156,9 +141,11 @@ def _request(params, policy, lengths, batch, question, new, platforms, sampling,
     groups = 1 if axes is None else axes.size("B")
     odd = [size for size in sizes if size % groups]
     require(not odd, "batch", odd, f"the mesh has {groups} groups of sequences: give multiples of {groups}")
-    longest = max(_counts("lengths", lengths)) + asked_question + new
-    remedy = f"prompt, question and new tokens together: the model was made for {config.max_positions}"
-    require(chosen.parts().rolling or longest <= config.max_positions, "lengths", longest, remedy)
+    # Where positions are places within the cache, what is kept counts: the tables say how much that is.
+    rolling, limit = chosen.parts().rolling, config.max_positions
+    longest = max(_counts("lengths", lengths)) + (0 if rolling else asked_question + new)
+    remedy = f"{'a prompt' if rolling else 'prompt, question and new tokens together'}: the model was made for {limit}"
+    require(longest <= limit, "lengths", longest, remedy)
     listed = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     unknown = [each for each in listed if each not in PLATFORMS]
     require(bool(listed) and not unknown, "platforms", unknown or listed, f"give of {', '.join(PLATFORMS)}")
@@ -167,7 +154,7 @@ def _request(params, policy, lengths, batch, question, new, platforms, sampling,
     require(way in ways, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
     require_exportable(chosen, config.layers, slots[-1])
     given = sampling if isinstance(sampling, (list, tuple)) else (sampling,)
-    samplings = tuple(as_sampling(each) for each in given if not isinstance(each, Greedy))
+    samplings = (Greedy(), *(as_sampling(each) for each in given if type(each) is not Greedy))
     kinds = [type(each).__name__ for each in samplings]
     remedy = "give one of each class: its numbers are arguments where it runs"
     require(len(set(kinds)) == len(kinds), "sampling", list(samplings), remedy)
@@ -177,7 +164,7 @@ def _request(params, policy, lengths, batch, question, new, platforms, sampling,
         batch=sizes,
         asked=Asked(asked_question, new),
         platforms=tuple(dict.fromkeys(listed)),
-        samplings=(Greedy(), *samplings),
+        samplings=samplings,
         implementation=way,
     )
 
@@ -206,8 +193,8 @@ def _programs(params: LanguageModel, request: _Request) -> _Made:
     made, layers = _Made([], {}, {}), params.config.layers
     parts = request.policy.parts()
     for slots in request.slots:
-        # No prompt is longer than the model's positions, whatever its bucket.
         made.tables[slots] = table(parts, layers, slots)
+        require_places(parts, made.tables[slots], request.asked, params.config.max_positions)
         for platform in request.platforms:
             for batch in request.batch:
                 for kind, each in _of_bucket(params, request, made.tables[slots], slots, platform, batch):
@@ -319,6 +306,8 @@ def _manifest(params: LanguageModel, request: _Request, made: _Made) -> dict[str
         "dtype": params.dtype.name,
         "model": {"name": params.name, "fingerprint": params.fingerprint, "layers": config.layers},
         "vocab": config.vocab,
+        "positions": config.max_positions,
+        "rolling": parts.rolling,
         "eos": _eos(params) or [-2],
         "policy": policy,
         "every": parts.every,

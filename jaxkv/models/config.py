@@ -103,6 +103,8 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads the keys of a Hugging Face `config.json`; every key is used, known to be harmless, or refused.
 
+        A key that is left out means the default of transformers' config class of the family; sizes have to be given.
+
         Args:
             config: the parsed JSON.
 

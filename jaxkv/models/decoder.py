@@ -1,7 +1,7 @@
 """The decoder as a Flax NNX module: parameters and the mathematics of one block, no cache and no loop."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +174,13 @@ class Ends(nnx.Module):
         return project(normed, head[...]).astype(jnp.float32)
 
 
+class Took(NamedTuple):
+    """Seconds of a batch: compiling, when its size was first met; running, the last time."""
+
+    compile_seconds: float
+    running_seconds: float
+
+
 def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
     """Every parameter with its path, `blocks.0.attention.q` say."""
     for name, part in enumerate(module) if isinstance(module, nnx.List) else vars(module).items():
@@ -199,12 +206,16 @@ class Flat:
         config: the decoder's shape.
         axes: of the mesh that its parameters lie on, if they do.
         compiled: signatures of what has been compiled for it ahead of its use.
+        took: seconds that batches of these signatures took in `generate`.
+        filled: signatures of batches that have been run filled up with copies instead.
         moved: the whole model with these parameters on a mesh, once it was asked for.
     """
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
         self.compiled: set[tuple] = set()
+        self.took: dict[tuple, Took] = {}
+        self.filled: set[tuple] = set()
         self.moved: dict[Axes, Any] = {}
         self._source = tuple(parameters(decoder))
         ends_graph, ends = nnx.split(Ends(decoder))

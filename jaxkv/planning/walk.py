@@ -24,7 +24,7 @@ from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.plan import ring_rows
 from jaxkv.engine.prefill import logits_of
 from jaxkv.planning.programs import Work
-from jaxkv.policies.protocol import Observed
+from jaxkv.policies.protocol import Observed, norms_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,8 @@ class _Walk:
             device.more = index * weigh((*held, candidates.scores, candidates.norms, candidates.claim))
         if one_pool and not last:
             return
+        if parts.layers.joint:
+            device.more = index * weigh(held)
         mask = self._chosen(candidates)
         device.drop("candidates")
         if one_pool:
@@ -178,8 +180,11 @@ class _Walk:
             layer=device.array("", (), jnp.int32),
             key=device.array("", (), jax.random.key(0).dtype),
             sums=out.sums,
+            norms=out.norms if norms_of(scorer) else None,
+            moments=next(iter(out.moments), None),
             implementation=self.work.implementation,
             axes=self.flat.axes,
+            group_axes=self.flat.axes,
         )
         static = {"scorer": Typed(scorer), "layers": Typed(parts.layers), "axes": self.flat.axes}
         scores, mass, claim = device.call("score", compress._observe, seen, self.forced, **static)
@@ -187,17 +192,29 @@ class _Walk:
         claim = None if claim is None else device.array("B", claim.shape, claim.dtype)
         scored = parts.ongoing is not None and parts.ongoing.scored
         rows = rows._replace(mass=mass, score=mass if scored else None)
-        return rows, dataclasses.replace(self.prompts, scores=scores, norms=out.norms, claim=claim)
+        norms = out.norms if parts.heads.needs_norms else None
+        return rows, dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
 
     def _chosen(self, candidates: Candidates) -> Any:
         if candidates.scores is None:
             return candidates.inside
         device, static = self.device, {"heads": Typed(self.parts.heads), "axes": self.flat.axes}
         count = device.array("B", (self.work.batch,), jnp.int32)
+        if self.parts.layers.joint:
+            others = (self._like(candidates) for _ in range(self.layers - 1))
+            masks = device.call(
+                "choose", choosing._choose_over_layers, (*others, candidates), count, count, None, **static
+            ).masks
+            return device.keep("mask", device.array("B K S", masks[0].shape, jnp.bool_))
         # Where layers build on one another they are given the choice of the one below.
         below = device.keep("below", device.array("B S", self.forced.shape, jnp.bool_)) if self.parts.nested else None
         chosen = device.call("choose", choosing._choose, candidates, count, count, below, None, **static)
         return device.keep("mask", device.array("B K S", chosen.mask.shape, jnp.bool_))
+
+    def _like(self, candidates: Candidates) -> Candidates:
+        """Another layer's candidates of the same shapes."""
+        again = lambda leaf: None if leaf is None else self.device.array("B K S", leaf.shape, leaf.dtype)  # noqa: E731
+        return dataclasses.replace(candidates, scores=again(candidates.scores), norms=again(candidates.norms))
 
     def _packed(self, rows: Unpacked, mask: Any, index: int) -> None:
         device, parts, axes, layout = self.device, self.parts, self.flat.axes, self.needed.layout

@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator
-from decimal import Decimal
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -13,49 +12,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, namespace, plain, real, share_of
+from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, namespace, real, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
+from jaxkv.policies.asked import Span, as_budget, as_spans
 from jaxkv.policies.budgets import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.protocol import Needs, Scorer, check_scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading, Reads
 from jaxkv.policies.select import HeadBudgets, UniformHeads, own_budgets, shares_positions
-
-Span = tuple[int, int]
-
-
-def as_budget(given: Any) -> int | float | None:
-    """A budget as an int (rows), a float (a share: decimals and fractions are shares) or None.
-
-    Args:
-        given: what a user gave.
-
-    Raises:
-        ValueError: for anything else, and for numbers that are no budget.
-    """
-    budget = float(given) if isinstance(given, (Decimal, Fraction)) else plain(given)
-    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-    require(budget is None or number, "budget", budget, "give rows per head (an int) or a share (a float)")
-    if isinstance(budget, float):
-        require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of rows give an int")
-    elif budget is not None:
-        require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
-    return budget
-
-
-def as_spans(given: Any) -> tuple[Span, ...]:
-    """Spans as pairs of ints."""
-    remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
-    pairs = given.tolist() if isinstance(given, np.ndarray) else given
-    require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
-    spans = []
-    for pair in pairs:
-        edges = tuple(plain(edge) for edge in pair) if isinstance(pair, (tuple, list, np.ndarray)) else ()
-        whole = len(edges) == 2 and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in edges)
-        require(whole, "protect", given, remedy)
-        spans.append((edges[0], edges[1]))
-    return tuple(spans)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

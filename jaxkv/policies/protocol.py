@@ -79,7 +79,7 @@ class Needs:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals", "moments"],
-    meta_fields=["implementation", "axes"],
+    meta_fields=["implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
@@ -100,7 +100,8 @@ class Observed:
         moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
         implementation: what computes attention.
         axes: of the mesh whose devices have K of the kv heads, and G of the query heads of each; None where all are
-            here.
+            here, or each kv head comes as a sequence of its own.
+        group_axes: of the mesh whose devices share the query heads of a kv head, also where `axes` is None.
     """
 
     q: Float[Array, "B K G w D"]
@@ -116,6 +117,7 @@ class Observed:
     moments: QueryMoments | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
+    group_axes: Axes | None = None
 
 
 @runtime_checkable

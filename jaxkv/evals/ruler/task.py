@@ -32,7 +32,8 @@ class Ruler(QuestionTask):
 
     Attributes:
         tasks: some of the 13; all but qa_1 and qa_2, which take files, if not said.
-        lengths: tokens of prompts, the answer's and a chat template's included.
+        lengths: tokens of prompts, the answer's and a chat template's included; 4096 if not said, or as many as the
+            model was made for.
         count: samples for each task and length; RULER takes 500.
         wording: "official", or "small" for models that know a few hundred words.
         haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
@@ -44,7 +45,7 @@ class Ruler(QuestionTask):
     """
 
     tasks: tuple[str, ...] = MADE
-    lengths: tuple[int, ...] = (4096,)
+    lengths: tuple[int, ...] | None = None
     count: int = 20
     wording: str = "official"
     haystack: str | None = None
@@ -63,10 +64,10 @@ class Ruler(QuestionTask):
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """The cases, by task and length; see `Task.samples`."""
-        check_lengths(params, self.lengths)
+        lengths = lengths_for(params, self.lengths, usual=(4096,))
         wording, count, made = read_wording(self), counter(params), []
         for name in self.tasks:
-            for length in self.lengths:
+            for length in lengths:
                 recipe = recipe_of(name, wording=wording, length=length, count=count, data=self.data)
                 cell = Cell.of(recipe, length, count)
                 rng = np.random.default_rng([self.seed, NAMES.index(name), length])
@@ -93,19 +94,37 @@ def check_grid(settings: Any) -> None:
         ValueError: naming the field.
     """
     require(settings.count >= 1, "count", settings.count, "make at least 1 sample")
-    require(bool(settings.lengths), "lengths", settings.lengths, "name at least one, in tokens")
-    require(min(settings.lengths) >= 1, "lengths", settings.lengths, "count tokens")
-    require(len(set(settings.lengths)) == len(settings.lengths), "lengths", settings.lengths, "name each once")
+    lengths = settings.lengths
+    if lengths is not None:
+        require(bool(lengths), "lengths", lengths, "name at least one, in tokens")
+        require(min(lengths) >= 1, "lengths", lengths, "count tokens")
+        require(len(set(lengths)) == len(lengths), "lengths", lengths, "name each once")
     require(settings.seed >= 0, "seed", settings.seed, "give 0 or more")
     require(settings.wording in ("official", "small"), "wording", settings.wording, "take 'official' or 'small'")
     mine = settings.haystack is None or settings.wording == "official"
     require(mine, "haystack", settings.haystack, "the small wording makes its own: take wording='official'")
 
 
-def check_lengths(params: LanguageModel, lengths: Sequence[int]) -> None:
-    """Refuses lengths that the model has no positions for; a ValueError names them."""
+def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the prompts, in tokens.
+
+    Args:
+        params: the model.
+        given: lengths that were asked for; None takes the usual ones that the model has positions for, or as many
+            tokens as it has positions where that is none of them.
+        usual: the task's own.
+
+    Returns:
+        The lengths.
+
+    Raises:
+        ValueError: for lengths asked for that the model has no positions for.
+    """
     most = params.config.max_positions
-    require(max(lengths) <= most, "lengths", max(lengths), f"the model was made for {most} tokens: ask for no more")
+    if given is None:
+        return tuple(each for each in usual if each <= most) or (most,)
+    require(max(given) <= most, "lengths", max(given), f"the model was made for {most} tokens: ask for no more")
+    return tuple(given)
 
 
 def read_wording(settings: Any) -> Wording:

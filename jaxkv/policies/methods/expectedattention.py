@@ -23,7 +23,8 @@ class ExpectedAttention(Method):
         covariance: count the covariance of the queries as well as their mean.
         value_norms: multiply by the L2 norm of the value.
         epsilon: added to the expected attention before that.
-        remembered: last queries whose statistics count where rows are chosen again (`every`).
+        remembered: last queries whose statistics count where rows are chosen again (`every`); the cache then holds
+            4 * remembered * D bytes for each query head and layer.
 
     References:
         Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries

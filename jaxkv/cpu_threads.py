@@ -1,0 +1,86 @@
+"""Threads of XLA's CPU client: how many there are, and how many a mesh of several CPU devices needs.
+
+A collective waits in one thread for each device of its mesh, and its computation in parts asks for more threads of the
+same pool. Where all of them wait, none is left for the device that they wait for, and XLA ends the process after 40
+seconds: "Termination timeout for ... exceeded". On a machine of two cores eight devices have eight threads.
+"""
+
+import os
+import re
+
+from jax.sharding import Mesh
+
+from jaxkv._warnings import warn_once
+
+# XLA takes the first one that holds a number, when its CPU client begins, instead of counting cores.
+_VARIABLES = ("PJRT_NPROC", "NPROC")
+_PER_DEVICE = 3
+_MOST = 2**31 - 1
+
+
+def threads_for(devices: int) -> int:
+    """Number of threads, the value of NPROC, for a process with so many CPU devices; at least one per core.
+
+    Args:
+        devices: CPU devices of the process.
+
+    Returns:
+        The number.
+    """
+    return max(_PER_DEVICE * devices, _cores())
+
+
+def client_threads(devices: int) -> int:
+    """Number of threads that XLA's CPU client has in each of its pools, read from the environment as XLA reads it.
+
+    Args:
+        devices: CPU devices of the client.
+
+    Returns:
+        The number; the client reads the environment once, when it begins.
+    """
+    found = (_number(os.environ.get(name)) for name in _VARIABLES)
+    return max(devices, next((each for each in found if each is not None), _cores()))
+
+
+def warn_of_few_threads(mesh: Mesh) -> None:
+    """Warns, once per process, where a mesh's CPU devices may wait for a thread that never comes free.
+
+    Args:
+        mesh: any; one of other devices, or of a single device of this process, needs nothing.
+
+    Warns:
+        RuntimeWarning: naming NPROC, its value and the line that sets it.
+    """
+    first = mesh.devices.flat[0]
+    if first.platform != "cpu" or len(mesh.local_devices) < 2:
+        return
+    count, clients = len(mesh.local_devices), len(first.client.local_devices())
+    if client_threads(clients) < _PER_DEVICE * count:
+        _warn(count, client_threads(clients), threads_for(clients))
+
+
+def _warn(count: int, threads: int, wanted: int) -> None:
+    """Gives the warning, naming the variable that XLA reads and the value to set."""
+    name = next((each for each in _VARIABLES if _number(os.environ.get(each)) is not None), _VARIABLES[-1])
+    value = os.environ.get(name)
+    warn_once(
+        RuntimeWarning,
+        "mesh",
+        f"mesh: {count} CPU devices share {threads} threads, {name} is {'not set' if value is None else repr(value)}:"
+        " on a busy machine they wait for a thread that never comes free, and XLA ends the process;"
+        f" set os.environ[{name!r}] = '{wanted}' before JAX starts, or start with {name}={wanted} python",
+    )
+
+
+def _cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _number(text: str | None) -> int | None:
+    """Number of 32 bits that XLA reads from a variable's text; None where it reads none."""
+    if text is None or re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII) is None:
+        return None
+    number = int(text)
+    return number if -_MOST <= number <= _MOST else None

@@ -1,0 +1,112 @@
+"""A batch of a new size, filled with copies up to a size that programs were compiled for where that is quicker."""
+
+import dataclasses
+
+import jax
+from jax import lax
+
+from jaxkv import memory
+from jaxkv.axes import lettered
+from jaxkv.cache import KVCache
+from jaxkv.engine.plan import PrefillPlan
+from jaxkv.engine.prefill import signature_of
+from jaxkv.engine.session import Session
+from jaxkv.models.decoder import Took
+from jaxkv.text.prompts import Encoded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Prompts that run together.
+
+    Attributes:
+        encoded: the prompts, copies of the last one behind them.
+        copies: number of the copies, fewer than there are prompts.
+        needed: the plan of all, copies included.
+        asked: the plan of the prompts alone.
+    """
+
+    encoded: Encoded
+    copies: int
+    needed: PrefillPlan
+    asked: PrefillPlan
+
+
+def planned(session: Session, encoded: Encoded, new: int) -> Batch:
+    """Plans a batch, and fills a size met for the first time up to a compiled one that takes less time than compiling.
+
+    The time that copies take is estimated from the last run of the larger size, the time of compiling from its first.
+    A size is filled once: programs are compiled for one that comes again. On a mesh, where prompts are read in chunks
+    or wait in host memory, and where memory is short, nothing is filled.
+
+    Args:
+        session: with the model and policy.
+        encoded: the prompts.
+        new: tokens to draw.
+
+    Returns:
+        The batch.
+
+    Raises:
+        MemoryError: naming the plan's bytes, if those of the prompts alone are not there.
+    """
+    needed, flat, read = session.plan(encoded.lengths, new), session.params.flat, session.policy.parts().read
+    batch = Batch(encoded=encoded, copies=0, needed=needed, asked=needed)
+    exact = _signature(session, batch)
+    if flat.axes is not None or exact in flat.compiled or exact in flat.filled or (read and read.whole_prompts):
+        return batch
+    size = len(encoded.ids)
+    for larger in range(size + 1, 2 * size):
+        copies = larger - size
+        filled = dataclasses.replace(batch, encoded=encoded.with_copies(copies), copies=copies)
+        took = flat.took.get(_signature(session, filled))
+        if took is None or took.running_seconds * copies / larger >= took.compile_seconds:
+            continue
+        try:
+            every = session.plan(filled.encoded.lengths, new)
+            # Beside it the part that is given back.
+            memory.check_bytes(every.cache_bytes + needed.cache_bytes, "a filled batch")
+        except MemoryError:
+            return batch
+        flat.filled.add(exact)
+        return dataclasses.replace(filled, needed=every)
+    return batch
+
+
+def remember(session: Session, batch: Batch) -> None:
+    """Notes what a batch took, for `planned`: seconds of compiling when it was first met, of running the last time.
+
+    Args:
+        session: that has run it, and nothing else.
+        batch: the batch.
+    """
+    if batch.copies:
+        return
+    clocks, took = session.clocks, session.params.flat.took
+    signature = _signature(session, batch)
+    first = took[signature].compile_seconds if signature in took else clocks.compile_seconds
+    took[signature] = Took(first, clocks.prefill.running_seconds + clocks.decode.running_seconds)
+
+
+def _signature(session: Session, batch: Batch) -> tuple:
+    """What programs of prefill are compiled for."""
+    implementation = session.implementations.prefill
+    flat, size = session.params.flat, len(batch.encoded.ids)
+    return signature_of(flat, size, session.policy, batch.asked, implementation=implementation)
+
+
+def without_copies(cache: KVCache) -> KVCache:
+    """The cache without the copies that filled its batch; the same cache on a mesh, or where there are none.
+
+    Args:
+        cache: any cache; unchanged.
+
+    Returns:
+        A cache whose arrays hold `batch` sequences.
+    """
+    if not cache.padding or cache.axes is not None:
+        return cache
+    leaves, tree = jax.tree.flatten(dataclasses.replace(cache, padding=0))
+    axes = [letters.split().index("B") for _, letters, _ in lettered(cache)]
+    cut = [lax.slice_in_dim(leaf, 0, cache.batch, axis=axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return jax.tree.unflatten(tree, cut)

@@ -1,0 +1,68 @@
+"""Defaults of transformers' config classes: the value that each family gives a key which `config.json` leaves out."""
+
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+_MISTRAL = _COMMON | _LLAMA_IDS | {"max_position_embeddings": 131_072, "num_key_value_heads": 8}
+_QWEN = _COMMON | {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+
+# By the names that the family's own class has. None: no value, or one that is computed from other keys. Sizes that are
+# missing here (the vocabulary, widths, layers, query heads) have to be given: a model of guessed sizes helps nobody.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "falcon": {
+        "activation": "gelu",
+        "alibi": False,
+        "bias": False,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+        "ffn_hidden_size": None,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2048,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "num_kv_heads": None,
+        "num_ln_in_parallel_attn": None,
+        "parallel_attn": True,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama": _COMMON
+    | _LLAMA_IDS
+    | {"attention_bias": False, "max_position_embeddings": 2048, "mlp_bias": False, "num_key_value_heads": None},
+    "mistral": _MISTRAL | {"sliding_window": 4096},
+    "mixtral": _MISTRAL
+    | {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    },
+    "qwen2": _QWEN | {"layer_types": None, "max_window_layers": 28},
+    "qwen3": _QWEN | {"attention_bias": False, "head_dim": 128, "layer_types": None, "max_window_layers": 28},
+    "qwen3_moe": _QWEN
+    | {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+    },
+}

@@ -1,0 +1,230 @@
+"""Every field of transformers' config classes, a verdict each: a field that a class gains has to be added here."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    FalconConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import LinearRope, Llama3Rope, Rope, YarnRope
+
+CLASSES = (FalconConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Read by jaxkv, with the class' default: what both make of it, and another value that both follow."""
+
+    ours: Callable[[ModelConfig], Any]
+    other: Any
+    theirs: Callable[[Any], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Required:
+    """A size that jaxkv does not guess: refused where it is left out; else as `Read`."""
+
+    ours: Callable[[ModelConfig], Any]
+    other: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Refused by its name where it has this value instead of the default."""
+
+    other: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NoEffect:
+    """Changes nothing about the logits or about where an answer ends, and why; another value than the default."""
+
+    reason: str
+    other: Any
+
+
+Verdict = Read | Required | Refused | NoEffect
+
+
+def theirs_rope(config: Any) -> Rope:
+    """transformers' standardised RoPE parameters as jaxkv's value, with the defaults of its functions for YaRN."""
+    given = dict(config.rope_parameters)
+    kind, values = given.pop("rope_type"), {"theta": given.pop("rope_theta")}
+    given.pop("type", None)
+    if "original_max_position_embeddings" in given:
+        values["original_max_position"] = given.pop("original_max_position_embeddings")
+    kinds = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+    return kinds[kind](**values, **{key: value for key, value in given.items() if value is not None})
+
+
+def theirs_ids(name: str) -> Callable[[Any], tuple[int, ...]]:
+    """Ids as a tuple, as `ModelConfig.eos` has them."""
+
+    def ids(config: Any) -> tuple[int, ...]:
+        value = getattr(config, name)
+        return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+    return ids
+
+
+TRAINING = "a matter of training"
+WAY = "a way to the same numbers"
+BACK = "what else is handed back beside the logits"
+HEADS = "a matter of classifiers"
+
+# Of the class that all derive from.
+BASE: dict[str, Verdict] = {
+    "architectures": NoEffect("the tensors say which weights there are", ["SomethingForCausalLM"]),
+    "chunk_size_feed_forward": NoEffect(WAY, 8),
+    "dtype": NoEffect("`load` is told the dtype, or takes the device's", "float16"),
+    "id2label": NoEffect(HEADS, {"0": "a"}),
+    "is_encoder_decoder": NoEffect("the family is a decoder", True),
+    "label2id": NoEffect(HEADS, {"a": 0}),
+    "output_hidden_states": NoEffect(BACK, True),
+    "problem_type": NoEffect(HEADS, "regression"),
+    "return_dict": NoEffect(BACK, False),
+    "transformers_version": NoEffect("who wrote the file", "4.40.0"),
+}
+# Of every family, by the names that all but Falcon have.
+ALL: dict[str, Verdict] = {
+    "_attn_implementation": NoEffect(WAY, "eager"),
+    "attention_dropout": NoEffect(TRAINING, 0.5),
+    "bos_token_id": Read(lambda c: c.bos, 7),
+    "eos_token_id": Read(lambda c: c.eos, [7, 8], theirs_ids("eos_token_id")),
+    "hidden_size": Required(lambda c: c.embed, 64),
+    "initializer_range": NoEffect(TRAINING, 0.5),
+    "max_position_embeddings": Read(lambda c: c.max_positions, 1000),
+    "num_attention_heads": Required(lambda c: c.heads, 64),
+    "num_hidden_layers": Required(lambda c: c.layers, 3),
+    "pad_token_id": NoEffect("padding is masked", 0),
+    "rope_parameters": Read(lambda c: c.rope, {"rope_type": "linear", "factor": 2.0}, theirs_rope),
+    "tie_word_embeddings": Read(lambda c: c.tied, True),
+    "use_cache": NoEffect(WAY, False),
+    "vocab_size": Required(lambda c: c.vocab, 500),
+}
+GATED: dict[str, Verdict] = {
+    "hidden_act": Refused("gelu"),
+    "intermediate_size": Required(lambda c: c.hidden, 80),
+    "num_key_value_heads": Read(lambda c: c.kv_heads, 2),
+    "rms_norm_eps": Read(lambda c: c.norm_eps, 1e-3),
+}
+# The class computes head_dim, or leaves it to the network, which then computes it so.
+HEAD_DIM = Read(
+    lambda c: c.head_dim, 24, lambda c: getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+)
+BIAS = Read(lambda c: c.qkv_bias and c.out_bias, True)
+# Windows are switched on together: `test_windows` has the rest.
+QWEN: dict[str, Verdict] = {
+    "head_dim": HEAD_DIM,
+    "sliding_window": NoEffect("off, until use_sliding_window is true", 64),
+    "use_sliding_window": Refused(True),
+}
+LAYERED: dict[str, Verdict] = {
+    "layer_types": Refused(["sliding_attention"] * 2),
+    "max_window_layers": NoEffect("no layer has a window, until use_sliding_window is true", 1),
+}
+CHOSEN = Read(lambda c: c.experts.chosen, 3)
+ROUTED: dict[str, Verdict] = {
+    "num_experts_per_tok": dataclasses.replace(CHOSEN, theirs=lambda c: c.num_experts_per_tok),
+    "output_router_logits": NoEffect(BACK, True),
+    "router_aux_loss_coef": NoEffect(TRAINING, 0.5),
+}
+
+FIELDS: dict[str, dict[str, Verdict]] = {
+    "falcon": BASE
+    | ALL
+    | {
+        "_is_quantized": Refused(True),
+        "activation": Refused("relu"),
+        "alibi": Refused(True),
+        "bias": Read(lambda c: c.qkv_bias and c.out_bias and c.mlp_bias, True),
+        "classifier_dropout": Refused(0.5),
+        "ffn_hidden_size": Read(lambda c: c.hidden, 80),
+        "head_dim": Refused(24),
+        "hidden_dropout": NoEffect(TRAINING, 0.5),
+        "layer_norm_epsilon": Read(lambda c: c.norm_eps, 1e-3),
+        "multi_query": Read(lambda c: c.kv_heads == 1, False),
+        # As `test_falcons_switches` has it with the switches on that make it matter.
+        "new_decoder_architecture": Read(lambda c: c.parallel and not c.shared_norm, True),
+        "num_kv_heads": NoEffect("one kv head, until multi_query is false or new_decoder_architecture is true", 4),
+        "num_labels": Refused(3),
+        "num_ln_in_parallel_attn": Refused(2),
+        "output_attentions": NoEffect(BACK, True),
+        "parallel_attn": Read(lambda c: c.parallel, False),
+        "tie_word_embeddings": Read(lambda c: c.tied, False),
+    },
+    "llama": BASE
+    | ALL
+    | GATED
+    | {
+        "attention_bias": BIAS,
+        "head_dim": HEAD_DIM,
+        "mlp_bias": Read(lambda c: c.mlp_bias, True),
+        "pretraining_tp": NoEffect(WAY, 2),
+    },
+    "mistral": BASE
+    | ALL
+    | GATED
+    # Its default is refused as well, unless the model has no more positions.
+    | {"head_dim": HEAD_DIM, "sliding_window": Refused(64)},
+    "mixtral": BASE
+    | ALL
+    | GATED
+    | ROUTED
+    | {
+        "head_dim": HEAD_DIM,
+        "num_local_experts": Read(lambda c: c.experts.count, 5),
+        "router_jitter_noise": NoEffect(TRAINING, 0.5),
+        "sliding_window": Refused(64),
+    },
+    "qwen2": BASE | ALL | GATED | QWEN | LAYERED,
+    "qwen3": BASE | ALL | GATED | QWEN | LAYERED | {"attention_bias": BIAS},
+    "qwen3_moe": BASE
+    | ALL
+    | GATED
+    | QWEN
+    | ROUTED
+    | {
+        "attention_bias": BIAS,
+        "decoder_sparse_step": Refused(2),
+        "intermediate_size": NoEffect("the width of dense blocks, of which there are none", 80),
+        "mlp_only_layers": Refused([0]),
+        "moe_intermediate_size": Read(lambda c: c.hidden, 80),
+        "norm_topk_prob": Read(lambda c: c.experts.normalised, True),
+        "num_experts": Read(lambda c: c.experts.count, 16),
+    },
+}
+
+# What has to be said of a model: all else is left out. So many heads that every family's default of kv heads divides
+# them, and positions that Mistral's default window covers.
+SHAPE = {"vocab_size": 400, "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 32}
+
+
+def shape(family: str, **keys: Any) -> dict[str, Any]:
+    """A config of a family that gives sizes alone, and these keys."""
+    sizes = SHAPE | ({} if family in ("falcon", "qwen3_moe") else {"intermediate_size": 96})
+    return {"model_type": family, **sizes, **keys}
+
+
+def fields_of(kind: type[PreTrainedConfig]) -> set[str]:
+    """The fields of a family's config class, and what its network reads of a config besides."""
+    source = Path(inspect.getfile(kind)).with_name(f"modeling_{kind.model_type}.py")
+    found = {field.name for field in dataclasses.fields(kind)}
+    if source.is_file():
+        text = source.read_text("utf-8")
+        found |= set(re.findall(r"\bconfig\.([A-Za-z_]\w*)", text))
+        found |= set(re.findall(r"(?:getattr|hasattr)\((?:self\.)?config, \"(\w+)\"", text))
+    return found

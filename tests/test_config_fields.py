@@ -1,0 +1,287 @@
+"""A config that leaves fields out means what transformers' class of the family makes of it, field by field."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_fields import (
+    CLASSES,
+    FIELDS,
+    NoEffect,
+    Read,
+    Refused,
+    Required,
+    fields_of,
+    shape,
+    theirs_rope,
+)
+from transformers import LlamaConfig
+
+import jaxkv
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.hub_defaults import DEFAULTS
+
+FAMILIES = {kind.model_type: kind for kind in CLASSES}
+# Mistral's default of 131,072 positions goes beyond its default window; Qwen's windows begin with its 28th layer.
+ROOM: dict[str, dict[str, Any]] = {
+    "mistral": {"max_position_embeddings": 4096},
+    "qwen2": {"max_window_layers": 0},
+    "qwen3": {"max_window_layers": 0},
+}
+ROWS = [(family, field) for family, table in FIELDS.items() for field in table]
+
+
+def both(family: str, *, without: str = "", **keys: Any) -> tuple[ModelConfig | None, Any]:
+    """What jaxkv and transformers make of the same config; None for one that refuses it."""
+    raw = {key: value for key, value in (shape(family) | ROOM.get(family, {}) | keys).items() if key != without}
+    made: list[Any] = []
+    for build in (ModelConfig.from_hf, lambda raw: FAMILIES[family](**json.loads(json.dumps(raw)))):
+        try:
+            made.append(build(raw))
+        # transformers and huggingface_hub have several classes for what they refuse.
+        except Exception as error:
+            assert isinstance(error, ValueError) or build is not ModelConfig.from_hf, error
+            made.append(None)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_has_its_verdict(family):
+    assert fields_of(FAMILIES[family]) == set(FIELDS[family])
+    # The table that jaxkv reads has no key that the class lacks.
+    assert set(DEFAULTS[family]) - {"rope_theta"} <= set(FIELDS[family])
+
+
+def test_a_field_that_a_class_gains_is_missed():
+    class Wider(LlamaConfig):
+        attention_sinks: int = 0
+
+    assert fields_of(Wider) - set(FIELDS["llama"]) == {"attention_sinks"}
+
+
+@pytest.mark.parametrize("family, field", ROWS)
+def test_a_field_means_what_it_means_in_transformers(family, field):
+    verdict = FIELDS[family][field]
+    ours, theirs = both(family, without=field)
+    if isinstance(verdict, Required):
+        assert ours is None
+    elif isinstance(verdict, Read) and not (family == "mistral" and field == "max_position_embeddings"):
+        read = verdict.theirs or (lambda config: getattr(config, field))
+        assert verdict.ours(ours) == read(theirs)
+    changed, there = both(family, **{field: verdict.other})
+    if isinstance(verdict, Refused):
+        assert ours is not None and changed is None
+        with pytest.raises(ValueError, match=field if field != "use_sliding_window" else "sliding_window"):
+            ModelConfig.from_hf(shape(family, **ROOM.get(family, {}), **{field: verdict.other}))
+    elif isinstance(verdict, NoEffect):
+        assert changed == ours and ours is not None and verdict.reason
+    elif isinstance(verdict, Required):
+        assert verdict.ours(changed) == getattr(there, field) == verdict.other
+    else:
+        read = verdict.theirs or (lambda config: getattr(config, field))
+        assert verdict.ours(changed) == read(there) != read(theirs)
+
+
+def test_mistrals_positions_and_its_window():
+    """Left out both, they are 131,072 and 4,096, which no full attention serves."""
+    raw = shape("mistral")
+    with pytest.raises(ValueError, match=r"sliding_window=4096: .*not built.*write \"sliding_window\": null"):
+        ModelConfig.from_hf(raw)
+    theirs = FAMILIES["mistral"](**raw)
+    read = ModelConfig.from_hf(raw | {"sliding_window": None})
+    assert (theirs.sliding_window, theirs.max_position_embeddings) == (4096, read.max_positions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_is_what_it_is_in_transformers(family):
+    """Or is refused where transformers takes it."""
+    agreed = 0
+    for field, verdict in FIELDS[family].items():
+        ours, theirs = both(family, **{field: None})
+        if isinstance(verdict, (Read, Required)) and None not in (ours, theirs):
+            read = getattr(verdict, "theirs", None) or (lambda config, field=field: getattr(config, field))
+            assert (verdict.ours(ours) or None) == (read(theirs) or None), field
+            agreed += 1
+    assert agreed >= 4
+
+
+LEFT_OUT = object()
+
+
+def choices(**values: list[Any]) -> list[dict[str, Any]]:
+    """All ways to give some keys a value each, or to leave them out."""
+    rows = itertools.product(*([LEFT_OUT, *each] for each in values.values()))
+    return [{key: value for key, value in zip(values, row, strict=True) if value is not LEFT_OUT} for row in rows]
+
+
+WINDOWS = choices(
+    use_sliding_window=[True, False],
+    sliding_window=[None, 64, 1 << 17],
+    max_window_layers=[1, 2],
+    layer_types=[[], ["full_attention"] * 2, ["full_attention"] * 3, ["full_attention", "sliding_attention"]],
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows(family):
+    """Refused exactly where transformers refuses the config, or attends to fewer than all of the model's positions."""
+    verdicts = set()
+    for keys in WINDOWS:
+        ours, theirs = both(family, max_position_embeddings=5000, **keys)
+        kinds = getattr(theirs, "layer_types", None) or []
+        window = getattr(theirs, "sliding_window", None)
+        narrow = window is not None and window < 5000
+        if family in ("qwen2", "qwen3"):
+            narrow = narrow and "sliding_attention" in kinds
+        elif family in ("llama", "falcon"):
+            # A switch that is off says what is meant, though transformers' caches do not look at it.
+            narrow = narrow and keys.get("use_sliding_window") is not False
+        built = theirs is not None and not narrow and "sliding_attention" not in (keys.get("layer_types") or [])
+        assert (ours is not None) == built, keys
+        verdicts.add(built)
+    assert verdicts == {True, False}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_scaling": None, "rope_theta": 5e5},
+    {"rope_parameters": None, "rope_scaling": None},
+    {"rope_parameters": {}},
+    {"rope_parameters": {"rope_theta": 5e5}},
+    {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 3e4},
+    {"rope_parameters": {"rope_type": "default"}, "rope_theta": 3e4},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 3e4},
+    {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 7e4}},
+    {"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": YARN},
+    {"rope_parameters": YARN | {"original_max_position_embeddings": 512, "beta_fast": None, "attention_factor": None}},
+    {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}},
+    {"rope_parameters": LLAMA3},
+    {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 512}, "rope_theta": 5e5},
+    {"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e5}, "rope_theta": 5e5},
+    {"rope_parameters": {"rope_theta": 5e5}, "partial_rotary_factor": 1.0},
+    {"rope_parameters": {"rope_theta": 5e5}, "partial_rotary_factor": None},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotations(family):
+    """The family's own theta where a config leaves it out; the model's positions where a scaling leaves those out."""
+    for keys in ROPES:
+        ours, theirs = both(family, max_position_embeddings=2048, **keys)
+        theirs.rope_parameters.pop("partial_rotary_factor", None)
+        assert ours is not None and ours.rope == theirs_rope(theirs), keys
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}}, "rope_scaling=.*another rotation.*remove one"),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e5}}, "rope_scaling=.*another rotation"),
+        ({"rope_theta": None}, "rope_theta=None: give a positive"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta=None: give a positive"),
+        ({"rope_parameters": YARN | {"truncate": None}}, "truncate=None: give true or false"),
+        (
+            {"rope_parameters": YARN | {"original_max_position_embeddings": None}},
+            "original_max.*=None: give a positive",
+        ),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor=None: give a positive"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_rotations_that_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(shape("llama", **keys))
+
+
+def test_falcons_switches():
+    """Kv heads, parallel blocks and norms, against what its network builds of the same switches."""
+    built = 0
+    for keys in choices(
+        new_decoder_architecture=[None, True],
+        multi_query=[None, True, False],
+        parallel_attn=[None, False],
+        num_kv_heads=[4, 32],
+        num_ln_in_parallel_attn=[1, 2],
+    ):
+        ours, theirs = both("falcon", **keys)
+        groups = theirs.new_decoder_architecture
+        parallel = bool(theirs.parallel_attn)
+        norms = 2 if theirs.num_ln_in_parallel_attn is None and groups else theirs.num_ln_in_parallel_attn
+        kv_heads = theirs.num_kv_heads if groups or not theirs.multi_query else 1
+        if ours is None:
+            # Its network fails there, at its first step at the latest, or (the third) has norms that jaxkv lacks.
+            wide = not groups and not theirs.multi_query and kv_heads != 32
+            assert wide or (norms == 2 and not groups) or (groups and not parallel), keys
+            continue
+        assert (ours.kv_heads, ours.parallel) == (kv_heads, parallel), keys
+        assert ours.shared_norm == (parallel and norms != 2), keys
+        built += 1
+    assert built > 50
+
+
+@pytest.mark.parametrize(
+    "family, keys, message",
+    [
+        ("mistral", {"attention_bias": True}, "attention_bias=True: no mistral has such biases"),
+        ("mixtral", {"attention_bias": True}, "attention_bias=True: no mixtral"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias=True: no qwen3"),
+        ("qwen3", {"head_dim": None}, "head_dim=None: the model's config must give it"),
+        ("qwen2", {"num_attention_heads": 4}, "num_key_value_heads=32: config.json leaves it out.*heads=4"),
+        ("llama", {"sliding_window": 64}, "sliding_window=64: .*not built"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types='1 entries': give as many as num_hidden_layers=2"),
+        ("llama", {"max_position_embeddings": None}, "max_position_embeddings=None: the model's config must give it"),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}, "num_experts=.*two names of one number"),
+    ],
+)
+def test_what_is_refused_by_name(family, keys, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(shape(family, **ROOM.get(family, {})) | keys)
+
+
+@pytest.mark.parametrize("keys, generation, eos", [({}, None, (2,)), ({"eos_token_id": None}, None, ()), ({}, 5, (5,))])
+def test_what_ends_an_answer(tmp_path, keys, generation, eos):
+    """The default of the class, Llama's 2, only where neither config.json nor generation_config.json names a token."""
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "golden" / "models" / "llama_gqa8", folder, copy_function=shutil.copyfile)
+    raw = json.loads((folder / "config.json").read_text("utf-8"))
+    less = {key: value for key, value in raw.items() if not key.endswith("_token_id")}
+    (folder / "config.json").write_text(json.dumps(less | keys), "utf-8")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}), "utf-8")
+    assert jaxkv.load(folder, progress=False).config.eos == eos
+
+
+def test_biases_that_qwen2_always_has():
+    for value in (True, False):
+        assert ModelConfig.from_hf(shape("qwen2", attention_bias=value)) == ModelConfig.from_hf(shape("qwen2"))
+
+
+def test_the_golden_configs_are_read_as_transformers_reads_them():
+    """All fields that jaxkv reads, of configs that were written by transformers and leave little out."""
+    seen = set()
+    for file in sorted((Path(__file__).parent / "golden" / "models").glob("*/config.json")):
+        raw = json.loads(file.read_text("utf-8"))
+        family = raw["model_type"]
+        ours, theirs = ModelConfig.from_hf(raw), FAMILIES[family](**raw)
+        for field, verdict in FIELDS[family].items():
+            if isinstance(verdict, (Read, Required)) and field != "new_decoder_architecture":
+                read = getattr(verdict, "theirs", None) or (lambda config, field=field: getattr(config, field))
+                expected = read(theirs)
+                if field == "multi_query":
+                    expected = expected and not theirs.new_decoder_architecture
+                assert verdict.ours(ours) == expected, (file.parent.name, field)
+        for key in raw:
+            # What transformers does not need to be told, neither does jaxkv; but sizes.
+            less = {other: value for other, value in raw.items() if other != key}
+            sized = isinstance(FIELDS[family].get(key), Required)
+            if key != "model_type" and not sized and FAMILIES[family](**less).to_dict() == theirs.to_dict():
+                assert ModelConfig.from_hf(less) == ours, (file.parent.name, key)
+        seen.add(family)
+    assert seen == set(FAMILIES)

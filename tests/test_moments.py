@@ -1,0 +1,201 @@
+"""Statistics of queries rotated as they would be after a text, value norms of rows, and one choice over all layers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+import tiny
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv import Policy
+from jaxkv.cache.packing import Unpacked
+from jaxkv.engine import choosing, moments, recompress
+from jaxkv.models.rope import angles, inverse_frequencies, rotate
+from jaxkv.models.values import LinearRope, YarnRope
+from jaxkv.policies import AdaptiveHeads, FutureQueries, GlobalLayers, KeyDifference, ProtectedHeads, TwoStageHeads
+from jaxkv.testing import segments
+
+GQA = tiny.MODELS["gqa3"]
+LENGTHS = (61, 37, 2)
+ROPES = {
+    "plain": GQA.rope,
+    "linear": LinearRope(theta=100.0, factor=3.0),
+    # With an attention factor: rotations stretch.
+    "yarn": YarnRope(theta=100.0, factor=4.0, original_max_position=32),
+}
+
+
+def _rotation(config, n, positions):
+    frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+    return o.mean_rotation(frequencies, n, positions, factor)
+
+
+def _expected(q, config, n, asked):
+    """Mean and covariance `[K, G, ...]` in float64 of one text's unrotated queries `[K, G, n, D]`."""
+    turn = _rotation(config, n, asked.positions)
+    pairs = [[o.mean_and_covariance(head[asked.skip : n]) for head in group] for group in np.asarray(q, np.float64)]
+    mean = np.array([[turn @ m for m, _ in group] for group in pairs])
+    return mean, np.array([[turn @ c @ turn.T for _, c in group] for group in pairs])
+
+
+def check_moments(found, row, expected):
+    mean, covariance = expected
+    np.testing.assert_allclose(found.mean[row], mean, atol=2e-5 * (1 + np.abs(mean).max()))
+    if found.covariance is not None:
+        np.testing.assert_allclose(found.covariance[row], covariance, atol=2e-5 * (1 + np.abs(covariance).max()))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("asked", [FutureQueries(skip=4, positions=16), FutureQueries(positions=3, covariance=False)])
+def test_moments_of_prompts_are_the_oracle_s(rope, asked):
+    config = dataclasses.replace(GQA, rope=ROPES[rope], qkv_bias=True)
+    flat = tiny.tiny(config).flat
+    block = flat.graphs.block(flat.blocks[0])
+    # Queries far from zero: sums of squares alone would lose the covariance.
+    block.attention.q_bias = nnx.Param(jnp.full_like(block.attention.q_bias[...], 100.0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 64, config.embed)), jnp.float32)
+    length = jnp.asarray(LENGTHS, jnp.int32)
+    q = np.asarray(block.unrotated_queries(block.normed(x)))
+    for size in (64, 16):
+        found = moments.prompt_moments(block, x, length, asked, size=size)
+        assert found.asked == asked and (found.covariance is None) == (not asked.covariance)
+        for row, n in enumerate(LENGTHS):
+            check_moments(found, row, _expected(q[row], config, n, asked))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_moments_of_the_last_queries_are_those_of_the_text_s_end(rope):
+    config, asked = dataclasses.replace(GQA, rope=ROPES[rope]), FutureQueries(skip=4, positions=8)
+    rng, window = np.random.default_rng(1), 20
+    raw = rng.standard_normal((3, 2, 3, 64, config.head_dim)) + 5
+    by = angles(jnp.arange(64, dtype=jnp.int32)[None], config.rope, config.head_dim)
+    rotated = np.asarray(rotate(jnp.asarray(raw, jnp.float32), by))
+    last = np.stack([rotated[row][:, :, np.arange(n - window, n) % 64] for row, n in enumerate(LENGTHS)])
+    found = moments.last_moments(jnp.asarray(last), jnp.asarray(LENGTHS, jnp.int32), config, asked)
+    for row, n in enumerate(LENGTHS):
+        first = max(0, n - window)
+        later = dataclasses.replace(asked, skip=max(asked.skip, first))
+        check_moments(found, row, _expected(raw[row], config, n, later))
+
+
+def test_a_text_no_longer_than_its_sinks_has_no_moments_and_keeps_its_rows():
+    policy = jaxkv.ExpectedAttention(budget=4, future=8)
+    cache, logits, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(0, (3, 40)), policy)
+    assert np.isfinite(logits).all()
+    assert {tuple(pos.tolist()) for _, row, _, _, _, pos in segments(cache) if row == 0} == {(0, 1, 2)}
+    assert {tuple(pos.tolist()) for _, row, _, _, _, pos in segments(cache) if row == 1} == {(0, 1, 2, 3)}
+
+
+# --- norms of values, where heads hold rows of their own --------------------------------------------------------------
+
+
+def test_norms_are_summed_over_the_heads_that_hold_the_position():
+    model, policy = tiny.tiny(GQA), jaxkv.DefensiveKV(budget=20, window=8, every=2)
+    parts, slots, heads = policy.parts(), 12, GQA.kv_heads
+    static = recompress._Static(
+        graphs=model.flat.graphs,
+        ongoing=parts.ongoing,
+        scorer=parts.scorer,
+        heads=parts.heads,
+        layout=parts.layout,
+        slots=slots,
+    )
+    rng, counts = np.random.default_rng(0), [[12, 5], [7, 9]]
+    last = np.iinfo(np.int32).max
+    held = [[np.sort(rng.permutation(16)[:count]) for count in row] for row in counts]
+    positions = np.array([[[*each, *[last] * (slots - len(each))] for each in row] for row in held], np.int32)
+    v = rng.standard_normal((2, heads, slots, GQA.head_dim)).astype(np.float32)
+    v[1, 1, 9:] = np.nan
+    rows = Unpacked(jnp.asarray(v), jnp.asarray(v), jnp.asarray(positions < last), positions=jnp.asarray(positions))
+    norms, totals = (np.asarray(a) for a in recompress._value_norms(model.flat.blocks[0], rows, static))
+    weight = np.asarray(model.flat.graphs.block(model.flat.blocks[0]).attention.out[...], np.float64)
+    weight = weight.reshape(-1, heads, GQA.group, GQA.head_dim)
+    for row in range(2):
+        by_position = dict.fromkeys(range(16), 0.0)
+        for head, there in enumerate(held[row]):
+            for at, position in enumerate(there):
+                seen = np.einsum("d,egd->ge", v[row, head, at], weight[:, head])
+                norm = np.abs(seen).sum(axis=-1).mean()
+                np.testing.assert_allclose(norms[row, head, at], norm, rtol=1e-4)
+                by_position[int(position)] += norm
+        for head, there in enumerate(held[row]):
+            expected = [by_position[int(position)] for position in there]
+            np.testing.assert_allclose(totals[row, head, : len(there)], expected, rtol=1e-4)
+
+
+# --- one choice over all layers --------------------------------------------------------------------------------------
+
+LAYERS, N = 3, 24
+
+
+def _candidates(scores):
+    """Layers `[L, K, n]` of one sequence, of which the first and the last two rows stay anyway."""
+    forced = jnp.asarray(np.isin(np.arange(N), FORCED)[None])
+    length = jnp.asarray([N], jnp.int32)
+    return [choosing.of_prompt(jnp.asarray(layer, jnp.float32)[None], forced, length) for layer in scores]
+
+
+FORCED = (0, 22, 23)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), levels=st.integers(1, 5), base=st.integers(0, 21))
+def test_ties_go_to_the_lowest_head_then_layer_then_position(alpha, seed, levels, base):
+    scores = np.random.default_rng(seed).integers(-1, levels, (LAYERS, 2, N)).astype(np.float64)
+    rows = jnp.asarray([base + len(FORCED)], jnp.int32)
+    nothing = jnp.zeros((1,), jnp.int32)
+    chosen = choosing.choose_over_layers(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
+    expected, _ = o.global_select(scores, base + len(FORCED), list(FORCED), N, alpha)
+    assert [[np.flatnonzero(head).tolist() for head in np.asarray(each.mask)[0]] for each in chosen] == expected
+    assert all(each.moved is None for each in chosen)
+
+
+def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():
+    model, ids = tiny.tiny(GQA), tiny.prompts(5, (60, 40))
+    cache, _, needed = tiny.run(model, ids, jaxkv.LayerDefensiveKV(budget=20, window=8))
+    by_layer = cache.kept.sum(axis=2)
+    assert needed.rows is None and len(set(by_layer[:, 0].tolist())) > 1
+    assert (cache.kept.sum(axis=(0, 2)) == GQA.layers * GQA.kv_heads * 20).all()
+    same, _, _ = tiny.run(model, ids, jaxkv.GlobalBudget(base=jaxkv.DefensiveKV(budget=20, window=8)))
+    assert tiny.kept(same) == tiny.kept(cache)
+    # All of it guaranteed is no competition.
+    even, _, _ = tiny.run(model, ids, jaxkv.GlobalBudget(base=jaxkv.KeyDiff(budget=20), alpha=1.0))
+    assert tiny.kept(even) == tiny.kept(tiny.run(model, ids, jaxkv.KeyDiff(budget=20))[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxkv.GlobalBudget(base=jaxkv.PyramidKV(budget=20)), "base=.*its layers have budgets"),
+        (lambda: jaxkv.GlobalBudget(base=jaxkv.TOVA(budget=20)), "base=.*heads keep the same positions"),
+        (lambda: jaxkv.GlobalBudget(base=jaxkv.StreamingLLM(rolling_positions=True)), "base=.*rolling"),
+        (lambda: jaxkv.GlobalBudget(base=jaxkv.AdaKV(budget=9, base="knorm"), alpha=0.5), "alpha=0.5: .*there only"),
+        (lambda: jaxkv.GlobalBudget(budget=20, alpha=-1), "alpha=-1"),
+        (lambda: jaxkv.GlobalBudget(budget=20, capacity=float("nan")), "capacity=nan"),
+        (lambda: jaxkv.DefensiveKV(kernel=4), "kernel=4: .*odd"),
+        (lambda: jaxkv.DefensiveKV(window=0), "window=0"),
+        (lambda: jaxkv.DefensiveKV(budget=20), "budget=20: below sinks"),
+        (lambda: jaxkv.ExpectedAttention(future=0), "future=0"),
+        (lambda: jaxkv.ExpectedAttention(epsilon=-0.1), "epsilon=-0.1"),
+        (lambda: jaxkv.ExpectedAttention(covariance=1), "covariance=1"),
+        (lambda: jaxkv.ExpectedAttention(remembered=True), "remembered=True"),
+        (lambda: jaxkv.ExpectedAttention(sinks=4, budget=3), "budget=3: below sinks"),
+        (lambda: Policy(budget=9, scorer=KeyDifference(), layers=GlobalLayers()), "layers=.*share one budget"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_a_base_with_its_own_heads_keeps_them():
+    base = jaxkv.AdaKV(base=jaxkv.KeyDiff(budget=20), safeguard=ProtectedHeads(alpha=0.5, capacity=2.0))
+    assert jaxkv.GlobalBudget(base=base).parts().heads == ProtectedHeads(alpha=0.5, capacity=2.0)
+    critical = jaxkv.GlobalBudget(base=jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=40)), alpha=0.25)
+    assert critical.parts().heads == TwoStageHeads(budgets=AdaptiveHeads(alpha=0.25))
