@@ -19,7 +19,19 @@ from jaxkv.policies import LinearLayers, MaxPool, NoPool
 from jaxkv.policies.registry import POLICIES
 
 NAMES = ["full", "streamingllm", "snapkv", "pyramidkv", "adakv", "h2o", "roco", "tova", "d2o", "cam", "criticalkv"]
-NAMES += ["pyramidinfer", "omnikv", "brutaloffload", "localwindow", "knorm", "random"]
+NAMES += [
+    "pyramidinfer",
+    "keydiff",
+    "expectedattention",
+    "defensivekv",
+    "layerdefensivekv",
+    "globalbudget",
+    "omnikv",
+    "brutaloffload",
+    "localwindow",
+    "knorm",
+    "random",
+]
 TINY = str(running.GOLDEN / "models" / "llama_gqa")
 REAL = ["generate", "--prompt", "What is the capital of France?", "--policy", "adakv", "--budget", "24"]
 REAL += ["--window", "8", "--max-new-tokens", "8"]

@@ -38,7 +38,7 @@ TRAVELS = {
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
     "layer": {"all-reduce": ["B R E", "B K R"]},
     # What is observed, where a group's query heads lie apart; claims of heads on their layer's budget.
-    "_observe": {"all-reduce": ["B K R"], "all-gather": ["B K", "B K G"]},
+    "_observe": {"all-reduce": ["B K R", "B R"], "all-gather": ["B K", "B K G"]},
     "unordered": {"all-reduce": [""]},
     "_choose": {"all-gather": ["B K R"]},
     "_choose_over_layers": {"all-gather": ["B J R"]},
@@ -73,7 +73,7 @@ def fits(shape, letters, config):
     """Whether a shape may be that of an array of these letters."""
     exact, names = {"E": config.embed, "V": config.vocab}, letters.split()
     # No pool of a device has as many rows as that, and no row's numbers one after the other are as few.
-    most = exact | {"R": 128, "B": 8, "K": 4, "J": 4 * LAYERS, "G": 2, "w": BUDGET, "n": 128}
+    most = exact | {"R": 192, "B": 8, "K": 4, "J": 4 * LAYERS, "G": 2, "w": BUDGET, "n": 128}
     return len(names) == len(shape) and all(
         exact.get(name, 1) <= size <= most[name] for name, size in zip(names, shape, strict=True)
     )
