@@ -215,6 +215,7 @@ class _Chooser:
         return np.stack(self.masks)
 
     def _choose_over_layers(self) -> None:
+        """Appends each layer's mask of the rows that stay, where the heads of all layers share one budget."""
         assert self.told.rows is not None and self.told.recent is not None
         axes = self.flat.axes
         rows, newest = (place(each[0], "B", axes, jnp.int32) for each in (self.told.rows, self.told.recent))
