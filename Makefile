@@ -34,8 +34,8 @@ LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_ke
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
 
 .PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
-  sharded-soak decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells plan-memory needle \
-  train-tiny orders-tiny needle-tiny clean \
+  sharded-soak slots-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
+  plan-memory needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
 
 help:
@@ -50,6 +50,7 @@ help:
 	@echo "make long-answer  2,000 new tokens: what is compiled when, and speed with compilation and without"
 	@echo "make soak         300 random calls in one process: no hang, the results of fresh processes, steady memory"
 	@echo "make sharded-soak 100 sharded generations on 8 fake devices, and test_hosts ten times, beside 8 busy processes: no abort"
+	@echo "make slots-table  24 requests over 4 slots under every row of the policy table: a device, 16 bits, a mesh of 8"
 	@echo "make decode-step  what eviction and merging cost a decode step, on this machine"
 	@echo "make throughput   D2O's table 5 at this machine's scale: whole generations at equal bytes"
 	@echo "make omnikv       OmniKV's decode step against full attention's, on this machine"
@@ -111,6 +112,11 @@ soak: $(STAMP)
 
 sharded-soak: $(STAMP)
 	@$(BIN)/python -m benchmarks.sharded_soak
+
+slots-table: $(STAMP)
+	@PYTHONPATH=. $(BIN)/python tests/slot_runs.py device
+	@PYTHONPATH=. $(BIN)/python tests/slot_runs.py bfloat16
+	@PYTHONPATH=. NPROC=24 XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python tests/slot_runs.py mesh
 
 decode-step: $(STAMP)
 	@$(BIN)/python -m benchmarks.decode_step

@@ -31,7 +31,7 @@ def measure(device):
     from jaxkv.attention import Implementation
     from jaxkv.cache import State
     from jaxkv.cache.layout import Layout
-    from jaxkv.cache.pools import Pool
+    from jaxkv.cache.pools import dense_pool
     from jaxkv.engine import staged
     from jaxkv.engine.filters import Chosen
     from jaxkv.engine.plan import bucket
@@ -59,7 +59,7 @@ def measure(device):
     def pool_of(index):
         rows = heads * (ROOM + (1 if index in reading.offloaded else slots))
         row = of((1, rows, dim), jnp.bfloat16)
-        return Pool(k=row, v=row, pos=of((1, rows), jnp.int32))
+        return dense_pool(row, row, of((1, rows), jnp.int32))
 
     pools = [pool_of(index) for index in range(config.layers)]
     table, one = of((config.layers, 1, heads), jnp.int32), of((1,), jnp.int32)

@@ -86,8 +86,8 @@ class Way:
         flat, cache = self.session.params.flat, self.over(pools)
         program, none = program_for(flat, cache), jnp.asarray((-2,), jnp.int32)
         running = looping.begin(cache, program=program, size=self.size)
-        draw = looping.Draw(logits=cache.logits, done=jnp.zeros((cache.batch,), bool), key=jax.random.key(0))
-        given = looping.loop_arguments(flat, running, draw, none, 1, jaxkv.Greedy())
+        draw = looping.draw_of(cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none)
+        given = looping.loop_arguments(flat, running, draw, 1, jaxkv.Greedy())
         compiled = looping._loop.lower(*given, program=program, size=self.size).compile()
         return float(compiled.cost_analysis()["bytes accessed"])
 

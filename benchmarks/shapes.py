@@ -10,7 +10,7 @@ from flax import nnx
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool
+from jaxkv.cache.pools import dense_pool
 from jaxkv.engine.program import Program
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
@@ -109,7 +109,7 @@ def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):
     of = jax.ShapeDtypeStruct
     rows_of = of((batch, rows, config.head_dim), dtype)
     table = of((config.layers, batch, config.kv_heads), jnp.int32)
-    pool = Pool(k=rows_of, v=rows_of, pos=of((batch, rows), jnp.int32))
+    pool = dense_pool(rows_of, rows_of, of((batch, rows), jnp.int32))
     pools, seen = (pool,) * config.layers, of((batch,), jnp.int32)
     return cache_of(config, pools=pools, start=table, length=table, seen=seen)
 

@@ -24,7 +24,6 @@ from .orbax_files import (
     MANIFEST,
     TENSORS,
     UNFINISHED,
-    VERSION,
     VOCABULARY,
     WEIGHTS,
     Entry,
@@ -84,7 +83,7 @@ def convert(
     for name in checkpoint.stored:
         remedy = "its folder is called so, of letters, digits, dots and hyphens: rename it in the source"
         require(is_plain(name), "tensor", name, remedy)
-    identity = {"format": WEIGHTS.format, "version": VERSION, "dtype": dtype, "source": _identity(checkpoint)}
+    identity = {"format": WEIGHTS.format, "version": WEIGHTS.version, "dtype": dtype, "source": _identity(checkpoint)}
     with _writing(part):
         done = _begin(part, identity)
     entries: dict[str, Any] = {}

@@ -22,7 +22,6 @@ from .json_files import read_json, write_json
 from .tensor import Index, StoredTensor, dtype_of
 
 MANIFEST = "jaxkv.json"
-VERSION = 1
 # What a folder is called until it is whole.
 UNFINISHED = ".partial"
 TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
@@ -42,6 +41,7 @@ class Kind:
 
     Attributes:
         format: what its manifest calls it.
+        version: of the format, the only one that is read.
         listed: the manifest's key of the arrays.
         one: what one of them is called.
         writer: what writes such folders.
@@ -50,6 +50,7 @@ class Kind:
     """
 
     format: str
+    version: int
     listed: str
     one: str
     writer: str
@@ -59,6 +60,7 @@ class Kind:
 
 WEIGHTS = Kind(
     format="jaxkv weights",
+    version=1,
     listed=TENSORS,
     one="tensor",
     writer="`python -m jaxkv.checkpoints convert`",
@@ -67,6 +69,8 @@ WEIGHTS = Kind(
 )
 CACHE = Kind(
     format="jaxkv cache",
+    # From 2 on a pool's keys and values are its store's.
+    version=2,
     listed=ARRAYS,
     one="array",
     writer="KVCache.save",
@@ -183,8 +187,8 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
     remedy = f"{folder} is no folder of {kind.format}: give one that {kind.writer} has written"
     remedy = remedy if other is None else f"{folder} is a folder of {other.format}: read it with {other.reader}"
     require(found == kind.format, "format", found, remedy)
-    remedy = f"this jaxkv reads version {VERSION} of {kind.format}, and {folder} is of another: {kind.again}"
-    require(version == VERSION, "version", version, remedy)
+    remedy = f"this jaxkv reads version {kind.version} of {kind.format}, and {folder} is of another: {kind.again}"
+    require(version == kind.version, "version", version, remedy)
     return manifest
 
 
@@ -304,7 +308,7 @@ def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapp
     try:
         write_arrays(part / ARRAYS, arrays)
         entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
-        write_json(part / MANIFEST, {"format": kind.format, "version": VERSION, **said, kind.listed: entries})
+        write_json(part / MANIFEST, {"format": kind.format, "version": kind.version, **said, kind.listed: entries})
         os.rename(part, folder)
     except (OSError, ValueError) as error:  # TensorStore's own are of both kinds
         remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"

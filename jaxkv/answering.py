@@ -9,7 +9,6 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxkv import hosts
-from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.filling import Batch, planned, remember, without_copies
@@ -17,6 +16,7 @@ from jaxkv.engine.plan import LOOK
 from jaxkv.engine.session import Session
 from jaxkv.results import Answers, Generation, Stats
 from jaxkv.sampling import Sampling
+from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 
 

@@ -14,7 +14,6 @@ from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv._warnings import UnseenQuestionWarning, warn_once
 from jaxkv.attention import Implementation, named
-from jaxkv.axes import Axes, host, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import plan_prefill
@@ -23,6 +22,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import looks_at_end
 from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded
 
 _SEEDS = 2**32

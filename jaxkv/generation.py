@@ -14,6 +14,7 @@ from jaxkv._settings import settled
 from jaxkv.answering import Request, answered, bar
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
+from jaxkv.engine.compress import finished
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -200,8 +201,4 @@ def generate(
     pieces = answered(request)
     if stream:
         return Stream(pieces, encoded.single)
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value
+    return finished(pieces)

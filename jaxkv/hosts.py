@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
 from jaxkv._values import shortened
-from jaxkv.axes import host
 from jaxkv.cpu_threads import warn_of_few_threads
+from jaxkv.sharding.mesh import host
 
 # Of what a process tells the others at a time, and of the message that may be in it.
 _BYTES, _CHARACTERS = 2048, 300

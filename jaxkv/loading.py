@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv import hosts, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv.axes import Axes, put
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat, named_parameters, parameters
 from jaxkv.models.sources import Source, sources_of
-from jaxkv.sharding import model_mesh, spec_of
+from jaxkv.sharding.mesh import Axes, put
+from jaxkv.sharding.parameters import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
 
 # Buffers some exporters write; the rotation is computed from the config.

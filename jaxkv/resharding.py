@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 from jaxkv import hosts
 from jaxkv._settings import settled
 from jaxkv.arguments import as_cache
-from jaxkv.axes import Axes
 from jaxkv.cache import KVCache, Layout, laid_out
 from jaxkv.cache.bank import committed
 from jaxkv.engine.plan import bucket
 from jaxkv.policies.select import capacity_of, most_rows
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.parameters import model_mesh
 
 
 @settled

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv._values import Value, count, real
@@ -128,7 +129,7 @@ class TopK(Temperature):
         """Keeps the k largest, and all tied with the last of them."""
         keys = sortable(logits)
         k = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
-        return jnp.where(keys >= kth_largest(keys, k[None]), logits, -jnp.inf)
+        return jnp.where(keys >= kth_largest(keys, k.reshape(-1)), logits, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,3 +163,63 @@ class MinP(Temperature):
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Keeps tokens within log(p) of the largest logit."""
         return jnp.where(logits >= logits.max(axis=-1, keepdims=True) + jnp.log(self.p), logits, -jnp.inf)
+
+
+# What each sequence of a batch can be drawn by: their place is the kind.
+_KINDS: tuple[type, ...] = (Greedy, Temperature, TopK, TopP, MinP)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """A sampler for each sequence of a batch: jaxkv's own ones, told by arrays, so that any mix is one program.
+
+    Attributes:
+        kind: `i32[B]` 0 for Greedy, then Temperature, TopK, TopP and MinP.
+        temperature: `f32[B]`.
+        k: `i32[B]` of TopK.
+        p: `f32[B]` of TopP and MinP.
+    """
+
+    kind: Int[Array, " B"]
+    temperature: Float[Array, " B"]
+    k: Int[Array, " B"]
+    p: Float[Array, " B"]
+
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+        """Draws each sequence's token as its own sampler does; samplers that nobody has are not run."""
+        token = nothing = Greedy()(logits, keys)
+        numbers = {"temperature": self.temperature, "k": self.k, "p": self.p}
+        for kind, sampler in enumerate(_KINDS[1:], start=1):
+            own = _of_numbers(sampler, [numbers[field.name][:, None] for field in dataclasses.fields(sampler)])
+            mine = self.kind == kind
+            drawn = lax.cond(mine.any(), own.__call__, lambda *_: nothing, logits, keys)
+            token = jnp.where(mine, drawn, token)
+        return token
+
+
+def mixed(samplers: Iterable[Sampling]) -> Mixed:
+    """One sampler for each sequence as arrays.
+
+    Args:
+        samplers: jaxkv's own, one per sequence.
+
+    Returns:
+        The sampler of the batch.
+
+    Raises:
+        TypeError: for a user's own sampler, which no number tells.
+    """
+    given = list(samplers)
+    for sampler in given:
+        if type(sampler) not in _KINDS:
+            raise TypeError(f"sampling={sampler}: slots draw by jaxkv's own samplers: give one of them")
+    of = lambda name, other, dtype: jnp.asarray(  # noqa: E731
+        np.asarray([_narrow(getattr(each, name, other)) for each in given], dtype)
+    )
+    return Mixed(
+        kind=jnp.asarray(np.asarray([_KINDS.index(type(each)) for each in given], np.int32)),
+        temperature=of("temperature", 1.0, np.float32),
+        k=of("k", 1, np.int32),
+        p=of("p", 1.0, np.float32),
+    )

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv._settings import settled
-from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
 from jaxkv.generation import generate, prefill
@@ -26,6 +25,7 @@ from jaxkv.policies.methods import FullKV
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
+from jaxkv.sharding.mesh import host
 
 _NEW = 12
 _ROUNDING = 1e-4

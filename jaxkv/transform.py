@@ -30,7 +30,7 @@ from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 from jaxkv.engine.choosing import Candidates, of_prompt
-from jaxkv.engine.compress import Source, observe, unordered
+from jaxkv.engine.compress import Source, finished, observe, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.policies.budgets import UniformLayers
 from jaxkv.policies.parts import Parts
@@ -272,7 +272,7 @@ def _compressed(
     require(is_whole(room), "room", room, "give how many tokens will be appended, 0 or more")
     key = as_key(0 if key is None else key)
     given = _Given(arrays, parts, length, room, key, first, layers)
-    made = compress_all(given, parts, key=key)
+    made = finished(compress_all(given, parts, key=key))
     return Rows(
         k=tuple(pool.k for pool in made.pools),
         v=tuple(pool.v for pool in made.pools),

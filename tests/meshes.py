@@ -12,9 +12,9 @@ import tiny
 from policy_table import BY_NAME, TABLE
 
 import jaxkv
-from jaxkv import axes
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.sharding import mesh as placing
 
 BUDGET, NEW, LAYERS, DIM = 24, 6, 2, 10
 LENGTHS, QUESTIONS = (61, 37, 50, 44, 29, 58, 33, 47), (5, 9, 3, 8, 6, 2, 7, 4)
@@ -86,7 +86,7 @@ def check_planned(session, cache) -> None:
 
 def ran(model, policy, *, asks: bool = False) -> Ran:
     """Prompts are read, questions on top of them, and tokens drawn; notes what arrays have to move on a mesh."""
-    with mock.patch.object(axes, "put", watched):
+    with mock.patch.object(placing, "put", watched):
         session = jaxkv.Session(model, policy, key=3)
         cache = session.prefill(prompts(5, LENGTHS), new=NEW)
         check_planned(session, cache)
@@ -169,11 +169,11 @@ def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:
     return Compiled(name.removeprefix("jit_"), mesh, tuple(sent), len(copied), len(fresh))
 
 
-_put = axes.put
+_put = placing.put
 
 
 def watched(leaf, there):
-    """`axes.put`, which notes what has to move from device to device."""
+    """`put` of jaxkv.sharding.mesh, which notes what has to move from device to device."""
     on_mesh = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and len(leaf.devices()) > 1
     if on_mesh and leaf.size and not leaf.sharding.is_equivalent_to(there, leaf.ndim):
         MOVED.add(leaf.shape)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxkv import TOVA, Method
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
-from jaxkv.cache.pools import Pool, row_norms, take_rows
+from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.bookkeeping import faded, with_received
 from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import merged
@@ -140,7 +140,7 @@ def program_of(policy: Method, layout: Layout, widest: int | None = None) -> Pro
 def one_step(program: Program, token: Token, pool: Pool, segments: Segments, count):
     """A layer's step: attention, scores, eviction."""
     (pool,) = faded((pool,), count, program)
-    other = None if segments.likely is None else take_rows(pool.k, jnp.maximum(segments.likely, 0))
+    other = None if segments.likely is None else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
     new = NewTokens(positions=segments.seen[:, None], count=count)
     # The token's angles are of no use: it is projected already.
     by = StepAngles(angles(new.positions, program.config.rope, DIM), None)

@@ -30,6 +30,7 @@ from jaxkv import (
     VarianceLayers,
 )
 from jaxkv.cache import repack
+from jaxkv.engine.plan import widest
 from jaxkv.engine.recompress import beyond, due
 from jaxkv.policies import EntropyLayers, KeyNorm, LinearLayers, Merged, Merger, UniformLayers
 
@@ -227,6 +228,13 @@ def test_generate_over_turns(policy):
         assert over.max() <= (0 if policy.parts().evicts else EVERY - 1)
         held = [set(pos.tolist()) for *_, pos in tiny.segments(cache)]
         assert all(len(rows) == count for rows, count in zip(held, cache.kept.reshape(-1), strict=True))
+
+
+@pytest.mark.parametrize("name", ["layerdefensive", "globalbudget"])
+def test_no_bound_is_taken_for_segments_that_a_later_choice_may_fill(name):
+    """With one budget over layers and heads a segment may come to hold more rows than its prompt had."""
+    assert widest(POLICIES[name].parts(), 64, GQA.layers) is None
+    assert widest(GlobalBudget(base=H2O(budget=ROWS)).parts(), 64, GQA.layers) == 65
 
 
 def test_one_cache_of_an_evicting_policy_serves_many_questions():

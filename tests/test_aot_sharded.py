@@ -9,9 +9,11 @@ import pytest
 from jaxtyping import Array, Float
 from meshes import mesh_of, model_of
 
-from jaxkv.axes import Axes, gathered, program, total
 from jaxkv.planning import hlo
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.collectives import gathered, total
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.parameters import model_mesh
 
 # As XLA writes it for GPUs, where what travels is begun and waited for apart.
 TEXT = """HloModule jit__loop, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, must-alias) }, \

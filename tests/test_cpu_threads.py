@@ -27,7 +27,7 @@ os.cpu_count = lambda: 1
 LIBRARY = """
 import jax
 from jaxkv import ModelConfig
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.parameters import model_mesh
 config = ModelConfig(vocab=64, layers=1, embed=24, hidden=32, heads=8, kv_heads=4, head_dim=8)
 def told(*shape):
     mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:shape[0] * shape[1]])
@@ -43,7 +43,7 @@ print(sum("XLAEigen" in each for each in threads))
 COMMAND = """
 from jaxkv import ModelConfig, cli
 from jaxkv.cli import exporting
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.parameters import model_mesh
 config = ModelConfig(vocab=64, layers=1, embed=24, hidden=32, heads=8, kv_heads=4, head_dim=8)
 def export(params, folder, *, mesh, **_):
     model_mesh(mesh, config)

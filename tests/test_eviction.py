@@ -16,7 +16,7 @@ from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, p
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
-from jaxkv.cache.pools import Pool, row_norms
+from jaxkv.cache.pools import dense_pool, row_norms
 from jaxkv.engine import evict as evicting
 from jaxkv.engine.compress import merged
 from jaxkv.engine.evict import evict
@@ -193,12 +193,8 @@ def test_among_equals_the_latest_goes(drawn):
     scores = rng.integers(0, levels, pos.shape).astype(np.float32)
     around = 0 if layout is Layout.EQUAL else 5
     leaf = lambda a, none: jnp.asarray(np.pad(a.reshape(-1), around, constant_values=none)[None])  # noqa: E731
-    pool = Pool(
-        k=jnp.zeros((1, HEADS * rows + 2 * around, DIM)),
-        v=jnp.zeros((1, HEADS * rows + 2 * around, DIM)),
-        pos=leaf(pos.astype(np.int32), 0),
-        score=leaf(scores, -1),
-    )
+    zeros = jnp.zeros((1, HEADS * rows + 2 * around, DIM))
+    pool = dense_pool(zeros, zeros, leaf(pos.astype(np.int32), 0), leaf(scores, -1))
     one = jnp.ones((1,), jnp.int32)
     segments = Segments(
         start=(jnp.arange(HEADS, dtype=jnp.int32) * rows + around)[None],

@@ -207,7 +207,7 @@ def changed(folder: Path, change) -> None:
 DAMAGE = {
     "a wrong shape": (
         lambda folder: changed(folder, lambda said: said["programs"][0]["outputs"][0]["shape"].append(1)),
-        r"not as the manifest says, pools.0.k \('bfloat16', 3, \d+, 8, 1\), here \('bfloat16', 3, \d+, 8\)",
+        r"not as the manifest says, pools.0.store.k \('bfloat16', 3, \d+, 8, 1\), here \('bfloat16', 3, \d+, 8\)",
     ),
     "a missing program": (lambda folder: next((folder / "programs").iterdir()).unlink(), "missing: copy the whole"),
     "a program cut short": (lambda folder: os.truncate(next((folder / "programs").iterdir()), 100), "damaged: copy"),
@@ -227,7 +227,7 @@ DAMAGE = {
         "give a folder that",
     ),
     "a later version's manifest": (
-        lambda folder: changed(folder, lambda said: said.update(version=3)),
+        lambda folder: changed(folder, lambda said: said.update(version=9)),
         "manifest.json: not of this runtime.py's version: give a folder",
     ),
     "a later jax": (

@@ -90,7 +90,7 @@ def met():
 def copies(params, lengths, *, policy="d2o", new=OPTIONS["max_new_tokens"]):
     """Copies that a batch would be filled with if its size had not been met."""
     session = jaxkv.Session(params, POLICIES[policy])
-    encoded = session._encoded(ids(3, lengths))
+    encoded = session.encoded(ids(3, lengths))
     params.flat.filled.clear()
     return filling.planned(session, encoded, new).copies
 

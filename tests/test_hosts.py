@@ -51,6 +51,8 @@ def run(what):
     finally:
         for each in pair:
             each.kill()
+            # Behind a timeout: its pipes are closed, and it is waited for.
+            each.communicate()
         shutil.rmtree(folder)
     return out
 

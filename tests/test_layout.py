@@ -22,9 +22,11 @@ LAYERS = (
     "jaxkv._warnings",
     "jaxkv._settings",
     "jaxkv._values",
-    "jaxkv._letters",
     # Where arrays lie: every program asks.
-    "jaxkv.axes",
+    "jaxkv.sharding.letters",
+    "jaxkv.sharding.mesh",
+    "jaxkv.sharding.door",
+    "jaxkv.sharding.collectives",
     "jaxkv.cpu_threads",
     "jaxkv.hosts",
     "jaxkv.memory",

@@ -17,7 +17,15 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, moments, recompress
 from jaxkv.models.rope import angles, inverse_frequencies, rotate
 from jaxkv.models.values import LinearRope, YarnRope
-from jaxkv.policies import AdaptiveHeads, FutureQueries, GlobalLayers, KeyDifference, ProtectedHeads, TwoStageHeads
+from jaxkv.policies import (
+    AdaptiveHeads,
+    FutureAttention,
+    FutureQueries,
+    GlobalLayers,
+    KeyDifference,
+    ProtectedHeads,
+    TwoStageHeads,
+)
 from jaxkv.testing import segments
 
 GQA = tiny.MODELS["gqa3"]
@@ -186,6 +194,7 @@ def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():
         (lambda: jaxkv.ExpectedAttention(covariance=1), "covariance=1"),
         (lambda: jaxkv.ExpectedAttention(remembered=True), "remembered=True"),
         (lambda: jaxkv.ExpectedAttention(sinks=4, budget=3), "budget=3: below sinks"),
+        (lambda: Policy(budget=9, scorer=FutureAttention(sinks=0, positions=8), every=4), "every=4: .*remembers none"),
         (lambda: Policy(budget=9, scorer=KeyDifference(), layers=GlobalLayers()), "layers=.*share one budget"),
     ],
 )

@@ -13,7 +13,7 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
-from jaxkv.cache.pools import Pool
+from jaxkv.cache.pools import dense_pool
 from jaxkv.engine import filters, sparse
 from jaxkv.engine.filters import Asking, Chosen, choose, rows_of
 from jaxkv.policies import EntropyLayers
@@ -134,7 +134,7 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
 
 def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
-    pool = Pool(k=keys, v=keys, pos=jnp.arange(16, dtype=jnp.int32)[None])
+    pool = dense_pool(keys, keys, jnp.arange(16, dtype=jnp.int32)[None])
     asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
     reading = omni(4).parts().reading(7, 16)
     number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
@@ -161,7 +161,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     rng, window, heads, slots = np.random.default_rng(0), 8, 2, 64
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     k = normal(2, heads * slots, 8)
-    pool = Pool(k=k, v=k, pos=jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads)))
+    pool = dense_pool(k, k, jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads)))
     now = jnp.asarray([60, 33], jnp.int32)
     asked = Asking(
         q=normal(2, heads, 3, window, 8), positions=now[:, None] - jnp.arange(window), weights=jnp.ones((2, window))

@@ -106,7 +106,7 @@ def library_kept(policy, q, k, lengths):
     lengths, parts = np.asarray(lengths), dataclasses.replace(policy.parts(), merge=None)
     if parts.scorer is None:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
-    made = compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
+    made = compress.finished(compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0)))
     start, count = np.asarray(made.start), np.asarray(made.length)
     pos = [np.asarray(pool.pos) for pool in made.pools] * (len(k) // len(made.pools))
     segment = lambda at: pos[at[0]][at[1], start[at] : start[at] + count[at]].tolist()  # noqa: E731

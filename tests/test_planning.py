@@ -20,7 +20,7 @@ from jaxkv.planning.gpus import gpu_named, gpus, gpus_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import sizes_of, weights_of
-from jaxkv.sharding import abstract_mesh
+from jaxkv.sharding.parameters import abstract_mesh
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 131072

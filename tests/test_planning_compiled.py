@@ -6,13 +6,13 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.axes import Door
 from jaxkv.planning import compiled
 from jaxkv.planning.gpus import gpu_named
 from jaxkv.planning.programs import Work, abstract_model
 from jaxkv.planning.ptxas import said
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.walk import prefill_calls
+from jaxkv.sharding.door import Door
 
 SHAPE = tiny.shape(layers=3, kv_heads=2, group=2, dim=8)
 BATCH, TOKENS, NEW, BUDGET = 2, 64, 8, 40

@@ -10,8 +10,8 @@ import tiny
 from meshes import BUDGET, NEW, mesh_of, model_of, prompts, roomy
 
 import jaxkv
-from jaxkv.axes import Axes
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.parameters import model_mesh
 
 # Every form of pool, and all that a cache may remember; from one device, back to it, and between meshes.
 MOVES = (

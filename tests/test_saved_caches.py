@@ -21,6 +21,7 @@ from policy_table import TABLE
 import jaxkv
 from jaxkv import D2O, H2O, AdaKV, BrutalOffload, FullKV, OmniKV, Policy, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode, encode
+from jaxkv.cache.stores import Dense
 from jaxkv.policies import KeyNorm, Scorer
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +110,7 @@ def test_sixteen_bits_and_numbers_that_are_none(tmp_path):
     _, cache, _ = saved(tmp_path, dtype="bfloat16")
     odd = np.asarray(cache.pools[0].k).copy()
     odd[0, 0, :4] = [np.nan, -0.0, np.inf, 1e-39]
-    pools = (dataclasses.replace(cache.pools[0], k=jnp.asarray(odd)), *cache.pools[1:])
+    pools = (dataclasses.replace(cache.pools[0], store=Dense(k=jnp.asarray(odd), v=cache.pools[0].v)), *cache.pools[1:])
     cache = dataclasses.replace(cache, pools=pools)
     cache.save(tmp_path / "odd")
     assert_same(jaxkv.load_cache(tmp_path / "odd"), cache)
@@ -299,11 +300,14 @@ def edit_manifest(path, edit):
     [
         (
             lambda said: said.update(version=9),
-            "version=9: this jaxkv reads version 1 of jaxkv cache, .*: save the cache again",
+            "version=9: this jaxkv reads version 2 of jaxkv cache, .*: save the cache again",
         ),
         (lambda said: said.update(format="jaxkv weights"), "is a folder of jaxkv weights: read it with jaxkv.load"),
         (lambda said: said.update(format="x"), "no folder of jaxkv cache: give one that KVCache.save has written"),
-        (lambda said: said["arrays"].pop("pools.0.k"), r"array='pools\.0\.k': the manifest in .* says nothing of it"),
+        (
+            lambda said: said["arrays"].pop("pools.0.store.k"),
+            r"array='pools\.0\.store\.k': the manifest in .* says noth",
+        ),
         (lambda said: said.update(arrays={}), "arrays={}: none in .*; save the cache again"),
         (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),
         (lambda said: said.update(cache=3), "cache='int': .* holds no cache"),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles as o
 import pytest
+import slot_runs
 import test_eviction as eviction
 import test_invariants as invariants
 import test_oracle_agreement as agreement
@@ -15,9 +16,9 @@ import tiny
 from policy_table import BY_NAME
 
 from jaxkv import H2O, AdaKV, Merge, attention
-from jaxkv.cache import KVCache, packing
+from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts
+from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts, slots
 from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.scorers import WindowAttention
@@ -162,12 +163,50 @@ def stale_logits(patch):
     patch.setattr(drawing.Drawing, "close", lambda self: dataclasses.replace(real(self), logits=self._first))
 
 
+def scores_stay_behind(patch):
+    """The newest row moves into the place of the one that goes, its score does not."""
+    real = evict._written
+
+    def written(pool, *rest):
+        return dataclasses.replace(real(pool, *rest), score=pool.score)
+
+    patch.setattr(evict, "_written", written)
+
+
+def values_stay_behind(patch):
+    real = Dense.put
+    patch.setattr(Dense, "put", lambda self, k, v: dataclasses.replace(real(self, k, v), v=self.v))
+
+
+def a_slot_keeps_a_row(patch):
+    """A sequence finds rows behind its own in its slot: the former one's, where that had more."""
+    real = slots.insert
+
+    def insert(running, new, slot, *, axes=None):
+        before, at = np.array(running.cache.length), int(slot.max())
+        after = real(running, new, slot, axes=axes)
+        length = np.array(after.cache.length)
+        length[:, at] = np.maximum(length[:, at], before[:, at])
+        return dataclasses.replace(after, cache=dataclasses.replace(after.cache, length=jnp.asarray(length)))
+
+    patch.setattr(slots, "insert", insert)
+
+
+def in_slots():
+    model, policy, given = tiny.tiny(tiny.TWO_LAYERS), BY_NAME["full"].make(20), slot_runs.requests(0, 8)
+    tokens, _ = slot_runs.answered(slot_runs.made(model, policy), given)
+    assert tokens == [slot_runs.alone(model, policy, asked) for asked in given]
+
+
 def steps(name, **options):
     """Eviction and merging, step by step."""
     assert any([eviction.check_steps(name, seed, 2, 16, Layout.EQUAL, like=0.7, **options) for seed in SEEDS])
 
 
 FAULTS = (
+    (scores_stay_behind, lambda: steps("h2o")),
+    (values_stay_behind, lambda: steps("h2o")),
+    (a_slot_keeps_a_row, in_slots),
     (nothing_is_forgotten, lambda: steps("fading")),
     (single_rows_are_dropped, lambda: steps("d2o-plain")),
     (nothing_waits_for_reads, lambda: test_tail.check_in_place(H2O(budget=16))),

@@ -12,8 +12,10 @@ from jaxtyping import Array, Float
 from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
-from jaxkv.axes import Axes, program, total
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.collectives import total
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.parameters import model_mesh
 from jaxkv.testing import tiny_model
 
 NEW = 10

@@ -11,7 +11,6 @@ from meshes import BUDGET, NEW, mesh_of, model_of, prompts, ran
 
 import jaxkv
 from jaxkv import D2O, Keep, Merge, Method, OmniKV, Policy, SnapKV
-from jaxkv.axes import gathered, own
 from jaxkv.policies import (
     ByAttention,
     CumulativeAttention,
@@ -25,6 +24,7 @@ from jaxkv.policies import (
     WindowAttention,
 )
 from jaxkv.policies.select import sortable, top
+from jaxkv.sharding.collectives import gathered, own
 
 
 def agree(policy, *, kv_heads=4, group=2, mesh=(2, 4)):

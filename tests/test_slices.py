@@ -20,7 +20,7 @@ import jaxkv
 from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint, orbax_files
 from jaxkv.loading import fill
 from jaxkv.models.decoder import Decoder
-from jaxkv.sharding import model_mesh, spec_of
+from jaxkv.sharding.parameters import model_mesh, spec_of
 
 
 def mesh_of(data, model):

@@ -13,7 +13,6 @@ from jaxkv._values import brief, plain, typed
 from jaxkv.analysis.given import several
 from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
-from jaxkv.axes import host, place
 from jaxkv.engine.choosing import Candidates, choose, choose_over_layers, of_prompt
 from jaxkv.engine.compress import observe
 from jaxkv.engine.lengths import Table, by_length
@@ -26,6 +25,7 @@ from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method, Wrapper
 from jaxkv.policies.protocol import Needs
 from jaxkv.policies.registry import as_policy
+from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Encoded
 
 Budget = int | float

@@ -16,9 +16,11 @@ from jaxkv.analysis.figures import Figure, stacked
 from jaxkv.analysis.given import place_of, several, share, whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
-from jaxkv.axes import Axes, host, mean_of_devices, program
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.protocol import Needs
+from jaxkv.sharding.collectives import mean_of_devices
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host
 from jaxkv.text.prompts import Prompt
 
 _BINS = 64

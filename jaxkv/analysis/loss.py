@@ -19,11 +19,13 @@ from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.given import place_of
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
-from jaxkv.axes import host, most_of_devices, program, total
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies import AdaKV, SnapKV
 from jaxkv.policies.protocol import Needs
+from jaxkv.sharding.collectives import most_of_devices, total
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Prompt
 
 # Uniform, safeguarded and adaptive budgets of heads: the same scores and totals.

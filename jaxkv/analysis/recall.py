@@ -16,9 +16,10 @@ from jaxkv.analysis.choosing import Budget, Grid, Policies, grid
 from jaxkv.analysis.figures import Figure, error
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import probabilities
-from jaxkv.axes import Axes, host, program
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.protocol import Needs
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host
 from jaxkv.text.prompts import Prompt
 
 FOLLOWING = 32

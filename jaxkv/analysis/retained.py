@@ -14,9 +14,11 @@ from jaxkv.analysis.figures import Figure, stacked
 from jaxkv.analysis.given import several, share, whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import window_mass
-from jaxkv.axes import Axes, host, mean_of_devices, program
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.protocol import Needs
+from jaxkv.sharding.collectives import mean_of_devices
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host
 from jaxkv.text.prompts import Prompt
 
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

@@ -19,10 +19,12 @@ from jaxkv.analysis.figures import Figure, stacked
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
-from jaxkv.axes import Axes, host, most_of_devices, program
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.sharding.collectives import most_of_devices
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host
 from jaxkv.text.prompts import Prompt
 
 

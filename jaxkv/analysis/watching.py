@@ -18,7 +18,6 @@ from jaxkv._values import plain
 from jaxkv.analysis.choosing import kept_rows
 from jaxkv.analysis.given import several, whole
 from jaxkv.arguments import as_model
-from jaxkv.axes import Axes, missing, place
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
@@ -26,6 +25,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs
+from jaxkv.sharding.mesh import Axes, missing, place
 from jaxkv.text.prompts import Encoded, Prompt, encode
 
 

@@ -5,5 +5,6 @@ from jaxkv.cache.kv_cache import KVCache, State, Turn, laid_out
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.repacking import repack
+from jaxkv.cache.stores import Dense, Store
 
-__all__ = ["Bank", "KVCache", "Layout", "Pool", "State", "Turn", "laid_out", "repack"]
+__all__ = ["Bank", "Dense", "KVCache", "Layout", "Pool", "State", "Store", "Turn", "laid_out", "repack"]

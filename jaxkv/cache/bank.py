@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
-from jaxkv.axes import Axes, host, program, put
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host, put
 
 _HOST = "pinned_host"
 

@@ -25,13 +25,13 @@ from jaxtyping import Array, Float, Int
 from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._values import brief
-from jaxkv.axes import Axes, host, lettered, place
 from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.encoding import encode
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.checkpoints.orbax_files import CACHE, write_folder
 from jaxkv.models.config import ModelConfig
+from jaxkv.sharding.mesh import Axes, host, lettered, place
 
 
 class Turn(enum.Enum):

@@ -9,9 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, inside, program, where
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, segment_of_row
+from jaxkv.cache.stores import Dense, Store, put_cells
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, inside, where
 
 
 class Unpacked(NamedTuple):
@@ -36,13 +38,14 @@ class Unpacked(NamedTuple):
     tau: Float[Array, "B K n"] | None = None
 
 
-@program(static=("rows", "layout", "implementation", "axes"))
+@program(static=("rows", "layout", "store", "implementation", "axes"))
 def pack(
     layer: Unpacked,
     mask: Bool[Array, "B K S"],
     *,
     rows: int,
     layout: Layout,
+    store: type[Store] = Dense,
     implementation: Implementation = Implementation.XLA,
     axes: Axes | None = None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
@@ -53,6 +56,7 @@ def pack(
         mask: rows that stay.
         rows: P; on a mesh, of each stretch of heads.
         layout: how the segments lie; room is spread evenly behind them.
+        store: how rows are held.
         implementation: kernels gather in one pass.
         axes: of the mesh that they lie on, if they do.
 
@@ -85,7 +89,7 @@ def pack(
     if layer.positions is not None:
         pos = cells(layer.positions, -1)
     score = None if layer.score is None else cells(layer.score, 0.0)
-    return Pool(k=packed_k, v=packed_v, pos=pos, score=score), first
+    return Pool(store=store.of(packed_k, packed_v), pos=pos, score=score), first
 
 
 @program(static=("layout", "rows", "room", "axes"))
@@ -125,21 +129,30 @@ def pack_shared(
     batch, heads, slots, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     positions = layer.positions
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
-    put = lambda to, what: to.at[index, row].set(what, mode="drop", unique_indices=True)  # noqa: E731
     flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
+    score = None
+    if pool.score is not None and layer.score is not None:
+        score = put_cells(pool.score, row, layer.score.reshape(row.shape))
     return Pool(
-        k=put(pool.k, flat(layer.k)),
-        v=put(pool.v, flat(layer.v)),
-        pos=put(pool.pos, positions.reshape(row.shape)),
-        score=None if pool.score is None or layer.score is None else put(pool.score, layer.score.reshape(row.shape)),
+        store=pool.store.put((row, flat(layer.k)), (row, flat(layer.v))),
+        pos=put_cells(pool.pos, row, positions.reshape(row.shape)),
+        score=score,
     )
 
 
-def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: bool, axes: Axes | None = None) -> Pool:
+def empty_pool(
+    batch: int,
+    rows: int,
+    dim: int,
+    dtype: jnp.dtype,
+    *,
+    scored: bool,
+    store: type[Store] = Dense,
+    axes: Axes | None = None,
+) -> Pool:
     """A pool without rows.
 
     Args:
@@ -148,6 +161,7 @@ def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: boo
         dim: D.
         dtype: of keys and values.
         scored: whether it keeps scores.
+        store: how rows are held.
         axes: of the mesh that it is to lie on, if it is.
 
     Returns:
@@ -156,15 +170,16 @@ def empty_pool(batch: int, rows: int, dim: int, dtype: jnp.dtype, *, scored: boo
     axes = None if inside() else axes
     cells = (batch, rows if axes is None else rows * axes.size("K"))
     wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
+    # Two arrays: both are written in place.
+    zeros = [jnp.zeros((*cells, dim), dtype, device=wide) for _ in range(2)]
     return Pool(
-        k=jnp.zeros((*cells, dim), dtype, device=wide),
-        v=jnp.zeros((*cells, dim), dtype, device=wide),
+        store=store.of(*zeros),
         pos=jnp.full(cells, -1, jnp.int32, device=narrow),
         score=jnp.zeros(cells, jnp.float32, device=narrow) if scored else None,
     )
 
 
-def empty_pool_for(layer: Unpacked, rows: int, axes: Axes | None = None) -> Pool:
+def empty_pool_for(layer: Unpacked, rows: int, store: type[Store] = Dense, axes: Axes | None = None) -> Pool:
     """A pool without rows, for rows as these are; see `empty_pool`."""
     batch, _, _, dim = layer.k.shape
-    return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None, axes=axes)
+    return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None, store=store, axes=axes)

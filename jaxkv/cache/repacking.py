@@ -9,10 +9,11 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv._errors import require
-from jaxkv.axes import Axes, missing, program, settle_down
 from jaxkv.cache.kv_cache import KVCache, State
 from jaxkv.cache.layout import Layout, by_sequence
 from jaxkv.cache.pools import Pool, segment_of_row
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, missing, settle_down
 
 
 @program(static=("layout", "rows", "room", "axes"))
@@ -34,10 +35,9 @@ def _repacked(
     offset = jnp.arange(rows, dtype=jnp.int32) - at(new_start)
     real = offset < at(length)
     source = jnp.where(real, at(start) + offset, 0)
-    take = lambda a: jnp.where(real[..., None], jnp.take_along_axis(a, source[..., None], axis=1), 0)  # noqa: E731
     cells = lambda a, empty: jnp.where(real, jnp.take_along_axis(a, source, axis=1), empty)  # noqa: E731
     score = None if pool.score is None else cells(pool.score, 0.0)
-    return Pool(k=take(pool.k), v=take(pool.v), pos=cells(pool.pos, -1), score=score), placed
+    return Pool(store=pool.store.take(source, real), pos=cells(pool.pos, -1), score=score), placed
 
 
 def repack(

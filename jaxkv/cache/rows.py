@@ -15,7 +15,7 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool
+from jaxkv.cache.pools import Pool, dense_pool
 from jaxkv.cache.pools import append as append_rows
 
 
@@ -50,7 +50,7 @@ class Rows:
     def pool(self, layer: int) -> Pool:
         """The pool in which a layer's segments lie."""
         index = self.layout.pool_of(layer)
-        return Pool(k=self.k[index], v=self.v[index], pos=self.pos[index])
+        return dense_pool(self.k[index], self.v[index], self.pos[index])
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
         """Tokens that every kv head of a layer can still take.

@@ -7,14 +7,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
-from jaxkv.axes import mean_of_devices
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import by_layer, by_sequence
-from jaxkv.cache.pools import Pool, row_norms, take_rows
+from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.evict import evict, weakest
 from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
 from jaxkv.policies.checks import checked
+from jaxkv.sharding.collectives import mean_of_devices
 
 
 def segments_of(cache: KVCache, part: int | slice) -> Segments:
@@ -82,7 +82,8 @@ def likely_keys(cache: KVCache) -> Float[Array, "L B K D"] | None:
     """Keys of the rows likely to go, float32, if the program looks ahead."""
     if cache.likely is None:
         return None
-    return by_layer(take_rows(cache.pools[0].k, jnp.maximum(by_sequence(cache.likely), 0)), cache.start.shape[2])
+    keys, _ = cache.pools[0].store.take(jnp.maximum(by_sequence(cache.likely), 0)).view()
+    return by_layer(keys.astype(jnp.float32), cache.start.shape[2])
 
 
 def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:

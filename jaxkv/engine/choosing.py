@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
-from jaxkv.axes import Axes, gathered, own, program
 from jaxkv.policies.select import (
     HeadBudgets,
     chooses_apart,
@@ -20,6 +19,9 @@ from jaxkv.policies.select import (
     top,
     within_capacity,
 )
+from jaxkv.sharding.collectives import gathered, own
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
 
 
 @partial(

@@ -1,7 +1,6 @@
 """Prefill chunk by chunk: above the filter layers a chunk reads only what was chosen of all that came before it."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +8,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.axes import host, place, settle_down, where
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
-from jaxkv.engine.decode import extend
+from jaxkv.engine.compress import Walk
+from jaxkv.engine.decode import extend, newest
 from jaxkv.engine.plan import PrefillPlan, ring_rows
 from jaxkv.engine.program import Program, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
+from jaxkv.sharding.mesh import host, place, settle_down, where
 
 
 def _reading(flat: Flat, policy: Method, needed: PrefillPlan) -> Reading:
@@ -80,8 +80,7 @@ def prefill(
     *,
     model: str = "",
     implementation: Implementation = Implementation.XLA,
-    tick: Callable[[float], object] = lambda layers: None,
-) -> tuple[KVCache, Float[Array, "B V"]]:
+) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
     """Runs prompts through the model, a chunk of every prompt at a time.
 
     Args:
@@ -92,7 +91,9 @@ def prefill(
         needed: the plan for these lengths.
         model: the weights' fingerprint.
         implementation: what computes attention.
-        tick: called after each chunk with its share of the layers.
+
+    Yields:
+        After each chunk its share of the layers.
 
     Returns:
         The cache, and float32 logits of each prompt's last token.
@@ -110,12 +111,10 @@ def prefill(
         mine = tokens[:, first : first + chunk]
         part[:, : mine.shape[1]] = mine
         count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
-        given, counts, read = (
-            place(each, letters, flat.axes) for each, letters in ((part, "B N"), (count, "B"), (count > 0, "B"))
-        )
+        given, counts = (place(each, letters, flat.axes) for each, letters in ((part, "B N"), (count, "B")))
         new, cache = extend(flat, cache, given, counts, program=program)
-        logits = jnp.where(read[:, None], new, logits)
-        tick(flat.config.layers * chunk / longest)
+        logits = newest(new, logits, counts, axes=flat.axes)
+        yield flat.config.layers * chunk / longest
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
     cache = dataclasses.replace(cache, limit=jnp.copy(cache.length), state=state, model=model)
@@ -133,11 +132,11 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
     start = jnp.concatenate([placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows])
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
-    nothing, read = jnp.zeros_like(start), policy.parts().read
+    nothing, read, store = jnp.zeros_like(start), policy.parts().read, policy.parts().store
     assert read is not None
     cache = KVCache(
         axes=axes,
-        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, axes=axes) for each in rows),
+        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows),
         start=start,
         length=nothing,
         limit=nothing,
@@ -178,7 +177,9 @@ def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bo
         rows.append(put_away(apart(pool.k), apart(pool.v), axes))
         each = 1 + needed.room[layer]
         small = heads * each // cache.stretches
-        pools[layer] = empty_pool(batch, small, config.head_dim, pool.k.dtype, scored=False, axes=axes)
+        pools[layer] = empty_pool(
+            batch, small, config.head_dim, pool.k.dtype, scored=False, store=type(pool.store), axes=axes
+        )
         for table, first in zip(tables, (own * each, 0, 0, 0), strict=True):
             table[layer] = first
         jax.block_until_ready(rows[-1])

@@ -1,14 +1,14 @@
 """Compression, one function: observe, choose, merge, pack. Prompts, caches and anybody's arrays go through it.
 
 A source says what is known of one layer's rows after the other; where layers share a pool all are looked at before the
-first is packed.
+first is packed. It is a walk over the layers, a generator: whoever drives it may do something else between two of them.
 """
 
 import abc
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, anywhere, gathered, program, total
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, moved_in_all
@@ -27,7 +26,13 @@ from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.scorers import of_group
+from jaxkv.sharding.collectives import anywhere, gathered, total
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
 
+# A generator that yields the number of layers each stretch of it has looked at; packing one looks at none.
+Result = TypeVar("Result")
+Walk = Generator[float, None, Result]
 # What a scorer gives one number for.
 ROWS = "kv head and row, [B, K, S]"
 
@@ -80,6 +85,16 @@ class Compressed(NamedTuple):
     moved: Int[Array, " B"] | None
 
 
+def finished(walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None) -> Result:
+    """Runs a generator to its end, calls `tick` with each value it yields, and returns its result."""
+    while True:
+        try:
+            value = next(walk)
+        except StopIteration as end:
+            return end.value
+        tick(value)
+
+
 def compress(
     source: Source,
     parts: Parts,
@@ -88,7 +103,7 @@ def compress(
     room: Int[np.ndarray, " L"] | None = None,
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
-) -> Compressed:
+) -> Walk[Compressed]:
     """Chooses the rows of each layer that stay, merges the others into them, and packs what is left.
 
     Args:
@@ -99,6 +114,9 @@ def compress(
         due: sequences to compress, the others only move; all by default.
         implementation: what gathers rows.
 
+    Yields:
+        After each layer that was looked at 1, after each that was packed 0.
+
     Returns:
         Pools and segments.
     """
@@ -106,7 +124,7 @@ def compress(
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     taus, below, moved, under_way = list[Array](), None, None, deque[Pool]()
     for group in layout.groups(source.indices):
-        chosen = _chosen(source, group, parts, below, due)
+        chosen = yield from _chosen(source, group, parts, below, due)
         masks = [each.mask for each in chosen]
         for each in chosen:
             moved = moved_in_all(moved, each.moved)
@@ -123,10 +141,18 @@ def compress(
                 rows = merged(rows, masks[at], jax.random.fold_in(key, index), due, merge=parts.merge, axes=axes)
                 taus += [] if rows.tau is None else [rows.tau]
             if start is None:
-                pool, first = pack(rows, masks[at], rows=size, layout=layout, implementation=implementation, axes=axes)
+                pool, first = pack(
+                    rows,
+                    masks[at],
+                    rows=size,
+                    layout=layout,
+                    store=parts.store,
+                    implementation=implementation,
+                    axes=axes,
+                )
                 starts.append(first)
             else:
-                pool = empty_pool_for(rows, size, axes) if pool is None else pool
+                pool = empty_pool_for(rows, size, parts.store, axes) if pool is None else pool
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
             # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
             under_way.append(pool)
@@ -134,6 +160,7 @@ def compress(
             while len(under_way) > (0 if layout.one_pool else source.ahead):
                 _wait(under_way.popleft())
             del rows
+            yield 0.0
         assert pool is not None
         pools.append(pool)
         lengths.append(kept)
@@ -153,9 +180,14 @@ def counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
-def _chosen(source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None) -> list[Choice]:
-    """Which rows of a group's layers stay; whatever else is known of them is let go."""
-    seen = [source.candidates(index) for index in group]
+def _chosen(
+    source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
+) -> Walk[list[Choice]]:
+    """Chooses the rows of a group's layers that stay: a mask for each layer; scores and norms are let go."""
+    seen = list[Candidates]()
+    for index in group:
+        seen.append(source.candidates(index))
+        yield 1.0
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
     if parts.layers.joint:
         return choose_over_layers(seen, rows[0], recent[0], due, heads=parts.heads, axes=source.axes)

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
@@ -21,6 +20,8 @@ from jaxkv.engine.stream import Stream, begin
 from jaxkv.engine.stream import logits as logits_of
 from jaxkv.engine.tokens import NewTokens, step_angles
 from jaxkv.models.decoder import Flat, Leaves
+from jaxkv.sharding.door import program as compiled
+from jaxkv.sharding.mesh import Axes, place
 
 
 def step(
@@ -32,7 +33,7 @@ def step(
     *,
     program: Program,
     tails: tuple[Tail, ...] = (),
-    index: Int[Array, ""] | None = None,
+    written: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B V"], KVCache, tuple[Tail, ...]]:
     """Runs N new tokens per sequence through the model.
 
@@ -44,7 +45,7 @@ def step(
         count: how many of the N are real; 0 leaves a sequence's cache as it is.
         program: what is static.
         tails: rows beside the pools, one for each layer, which a single token's row joins; none if it joins the pools.
-        index: rows of the tails in use.
+        written: rows of the tails that each sequence has.
 
     Returns:
         Float32 logits of each sequence's last real token, the cache, with the new rows unless they went to the tails,
@@ -52,18 +53,18 @@ def step(
     """
     outer = program.graphs.ends(ends)
     x = outer.embed(tokens)
-    ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32) if index is None else index
+    ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32) if written is None else written[:, None]
     new = NewTokens(
         positions=cache.seen[:, None] + ahead,
         count=count,
-        index=index,
+        written=written,
         candidates=candidates_of(program, cache, tokens.shape[1]),
     )
     pools, outs, products, rings = list(faded(cache.pools, count, program)), [], [], []
     others = likely_keys(cache)
     if others is not None:
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
-    chosen, written, stream = None, [], begin(x, program)
+    chosen, after, stream = None, [], begin(x, program)
     turned = step_angles(cache, new.positions, program)
     share = dealt_of(cache, program, new)
     for layer, leaves in enumerate(blocks):
@@ -85,7 +86,7 @@ def step(
         pools[at] = rows.pool
         outs.append(out)
         rings += [] if rows.ring is None else [rows.ring]
-        written += [] if rows.tail is None else [rows.tail]
+        after += [] if rows.tail is None else [rows.tail]
         products += [] if product is None else [product]
     if tokens.shape[1] > 1:
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
@@ -94,7 +95,7 @@ def step(
     state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))
     cache = dataclasses.replace(cache, pools=tuple(of_whole_groups(pools, program)), state=state)
     if tails:
-        return logits, cache, tuple(written)
+        return logits, cache, tuple(after)
     cache = dataclasses.replace(cache, length=cache.length + count[:, None], seen=cache.seen + count)
     if program.evicts and tokens.shape[1] == 1:
         cache = within_limits(cache, outs, products, program)
@@ -167,3 +168,42 @@ def extend(
     rest = dataclasses.replace(cache.unnamed(), pools=())
     logits, pools, rest = _extend(flat.ends, flat.blocks, cache.pools, rest, tokens, count, program=program)
     return logits, cache.with_arrays(dataclasses.replace(rest, pools=pools))
+
+
+def read_on_top(
+    run: Callable[[KVCache, Array, Array], tuple[Array, KVCache]],
+    cache: KVCache,
+    tokens: Int[np.ndarray, "B n"],
+    lengths: Int[np.ndarray, " B"],
+    *,
+    size: int,
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Runs prompts on top of a cache, a block of every prompt at a time.
+
+    Args:
+        run: `extend` or a step of the same form: of a cache, tokens and how many of them are real.
+        cache: with room for the prompts; given up.
+        tokens: ids, padded on the right to a multiple of `size`.
+        lengths: tokens of each prompt.
+        size: tokens of a block.
+
+    Returns:
+        Float32 logits of each prompt's last token, and the cache with the new rows.
+    """
+    logits, axes = cache.logits, cache.axes
+    for first in range(0, tokens.shape[1], size):
+        count = np.clip(lengths - first, 0, size).astype(np.int32)
+        part = place(tokens[:, first : first + size], "B N", axes)
+        placed = place(count, "B", axes)
+        after, cache = run(cache, part, placed)
+        logits = after if logits is None else newest(after, logits, placed, axes=axes)
+    assert logits is not None
+    return logits, cache
+
+
+@compiled(static=("axes",))
+def newest(
+    after: Float[Array, "B V"], before: Float[Array, "B V"], count: Int[Array, " B"], *, axes: Axes | None
+) -> Float[Array, "B V"]:
+    """Logits after a block where a sequence had tokens in it (`count` > 0), those from before it elsewhere."""
+    return jnp.where((count > 0)[:, None], after, before)

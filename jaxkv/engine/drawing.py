@@ -4,12 +4,10 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._errors import require
-from jaxkv.axes import host, place
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import loop, staged
@@ -19,6 +17,7 @@ from jaxkv.engine.recompress import due
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling
+from jaxkv.sharding.mesh import host, place
 
 
 class Drawing:
@@ -61,9 +60,9 @@ class Drawing:
         self._flat, self._program, self._key, self._sampling = flat, program, key, sampling
         self._batch, self._padding = cache.batch, cache.padding
         # What fills a mesh's groups draws nothing.
-        self._draw = loop.Draw(logits=logits, done=self._placed(np.zeros(self._batch, bool), others=True), key=key)
+        done = self._placed(np.zeros(self._batch, bool), others=True)
         # -2 is no token: drawing then ends by its steps alone.
-        self._eos = jnp.asarray(sorted(set(eos)) or [-2], jnp.int32)
+        self._draw = loop.draw_of(logits, done, key, np.asarray(sorted(set(eos)) or [-2], np.int32), axes=program.axes)
         decode: Any = loop.decode if cache.bank is None else partial(staged.decode, traffic=traffic)
         self._decode = partial(decode, program=program, sampling=sampling, size=size)
         self._running: loop.Running
@@ -71,7 +70,7 @@ class Drawing:
         # A question that was read before may have left more rows than a step may find.
         self._begin(make_room(flat, cache, new, key=key) if due(cache).any() else cache)
         # A run of no steps compiles and changes nothing.
-        self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, self._eos, 0)
+        self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, 0)
         self._begin(self._settled())
 
     def _begin(self, cache: KVCache) -> None:
@@ -117,7 +116,7 @@ class Drawing:
         if steps < 1:
             policy = self._running.cache.policy
             raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
-        self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, self._eos, steps)
+        self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, steps)
         tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._program.config.vocab
         inside = bool((tokens < vocab).all())
         require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")

@@ -5,6 +5,7 @@ pool is a layer's own, in windows where layers share it. Those of all layers are
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jaxkv._errors import require
 from jaxkv.attention import KERNELS, Implementation
 from jaxkv.attention.kernels import kernels_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
-from jaxkv.axes import Axes, mean_of_devices
-from jaxkv.cache.pools import Pool, put_cells, put_rows, row_norms, take_rows
+from jaxkv.cache.pools import Pool, row_norms
+from jaxkv.cache.stores import put_cells
 from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
@@ -24,6 +25,8 @@ from jaxkv.policies.after import ByAge, ByAttention, Rank, ranked
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import Joined, Merger, Row, told
 from jaxkv.policies.parts import Keep, Ongoing
+from jaxkv.sharding.collectives import mean_of_devices
+from jaxkv.sharding.mesh import Axes
 
 
 class Evicted(NamedTuple):
@@ -185,23 +188,31 @@ def evict(
     Returns:
         What is left.
     """
-    if _in_a_kernel(ongoing) and implementation in KERNELS:
+    kernels = implementation in KERNELS and pool.store.fused
+    if kernels and _in_a_kernel(ongoing):
         return _by_kernel(pool, segments, ongoing, implementation)
     options: Any = {"walk": walk, "widest": widest, "axes": axes, "implementation": implementation}
     victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, **options)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
-    if ongoing.merge is None and implementation in KERNELS:
+    if ongoing.merge is None and kernels:
         length = segments.length - over.astype(jnp.int32)
         moved = _moved(pool, victim, last, over, implementation)
         return Evicted(moved, length, segments.tau, jnp.where(over, second, victim))
-    writes = _Writes(over, segments.tau, {"k": take_rows(pool.k, last), "v": take_rows(pool.v, last)}, {})
+    newest = _rows_at(pool, last)
+    writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
     if ongoing.merge is not None:
         of = (victim, last, writes, products)
         writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, walk=walk, axes=axes)
     length = segments.length - writes.over.astype(jnp.int32)
     return Evicted(_written(pool, victim, last, writes), length, writes.tau, jnp.where(writes.over, second, victim))
+
+
+def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
+    """Keys and values of one row for each segment, float32."""
+    k, v = pool.store.take(row).view()
+    return Row(k.astype(jnp.float32), v.astype(jnp.float32))
 
 
 def _merging_dropped(
@@ -218,7 +229,7 @@ def _merging_dropped(
     axes: Axes | None,
 ) -> _Writes:
     """What is written where a dropped row is compared with those that stay, and the merger may fold it into one."""
-    rows_of = lambda at: Row(take_rows(pool.k, at), take_rows(pool.v, at))  # noqa: E731
+    rows_of = partial(_rows_at, pool)
     by_layer = lambda a: a.reshape(-1, heads, *a.shape[2:])  # noqa: E731
     over, tau, newest, merged = writes
     dropped = rows_of(jnp.maximum(victim, 0))
@@ -277,7 +288,7 @@ def _by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, implementation:
     weigh = _Weigh(ongoing.rank, ongoing.keep)
     rows = (pool.k, pool.v, pool.pos, pool.score)
     k, v, pos, score, moved = kernels.evict_rows(*rows, *of, weigh=weigh, interpret=interpret)
-    pool = dataclasses.replace(pool, k=k, v=v, pos=pos, score=score)
+    pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
     return Evicted(pool, segments.length - moved, segments.tau, jnp.full_like(moved, -1))
 
 
@@ -292,7 +303,7 @@ def _moved(
     kernels, interpret = kernels_of(implementation)
     of = (pool.k, pool.v, pool.pos, pool.score, victim, last, over)
     k, v, pos, score = kernels.replace_rows(*of, interpret=interpret)
-    return dataclasses.replace(pool, k=k, v=v, pos=pos, score=score)
+    return dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
 
 
 def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes) -> Pool:
@@ -300,10 +311,6 @@ def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], wri
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
-
-    def put(name: str) -> Array:
-        leaf, (row, new) = getattr(pool, name), writes.all_of(name, place)
-        return put_rows(leaf, row, new.astype(leaf.dtype))
 
     def move(leaf: Array, empty: int) -> Array:
         cells = jnp.take_along_axis(leaf, last, axis=1)
@@ -313,4 +320,5 @@ def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], wri
     if norm is not None:
         row, new = writes.all_of("k", place)
         norm = put_cells(norm, row, row_norms(new.astype(pool.k.dtype)))
-    return Pool(k=put("k"), v=put("v"), pos=move(pool.pos, -1), score=score, norm=norm)
+    store = pool.store.put(writes.all_of("k", place), writes.all_of("v", place))
+    return Pool(store=store, pos=move(pool.pos, -1), score=score, norm=norm)

@@ -6,12 +6,12 @@ import jax
 from jax import lax
 
 from jaxkv import memory
-from jaxkv.axes import lettered
 from jaxkv.cache import KVCache
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import signature_of
 from jaxkv.engine.session import Session
 from jaxkv.models.decoder import Took
+from jaxkv.sharding.mesh import lettered
 from jaxkv.text.prompts import Encoded
 
 

@@ -11,10 +11,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxkv import attention
 from jaxkv.attention import KERNELS, Implementation
 from jaxkv.attention.xla import MASKED, Walk, inside_segments
-from jaxkv.axes import Axes, most_of_devices
 from jaxkv.cache.pools import Pool
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.select import sortable, top
+from jaxkv.sharding.collectives import most_of_devices
+from jaxkv.sharding.mesh import Axes
 
 # Logits that exist at once while tokens are scored.
 _LOGITS = 1 << 24

@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import hosts, memory
-from jaxkv.axes import host, missing
 from jaxkv.cache import KVCache, repack
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
+from jaxkv.sharding.mesh import host, missing
 
 # New rows for which there is room from the beginning; longer answers grow into larger buffers on the way.
 MOST_AHEAD = 2048
@@ -41,7 +41,9 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
     return growing + (period if period <= MOST_AHEAD else ahead)
 
 
-def first_room(parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int) -> tuple[int, ...]:
+def first_room(
+    parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
+) -> tuple[int, ...]:
     """Rows to leave behind every segment of each layer when a prompt is prefilled.
 
     Args:
@@ -49,16 +51,17 @@ def first_room(parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: i
         layers: L.
         lengths: tokens of each prompt.
         new: tokens to draw.
+        most: tokens that there is room for from the beginning; a slot, which never grows, has it for all.
 
     Returns:
-        See `room_for`.
+        Rows of each layer, as `room_for` counts them.
     """
     short = 0
     budget = parts.budget
     if isinstance(budget, int):
         short = max(0, budget - int(np.min(lengths)))
     left = np.where(parts.layers.unlimited(layers) if parts.evicts else np.zeros(layers, bool), new, short)
-    return tuple(room_for(parts, left, new).tolist())
+    return tuple(room_for(parts, left, new, grown=most).tolist())
 
 
 def steps_that_fit(cache: KVCache) -> int:

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, append, put_cells
+from jaxkv.cache.pools import Pool, append
+from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.filters import Chosen
 from jaxkv.engine.ordering import behind
@@ -249,7 +250,7 @@ def join(
         assert begun is not None
         end = jnp.where(new.count[:, None] > 0, rows.end, pool.rows)
         scores = put_cells(scores, end, begun[..., 0])
-    pool = dataclasses.replace(pool, k=k, v=v, pos=pos, score=scores)
+    pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=scores)
     return out[..., None, :], dataclasses.replace(rows, pool=pool), None
 
 
@@ -289,19 +290,24 @@ def _scores(
 
 def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """A token's row joins the tail, and the token attends to the pool and to the tail."""
-    tail, index, length = rows.tail, new.index, rows.segments.length
-    assert tail is not None and index is not None
-    put = lambda leaf, row: lax.dynamic_update_slice(leaf, row.astype(leaf.dtype), (0, 0, index, 0))  # noqa: E731
+    tail, written, length = rows.tail, new.written, rows.segments.length
+    assert tail is not None and written is not None
+    # A sequence that has ended writes nothing, and has a row to read all the same: no softmax over none.
+    batch, heads, size, dim = tail.k.shape
+    at, held = jnp.where(new.count > 0, written, size), jnp.maximum(written + new.count, 1)
+    each = jnp.arange(batch, dtype=jnp.int32)
+    put = lambda leaf, row: leaf.at[each, :, at].set(  # noqa: E731
+        row[:, :, 0].astype(leaf.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
     # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
-    batch, heads, size, dim = tail.k.shape
     keys = tail.k
     if rows.by.rows is not None:
         config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
         keys = rotate(keys, angles(places, config.rope, config.head_dim))
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
-    drawn = jnp.broadcast_to(index + 1, (batch, heads))
+    drawn = jnp.broadcast_to(held[:, None], (batch, heads))
     equal = dataclasses.replace(program, layout=Layout.EQUAL)
     own = pool_attention(token.q.astype(tail.k.dtype), flat(keys), flat(tail.v), first, drawn, equal)
     older = _over_older(program, token, rows, rest=True)

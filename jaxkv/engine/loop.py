@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from jaxkv.axes import Axes, everywhere, first, gathered, inside, where
-from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
 from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import with_scratch, without_scratch
@@ -20,6 +18,9 @@ from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.sampling import Sampling, argument
+from jaxkv.sharding.collectives import count_of_all, first, gathered
+from jaxkv.sharding.door import program as compiled
+from jaxkv.sharding.mesh import Axes, inside, where
 
 
 def _one_command_buffer() -> dict[str, str]:
@@ -39,20 +40,15 @@ class Running:
     Attributes:
         cache: its pools stand still while there are tails.
         tails: one per layer where the program keeps new rows beside the pools, else none.
-        index: `i32[]` rows of the tails in use.
-        written: `i32[B]` how many of those each sequence really has; the rest were drawn after its end.
+        written: `i32[B]` rows of the tails that each sequence has.
     """
 
     cache: KVCache
     tails: tuple[Tail, ...]
-    index: Int[Array, ""]
     written: Int[Array, " B"]
 
     def rewound(self, rows: Int[Array, " B"]) -> "Running":
-        """Forgets the last rows of each sequence, none of them older than the last `decode`.
-
-        A sequence that goes on drawing must lose none: its tail would have a gap.
-        """
+        """Forgets the last rows of each sequence, none of them older than the last `decode`."""
         if self.tails:
             return dataclasses.replace(self, written=self.written - rows)
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
@@ -66,7 +62,7 @@ def begin(cache: KVCache, *, program: Program, size: int) -> Running:
     Args:
         cache: with room for `size` rows behind every segment.
         program: what is static.
-        size: tokens that can be drawn before `settle`, where the program keeps tails.
+        size: tokens that each sequence can draw before `settle`, where the program keeps tails.
 
     Returns:
         What `decode` takes.
@@ -75,22 +71,24 @@ def begin(cache: KVCache, *, program: Program, size: int) -> Running:
     shape = (batch, cache.start.shape[2], size, config.head_dim)
     zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))  # noqa: E731
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
-    return Running(cache=cache, tails=tails, index=jnp.int32(0), written=jnp.zeros((batch,), jnp.int32))
+    return Running(cache=cache, tails=tails, written=jnp.zeros((batch,), jnp.int32))
 
 
-def settle(running: Running, *, program: Program) -> KVCache:
+def settle(running: Running, *, program: Program, which: Bool[Array, " B"] | None = None) -> KVCache:
     """Moves the tails' rows behind their segments.
 
     Args:
         running: from `begin` or `decode`; consumed.
         program: what is static.
+        which: sequences whose rows are moved; all by default.
 
     Returns:
-        The cache, with every row in its pool.
+        The cache, with every row of those in its pool.
     """
     if not running.tails:
         return running.cache
     cache, written = running.cache, running.written
+    written = written if which is None else jnp.where(which, written, 0)
     pools = _settle(cache.pools, cache.start, cache.length, cache.seen, running.tails, written, program=program)
     length, seen = cache.length + written[None, :, None], cache.seen + written
     return dataclasses.replace(cache, pools=pools, length=length, seen=seen)
@@ -117,56 +115,92 @@ def _settle(
     return tuple(moved)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["logits", "done", "key"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Where sampling stands.
+    """Sampling state of each sequence: logits, random key, end tokens, tokens left. None depends on another sequence.
 
     Attributes:
         logits: `f32[B, V]` of the next token.
         done: `bool[B]` sequences that have ended.
-        key: the random key; each step and sequence folds in its own number.
+        left: `i32[B]` tokens that each may still draw; the last of them ends it, as an end token does.
+        key: `key[B]` random keys; each step folds in `row` and the position.
+        row: `i32[B]` numbers folded into the keys: of sequences that share a key their place among those.
+        ends: `i32[B, n]` ids that end each sequence; -2 is none.
     """
 
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
-    key: PRNGKeyArray
+    left: Int[Array, " B"]
+    key: Key[Array, " B"]
+    row: Int[Array, " B"]
+    ends: Int[Array, "B n"]
 
     def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "Draw":
         """Where it stands after a step. What ends a sequence becomes no row: its logits stay those of the last row."""
-        return Draw(logits=jnp.where(done[:, None], self.logits, logits), done=done, key=self.key)
+        left = self.left - (~self.done).astype(jnp.int32)
+        return dataclasses.replace(self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left)
+
+
+@compiled(static=("axes",))
+def draw_of(
+    logits: Float[Array, "B V"],
+    done: Bool[Array, " B"],
+    key: PRNGKeyArray,
+    eos: Int[Array, " n"],
+    *,
+    axes: Axes | None = None,
+) -> Draw:
+    """Makes the sampling state of sequences that begin together: one key, the same end tokens, no end by count.
+
+    Args:
+        logits: of the next token.
+        done: sequences that draw nothing.
+        key: of all sequences.
+        eos: ids that end a sequence.
+        axes: of the mesh that the logits lie on, if they do.
+
+    Returns:
+        The state of their sampling.
+    """
+    batch = done.shape[0]
+    return Draw(
+        logits=logits,
+        done=done,
+        left=jnp.full((batch,), jnp.iinfo(jnp.int32).max, jnp.int32),
+        key=jnp.broadcast_to(key, (batch,)),
+        row=jnp.arange(batch, dtype=jnp.int32) + first("B", batch, axes),
+        ends=jnp.broadcast_to(eos, (batch, *eos.shape)),
+    )
 
 
 def drawn(
-    draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Sampling, axes: Axes | None = None
+    draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """The next token of every sequence, and which sequences have then ended."""
-    rows = jnp.arange(seen.shape[0], dtype=jnp.int32)
-    if axes is not None:
-        rows = rows + first("B", rows.shape[0], axes)
     logits = gathered(draw.logits, "V", 1, axes)
-    keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(draw.key, row), at))(rows, seen)
+    keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
     token = sampling(logits, keys)
     whole = jnp.issubdtype(jnp.asarray(token).dtype, jnp.integer)
-    if not whole or jnp.shape(token) != rows.shape:
+    if not whole or jnp.shape(token) != seen.shape:
         found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
         raise TypeError(f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]")
     vocab = logits.shape[1]
     # What is no token of the vocabulary is told as such where it is read; -1 would be taken for an end.
     token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
-    return token, draw.done | (token[:, None] == eos).any(axis=1)
+    return token, draw.done | (token[:, None] == draw.ends).any(axis=1) | (draw.left <= 1)
 
 
 def decode(
     flat: Flat,
     running: Running,
     draw: Draw,
-    eos: Int[Array, " n"],
     steps: int | Int[Array, ""],
     *,
     program: Program,
     sampling: Sampling,
     size: int,
+    idle: int | None = None,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
     """Draws up to `steps` tokens per sequence in one compiled loop.
 
@@ -177,43 +211,40 @@ def decode(
         flat: the decoder's parameters.
         running: the cache, with room for `steps` rows; consumed.
         draw: where sampling stands.
-        eos: ids that end a sequence.
         steps: tokens wanted now, at most `size`; a number, not a shape.
         program: what is static.
         sampling: how to draw.
         size: columns of the output.
+        idle: sequences that have ended up to which it goes on; a number, not a shape. By default until all have.
 
     Returns:
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
-    given = loop_arguments(flat, running, draw, eos, steps, sampling)
-    written, rest, moving, out, ran = _loop(*given, program=program, size=size)
+    written, rest, moving, out, ran = _loop(
+        *loop_arguments(flat, running, draw, steps, sampling, idle), program=program, size=size
+    )
     tails, pools = (written, running.cache.pools) if running.tails else ((), written)
-    index, fed, draw = moving
+    fed, draw = moving
     cache = running.cache.with_arrays(dataclasses.replace(rest, pools=pools))
-    return Running(cache=cache, tails=tails, index=index, written=fed), draw, out, ran
+    return Running(cache=cache, tails=tails, written=fed), draw, out, ran
 
 
 def loop_arguments(
-    flat: Flat, running: Running, draw: Draw, eos: Int[Array, " n"], steps: int | Int[Array, ""], sampling: Sampling
+    flat: Flat,
+    running: Running,
+    draw: Draw,
+    steps: int | Int[Array, ""],
+    sampling: Sampling,
+    idle: int | None = None,
 ) -> tuple[Any, ...]:
-    """What the compiled loop takes beside what is static, in its order: what it writes, what it only reads, the rest.
-
-    Args:
-        flat: as for `decode`.
-        running: as for `decode`.
-        draw: as for `decode`.
-        eos: as for `decode`.
-        steps: as for `decode`.
-        sampling: as for `decode`.
-
-    Returns:
-        The arguments; those that it writes are donated if it is run.
-    """
-    cache, moving = running.cache, (running.index, running.written, draw)
+    """Arguments of the compiled loop that are not static, in its order; the third is donated if the loop is run."""
+    cache, moving = running.cache, (running.written, draw)
     written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
     rest = dataclasses.replace(cache.unnamed(), pools=())
-    return flat.ends, flat.blocks, written, read, rest, moving, eos, jnp.int32(steps), argument(sampling)
+    # Those that fill a mesh's groups have ended, too.
+    many = cache.seen.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
+    most = many - 1 if idle is None else idle
+    return flat.ends, flat.blocks, written, read, rest, moving, jnp.int32(steps), jnp.int32(most), argument(sampling)
 
 
 @compiled(static=("program", "size"), donate=("written",), on="program", compiler=_one_command_buffer())
@@ -223,9 +254,9 @@ def _loop(
     written: tuple[Any, ...],
     read: tuple[Pool, ...],
     rest: KVCache,
-    moving: tuple[Int[Array, ""], Int[Array, " B"], Draw],
-    eos: Int[Array, " n"],
+    moving: tuple[Int[Array, " B"], Draw],
     steps: Int[Array, ""],
+    idle: Int[Array, ""],
     sampling: Any,
     *,
     program: Program,
@@ -233,12 +264,12 @@ def _loop(
 ) -> tuple[
     tuple[Any, ...],
     KVCache,
-    tuple[Int[Array, ""], Int[Array, " B"], Draw],
+    tuple[Int[Array, " B"], Draw],
     Int[Array, "B size"],
     Int[Array, ""],
 ]:
     """The loop over what it writes: pools, or tails beside pools that are only read."""
-    begun, fed, draw = moving
+    fed, draw = moving
     batch = fed.shape[0]
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
     if program.tail:
@@ -249,19 +280,19 @@ def _loop(
 
     def going(carry):
         index, _, draw, _, _ = carry
-        # Stops at the requested number of steps, or as soon as every sequence has ended.
-        return (index < steps) & ~everywhere(draw.done.all(), program.axes)
+        # Stops at the requested number of steps, or as soon as more sequences have ended than may.
+        return (index < steps) & (count_of_all(draw.done, program.axes) <= idle)
 
     def body(carry):
         index, store, draw, fed, out = carry
-        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, eos, sampling, program.axes)
+        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, sampling, program.axes)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         count = (~done).astype(jnp.int32)
         one = partial(step, ends, blocks, tokens=token[:, None], count=count, program=program)
         if program.tail:
             tails, state = store
             cache = dataclasses.replace(standing, state=state)
-            logits, cache, tails = one(cache, tails=tails, index=begun + index)
+            logits, cache, tails = one(cache, tails=tails, written=fed)
             store = tails, cache.state
         else:
             logits, store, _ = one(store)
@@ -271,6 +302,6 @@ def _loop(
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
     if not program.tail:
         store = without_scratch(store)
-        return store.pools, dataclasses.replace(store, pools=()), (begun, jnp.zeros_like(fed), draw), out, index
+        return store.pools, dataclasses.replace(store, pools=()), (jnp.zeros_like(fed), draw), out, index
     tails, state = store
-    return tails, dataclasses.replace(rest, state=state), (begun + index, fed, draw), out, index
+    return tails, dataclasses.replace(rest, state=state), (fed, draw), out, index

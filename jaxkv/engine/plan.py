@@ -15,7 +15,6 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation
-from jaxkv.axes import NAMES
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.stages import Prefilling, moment_bytes
 from jaxkv.models.config import ModelConfig
@@ -24,6 +23,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.select import capacity_of, most_rows
+from jaxkv.sharding.mesh import NAMES
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.
 _SMALLEST_BUCKET = 16
@@ -53,13 +53,63 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+def buckets(longest: int) -> list[tuple[int, int]]:
+    """Shortest prompt and slots of every bucket that prompts of up to `longest` tokens are padded to, in order."""
+    found, slots = list[tuple[int, int]](), bucket(longest)
+    while slots:
+        below = _below(slots)
+        found.append((below + 1, slots))
+        slots = below
+    return found[::-1]
+
+
 def _below(slots: int) -> int:
-    """The bucket before this one."""
+    """The next smaller bucket; 0 below the smallest."""
+    if slots <= _SMALLEST_BUCKET:
+        return 0
     low, high = 0, slots - 1
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if bucket(middle) < slots else (low, middle - 1)
     return low
+
+
+def pools_for(
+    parts: Parts, config: ModelConfig, slots: int, room: tuple[int, ...], stretches: int = 1
+) -> tuple[int, ...]:
+    """P of each pool that holds any prompt of a bucket, and room behind it; on a mesh, of each stretch of heads.
+
+    Args:
+        parts: of the policy.
+        config: the model's shape.
+        slots: S, the prompts' bucket.
+        room: rows to leave behind every segment of each layer.
+        stretches: parts of each pool that a mesh's devices have.
+
+    Returns:
+        Rows of each pool.
+    """
+    capacity = _capacity(parts, (slots,), config.layers, config.kv_heads)
+    return _pools(parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches)
+
+
+def _pools(
+    layout: Layout,
+    share: float,
+    capacity: tuple[int, ...],
+    slots: int,
+    room: tuple[int, ...],
+    heads: int,
+    stretches: int,
+) -> tuple[int, ...]:
+    """P of each pool, of one stretch of its heads: what they may hold of its capacity, and room behind each."""
+    mine, layers = heads // stretches, len(room)
+    if layout.one_pool:
+        capacity, slots = (capacity[0] // heads,), layers * slots
+    rooms = (sum(room),) if layout.one_pool else room
+    # What heads compete for goes to those of one device as far as the policy allows, and as there are prompts.
+    most = [min(most_rows(share, mine * rows), heads * rows, mine * slots) for rows in capacity]
+    return tuple(rows + mine * room for rows, room in zip(most, rooms, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +131,7 @@ class PrefillPlan:
         peak_bytes: cache and activations of prefill together, weights excluded.
         host_bytes: what waits in host memory.
         loaded_bytes: the most of it that is on the device at once while tokens are drawn.
+        pools: P of each pool where it does not follow from these prompts, as in a slot; on a mesh, of each stretch.
     """
 
     slots: int
@@ -97,6 +148,7 @@ class PrefillPlan:
     peak_bytes: int
     host_bytes: int = 0
     loaded_bytes: int = 0
+    pools: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         """One line; the arrays are left to whoever asks for them."""
@@ -113,16 +165,15 @@ class PrefillPlan:
         rows = None if self.rows is None else more(self.rows)
         return dataclasses.replace(self, rows=rows, budget=more(self.budget), forced=more(self.forced))
 
+    def in_pools(self, rows: tuple[int, ...]) -> "PrefillPlan":
+        """The plan of the same prompts in pools of `rows` rows: what they do not take is room."""
+        return dataclasses.replace(self, pools=rows)
+
     def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
         """P of each pool, or of each of the stretches that devices have of it, heads alike."""
-        mine, layers = heads // stretches, len(self.room)
-        capacity, slots = self.capacity, self.slots
-        if self.layout.one_pool:
-            capacity, slots = (self.capacity[0] // heads,), layers * slots
-        rooms = (sum(self.room),) if self.layout.one_pool else self.room
-        # What heads compete for goes to those of one device as far as the policy allows, and as there are prompts.
-        most = [min(most_rows(self.share, mine * rows), heads * rows, mine * slots) for rows in capacity]
-        return tuple(rows + mine * room for rows, room in zip(most, rooms, strict=True))
+        if self.pools is not None:
+            return self.pools
+        return _pools(self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches)
 
 
 @settled
@@ -255,7 +306,7 @@ def _weighed(
 def row_bytes_of(config: ModelConfig, parts: Parts, item: int) -> int:
     """Bytes of a row of a pool: key and value, position, and the score where the policy goes on observing."""
     ongoing = parts.ongoing
-    return 2 * config.head_dim * item + 4 + (4 if ongoing is not None and ongoing.scored else 0)
+    return parts.store.row_bytes(config.head_dim, item) + 4 + (4 if ongoing is not None and ongoing.scored else 0)
 
 
 def _activation_bytes(config: ModelConfig, parts: Parts, batch: int, slots: int, item: int) -> int:
@@ -308,9 +359,10 @@ def widest(parts: Parts, slots: int, layers: int) -> int | None:
         layers: L.
 
     Returns:
-        Rows, the new token's included; None where some layers grow without end.
+        Rows, the new token's included; None where some layers grow without end, or a choice made again along the text
+        may give a segment more rows than the prompt had.
     """
-    if not (parts.evicts or parts.every) or parts.layers.unlimited(layers).any():
+    if not parts.evicts or parts.layers.unlimited(layers).any():
         return None
     most = slots
     if parts.heads.uniform:
@@ -319,7 +371,7 @@ def widest(parts: Parts, slots: int, layers: int) -> int | None:
         most = int(parts.layers.widest(budget, lengths).max())
     if isinstance(parts.budget, int):
         most = max(most, parts.budget)
-    return most + (parts.every or 1)
+    return most + 1
 
 
 def ring_rows(queries: int) -> int:

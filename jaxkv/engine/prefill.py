@@ -5,7 +5,7 @@ so padding costs memory but no time. Alive at once: hidden states, one layer's K
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -15,12 +15,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import namespace, typed
 from jaxkv.attention import Implementation
-from jaxkv.axes import program, settle_down
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.bank import Bank, committed
 from jaxkv.cache.packing import Unpacked, pack
+from jaxkv.engine import chunked
 from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, of_prompt
-from jaxkv.engine.compress import Compressed, compress, counted, merged, observe, unordered
+from jaxkv.engine.compress import Compressed, Walk, compress, counted, merged, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut
@@ -30,6 +30,8 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import settle_down
 
 
 @program(static=("graphs",), on="graphs")
@@ -60,6 +62,12 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
         del out
 
 
+def in_chunks(policy: Method) -> bool:
+    """True if prompts are read chunk by chunk, each through the whole model."""
+    read = policy.parts().read
+    return read is not None and read.by_chunks
+
+
 def signature_of(
     flat: Flat, batch: int, policy: Method, needed: PrefillPlan, *, implementation: Implementation
 ) -> tuple[Hashable, ...]:
@@ -77,7 +85,7 @@ def signature_of(
     """
     parts = policy.parts()
     scored = parts.ongoing is not None and parts.ongoing.scored
-    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, scored))
+    key = typed((parts.scorer, parts.layers, parts.heads, parts.needs, parts.merge, parts.store, scored))
     return flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows_of(flat, needed), key, implementation
 
 
@@ -98,6 +106,9 @@ def compile_ahead(
         needed: the plan.
         implementation: what computes attention.
     """
+    if in_chunks(policy):
+        chunked.compile_ahead(flat, batch, policy, needed, implementation=implementation)
+        return
     pool_rows, parts = pool_rows_of(flat, needed), policy.parts()
     signature = signature_of(flat, batch, policy, needed, implementation=implementation)
     if signature in flat.compiled:
@@ -127,7 +138,8 @@ def compile_ahead(
     counted([mask] * (flat.config.layers if needed.layout.one_pool else 1))
     if not needed.layout.one_pool:
         for count in set(pool_rows):
-            pack(rows, mask, rows=count, layout=needed.layout, implementation=implementation, axes=flat.axes)
+            of: dict[str, Any] = {"layout": needed.layout, "store": parts.store, "implementation": implementation}
+            pack(rows, mask, rows=count, **of, axes=flat.axes)
     jax.block_until_ready(logits_of(flat.ends, x, graphs=flat.graphs))
     flat.compiled.add(signature)
 
@@ -149,9 +161,10 @@ def prefill(
     key: PRNGKeyArray,
     model: str = "",
     implementation: Implementation = Implementation.XLA,
-    tick: Callable[[], None] = lambda: None,
-) -> tuple[KVCache, Float[Array, "B V"]]:
+) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
     """Runs prompts through the model and compresses their keys and values.
+
+    Under a policy that reads prompts in chunks the whole model runs over each chunk, else each layer over the whole.
 
     Args:
         flat: the decoder's parameters.
@@ -162,15 +175,21 @@ def prefill(
         key: for policies that draw.
         model: the weights' fingerprint.
         implementation: what computes attention.
-        tick: called after each layer, or where memory lets the host run ahead some layers before the device is done.
+
+    Yields:
+        After each layer or chunk the number of layers that it comes to; where memory lets the host run ahead the device
+        may not be done with it.
 
     Returns:
         The cache, and float32 logits of each prompt's last token.
     """
+    if in_chunks(policy):
+        of: dict[str, Any] = {"model": model, "implementation": implementation}
+        return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, **of))
     told = by_length(policy.parts(), lengths, flat.config.layers)
     lengths = np.asarray(lengths, np.int64)
-    given: dict[str, Any] = {"key": key, "model": model, "implementation": implementation, "tick": tick}
-    prompts, cache = read(flat, tokens, lengths, told, policy, needed, **given)
+    given: dict[str, Any] = {"key": key, "model": model, "implementation": implementation}
+    prompts, cache = yield from read(flat, tokens, lengths, told, policy, needed, **given)
     prompts.require_ordered()
     if prompts.banked:
         assert prompts.reading is not None
@@ -190,8 +209,7 @@ def read(
     key: PRNGKeyArray,
     model: str = "",
     implementation: Implementation = Implementation.XLA,
-    tick: Callable[[], None] = lambda: None,
-) -> tuple[Prompts, KVCache]:
+) -> Walk[tuple[Prompts, KVCache]]:
     """`prefill` without a look at the prompts' numbers: they may be traced, as one program of all layers.
 
     Args:
@@ -204,16 +222,17 @@ def read(
         key: as for `prefill`.
         model: as for `prefill`.
         implementation: as for `prefill`.
-        tick: as for `prefill`.
+
+    Yields:
+        As `prefill`.
 
     Returns:
         The prompts, whose hidden states and checks are still to be looked at; and the cache.
     """
     parts = policy.parts()
-    prompts = Prompts(flat, tokens, lengths, parts, needed, told, key, implementation, tick)
+    prompts = Prompts(flat, tokens, lengths, parts, needed, told, key, implementation)
     room = np.asarray(needed.room, np.int32)
-    made = compress(prompts, parts, key=key, room=room, implementation=implementation)
-    tick()
+    made = yield from compress(prompts, parts, key=key, room=room, implementation=implementation)
     limit, state = jnp.copy(made.length), None
     if parts.ongoing is not None:
         limit, state = _going_on(prompts, made)

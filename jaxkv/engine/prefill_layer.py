@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv.attention import Implementation, over_rows
 from jaxkv.attention.xla import Walk, as_bits, from_bits
-from jaxkv.axes import mean_of_devices
 from jaxkv.engine.moments import prompt_moments
 from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.protocol import Needs, QueryMoments
+from jaxkv.sharding.collectives import mean_of_devices
 
 
 @partial(

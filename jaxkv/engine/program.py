@@ -7,15 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention import KERNELS, Implementation
-from jaxkv.axes import Axes, host
+from jaxkv._errors import require
+from jaxkv.attention import (
+    KERNELS,
+    PREFILL_ONLY,
+    Implementation,
+    Implementations,
+    capability_of,
+    choose,
+    named,
+)
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.plan import bucket, widest
+from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
 from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.sharding.mesh import Axes, host
 
 
 def reading_state(
@@ -59,6 +70,7 @@ class Program:
         reading: which layers read what; None if all read everything.
         widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
         implementation: what computes attention over the pool.
+        fused: kernels may read and write rows as they are held.
     """
 
     graphs: Graphs
@@ -70,6 +82,7 @@ class Program:
     reading: Reading | None = None
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
+    fused: bool = True
 
     @property
     def axes(self) -> Axes | None:
@@ -88,7 +101,7 @@ class Program:
 
     def streams(self, tokens: int) -> bool:
         """Whether kernels add and norm hidden states between products, when so many tokens come at once."""
-        kernels = self.implementation in KERNELS and self.config.alternates
+        kernels = self.implementation in KERNELS and self.config.alternates and self.fused
         return kernels and tokens == 1 and not (self.reading and self.reading.offloaded)
 
     def chooses(self, layer: int, tokens: int) -> bool:
@@ -198,4 +211,35 @@ def program_of(
         reading=reading,
         widest=most,
         implementation=implementation,
+        fused=parts.store.fused,
     )
+
+
+def implementations_for(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
+    """What computes attention in prefill and in decoding, where a model lies; chunks of prompts are read as questions.
+
+    Args:
+        params: the model.
+        policy: the compression.
+        asked: what the user asked for, AUTO for the fastest.
+
+    Returns:
+        Both implementations.
+
+    Raises:
+        ValueError: for one that cannot read prompts in chunks, under a policy that does.
+    """
+    read, axes = policy.parts().read, params.axes
+    device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
+    chosen = choose(
+        asked,
+        platform=jax.default_backend() if axes is None else axes.platform,
+        dtype=params.dtype,
+        head_dim=params.config.head_dim,
+        capability=capability_of(device),
+    )
+    if read is None or not read.by_chunks:
+        return chosen
+    remedy = "chunks attend to the cache, which this does not: leave it out"
+    require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)
+    return dataclasses.replace(chosen, prefill=chosen.decode)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._values import is_traced
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, host, inside, place, program, put, settle_down, where
 from jaxkv.cache.bank import put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates, of_prompt
@@ -29,6 +28,8 @@ from jaxkv.models.rope import Angles, angles
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 
 
 @program(static=("graphs",), on="graphs")
@@ -120,12 +121,11 @@ class Prompts(Source):
         told: ByLength,
         key: PRNGKeyArray,
         implementation: Implementation,
-        tick: Callable[[], None],
     ):
         """Embeds the prompts."""
         layers = flat.config.layers
         self.flat, self.parts, self.needed, self.lengths, self.told = flat, parts, needed, lengths, told
-        self.implementation, self.tick = implementation, tick
+        self.implementation = implementation
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes = range(layers), flat.axes
         self.length = place(lengths, "B", flat.axes, jnp.int32)
@@ -148,8 +148,6 @@ class Prompts(Source):
     def candidates(self, index: int) -> Candidates:
         """Runs a layer. Its rows are held until they are packed, or put away into host memory."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
-        if index:
-            self.tick()
         out = run_layer(self.flat, index, self.x, length, self.table, parts.needs, self.implementation)
         self.x = out.x
         k = out.k if out.unrotated is None else out.unrotated

@@ -12,13 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, is_traced, namespace
-from jaxkv.axes import Axes, gathered, host, most_of_devices, own, place, program, settle_down
 from jaxkv.cache import KVCache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, moved_in_all
-from jaxkv.engine.compress import ROWS, Source, compress
+from jaxkv.engine.compress import ROWS, Source, compress, finished
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
@@ -29,6 +28,9 @@ from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.protocol import Observed, Scorer, future_of, norms_of
 from jaxkv.policies.scorers import of_group
 from jaxkv.policies.select import HeadBudgets, capacity_of, most_rows
+from jaxkv.sharding.collectives import gathered, most_of_devices, own
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host, place, settle_down
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +206,7 @@ def recompress(
     assert state is not None
     held = _Held(flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed)
     now = place(due(cache), "B", flat.axes)
-    made = compress(held, parts, key=key, room=held.room, due=now)
+    made = finished(compress(held, parts, key=key, room=held.room, due=now))
     target = made.length
     if parts.heads.uniform:
         target = place(_spread(held.wants, target), "L B K", flat.axes, jnp.int32)
@@ -266,11 +268,11 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
     pos = jnp.where(inside, jnp.take_along_axis(pool.pos, row, axis=1).reshape(inside.shape), last)
     order = jnp.argsort(pos, axis=-1)
     row = jnp.take_along_axis(row.reshape(inside.shape), order, axis=-1).reshape(batch, heads * slots)
-    rows = lambda leaf: jnp.take_along_axis(leaf, row[..., None], axis=1).reshape(*inside.shape, -1)  # noqa: E731
+    k, v = pool.store.take(row).view()
     score = None if pool.score is None else jnp.take_along_axis(pool.score, row, axis=1).reshape(inside.shape)
     return Unpacked(
-        k=rows(pool.k),
-        v=rows(pool.v),
+        k=k.reshape(*inside.shape, -1),
+        v=v.reshape(*inside.shape, -1),
         inside=inside,
         score=score,
         positions=jnp.take_along_axis(pos, order, axis=-1),

@@ -6,31 +6,31 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments, hosts, memory
 from jaxkv._errors import require
-from jaxkv._settings import settled
-from jaxkv.attention import PREFILL_ONLY, Implementation, Implementations, capability_of, choose, named
-from jaxkv.axes import missing, place
+from jaxkv._settings import own_settings, settled
+from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
-from jaxkv.engine import chunked, staged
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
+from jaxkv.engine import staged
 from jaxkv.engine.compilation import Clocks
+from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
 from jaxkv.engine.plan import PrefillPlan, bucket, check_memory, plan_prefill
-from jaxkv.engine.program import program_for
+from jaxkv.engine.program import implementations_for, program_for
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
+from jaxkv.sharding.mesh import missing
 from jaxkv.text.prompts import Encoded, Prompt, encode
 
 # Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
@@ -82,7 +82,7 @@ class Session:
         """
         self.params = arguments.as_model(params)
         self.policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
-        self.implementations = _implementations(params, self.policy, arguments.as_implementation(implementation))
+        self.implementations = implementations_for(params, self.policy, arguments.as_implementation(implementation))
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
         self._keyed = given is not None
@@ -104,21 +104,33 @@ class Session:
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
         room = first_room(policy.parts(), config.layers, lengths, new) if new else 0
-        needed = self._planned(lengths, room)
+        needed = self.planned(lengths, room)
         mesh = None if axes is None else axes.mesh
         device = None if mesh is None else mesh.local_devices[0]
         with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
                 # It grows to that on the way, where a refusal would cost the answer.
-                grown = self._share(self._planned(lengths, bucket(new)), lengths)
+                grown = self._share(self.planned(lengths, bucket(new)), lengths)
                 memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def _planned(
+    def planned(
         self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...], mesh: Mesh | None = None
     ) -> PrefillPlan:
-        """The plan of a prefill: of all of it, or of what a mesh's device has to do."""
+        """The plan of a prefill, whether or not there is memory for it.
+
+        Args:
+            lengths: tokens of each prompt.
+            room: rows to leave behind every segment; one number, or one for each layer.
+            mesh: to plan for one of its devices; by default for all of them together.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: for a budget the policy cannot honour.
+        """
         options: dict[str, Any] = {"dtype": self.params.dtype, "implementation": self.implementations.prefill}
         return plan_prefill(self.params.config, self.policy, lengths.tolist(), room=room, mesh=mesh, **options)
 
@@ -127,7 +139,7 @@ class Session:
         axes = self.params.axes
         if axes is None:
             return needed
-        mine = self._planned(lengths, needed.room, axes.mesh)
+        mine = self.planned(lengths, needed.room, axes.mesh)
         of_all = {name: getattr(mine, name) * axes.in_one_memory for name in ("cache_bytes", "peak_bytes")}
         # What waits does so beside each device that asks for it, in the memory of its process' machine.
         return dataclasses.replace(mine, **of_all, host_bytes=mine.host_bytes * len(axes.mesh.local_devices))
@@ -140,6 +152,7 @@ class Session:
         new: int = 0,
         needed: PrefillPlan | None = None,
         tick: Callable[..., object] = lambda layers=1.0: None,
+        key: PRNGKeyArray | int | None = None,
     ) -> KVCache:
         """Runs prompts through the model, and compresses their keys and values.
 
@@ -148,6 +161,7 @@ class Session:
             new: tokens to be drawn later, for which room is left.
             needed: the plan, if it is to be another than `plan` gives.
             tick: called on the way with the number of layers done.
+            key: for policies that draw, in place of the session's.
 
         Returns:
             The cache, with the logits of each prompt's last token.
@@ -156,18 +170,55 @@ class Session:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
             MemoryError: naming the plan's bytes, if they are not there.
         """
-        self._require_same("prefill", ids, new=new, needed=needed)
-        encoded, params = self._encoded(ids), self.params
-        self._check(encoded.lengths, new)
-        needed = self.plan(encoded.lengths, new) if needed is None else needed
-        copies = missing(len(encoded.ids), params.axes)
-        every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
-        with self.clocks.prefill:
-            options: dict[str, Any] = {"implementation": self.implementations.prefill, "tick": tick}
-            if not self._by_chunks:
-                options["key"] = self.key
+        walk = self.prefilling(ids, new=new, needed=needed, key=key)
+        return finished(walk, lambda layers: tick(layers) if layers else None)
+
+    def prefilling(
+        self,
+        ids: Prompt | Encoded,
+        *,
+        new: int = 0,
+        needed: PrefillPlan | None = None,
+        key: PRNGKeyArray | int | None = None,
+    ) -> Walk[KVCache]:
+        """Prefills prompts layer by layer, a generator whose caller may run other programs between two layers.
+
+        Args:
+            ids: token ids of a prompt, or of several; plain text where the model has a tokenizer.
+            new: tokens to be drawn later, for which room is left.
+            needed: the plan, if it is to be another than `plan` gives.
+            key: for policies that draw, in place of the session's.
+
+        Yields:
+            The number of layers looked at since the last time: 1 after each, 0 after a layer was packed, and parts of
+            one for policies that read prompts in chunks.
+
+        Returns:
+            The cache, with the logits of each prompt's last token.
+
+        Raises:
+            ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+            MemoryError: naming the plan's bytes, if they are not there.
+        """
+        with own_settings():
+            self._require_same("prefill", ids, new=new, needed=needed, key=key)
+            encoded, params, given = self.encoded(ids), self.params, arguments.as_key(key)
+            self._check(encoded.lengths, new)
+            needed = self.plan(encoded.lengths, new) if needed is None else needed
+            copies = missing(len(encoded.ids), params.axes)
+            every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
             of = (params.flat, every.padded(needed.slots), every.lengths, self.policy, needed)
-            cache, logits = self._way.prefill(*of, model=params.fingerprint, **options)
+            options: dict[str, Any] = {"implementation": self.implementations.prefill, "model": params.fingerprint}
+            walk = prefilling.prefill(*of, **options, key=self.key if given is None else given)
+        while True:
+            try:
+                with own_settings(), self.clocks.prefill:
+                    layers = next(walk)
+            except StopIteration as end:
+                cache, logits = end.value
+                break
+            yield layers
+        with own_settings(), self.clocks.prefill:
             jax.block_until_ready(logits)
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits, padding=copies)
 
@@ -183,17 +234,7 @@ class Session:
         with self.clocks.making:
             copies = missing(batch, params.axes)
             of = (params.flat, batch + copies, self.policy, needed.with_copies(copies) if copies else needed)
-            self._way.compile_ahead(*of, implementation=implementation)
-
-    @property
-    def _way(self) -> Any:
-        """How prompts are read: each layer over the whole, or the whole model chunk by chunk."""
-        return chunked if self._by_chunks else prefilling
-
-    @property
-    def _by_chunks(self) -> bool:
-        read = self.policy.parts().read
-        return read is not None and read.by_chunks
+            prefilling.compile_ahead(*of, implementation=implementation)
 
     @settled
     def extend(
@@ -218,27 +259,21 @@ class Session:
         """
         self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
         chunk = None if chunk is None else arguments.as_count("chunk", chunk, "read at least 1 token at a time")
-        encoded, flat = self._encoded(ids, cache), self.params.flat
+        encoded, flat = self.encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
                 cache = forked(cache, batch, longest, new)
         size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
-        axes, lengths = self.params.axes, np.pad(encoded.lengths, (0, cache.padding))
+        lengths = np.pad(encoded.lengths, (0, cache.padding))
         tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
         program = program_for(flat, cache, self.implementations.decode)
         run: Any = partial(decoding.extend, flat, program=program)
         if cache.bank is not None:
             run = partial(staged.step, flat, program=program, traffic=self.read)
         with self.clocks.prefill:
-            logits = cache.logits
-            for first in range(0, tokens.shape[1], size):
-                count = np.clip(lengths - first, 0, size).astype(np.int32)
-                part = place(tokens[:, first : first + size], "B N", axes)
-                after, cache = run(cache, part, place(count, "B", axes))
-                read = place(count > 0, "B", axes)[:, None]
-                logits = after if logits is None else jnp.where(read, after, logits)
+            logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
                 # A long question leaves nothing behind but what the policy keeps of it.
@@ -362,7 +397,8 @@ class Session:
             of = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
             hosts.require_same(f"Session.{call}", self.params, None, ids=ids, **of, **given)
 
-    def _encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
+    def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
+        """Token ids of prompts, of plain text where that is given, on top of a cache if there is one."""
         if isinstance(ids, Encoded):
             return ids
         turn = {} if cache is None else {"turn": cache.turn}
@@ -372,20 +408,3 @@ class Session:
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)
-
-
-def _implementations(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    read, axes = policy.parts().read, params.axes
-    device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
-    chosen = choose(
-        asked,
-        platform=jax.default_backend() if axes is None else axes.platform,
-        dtype=params.dtype,
-        head_dim=params.config.head_dim,
-        capability=capability_of(device),
-    )
-    if read is None or not read.by_chunks:
-        return chosen
-    remedy = "chunks attend to the cache, which this does not: leave it out"
-    require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)
-    return dataclasses.replace(chosen, prefill=chosen.decode)

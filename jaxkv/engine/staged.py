@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.axes import Axes, host, place, settle_down
-from jaxkv.axes import program as compiled
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic, fetch_rows, fetch_whole
 from jaxkv.cache.pools import Pool
@@ -32,6 +30,8 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import angles
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling, argument
+from jaxkv.sharding.door import program as compiled
+from jaxkv.sharding.mesh import Axes, host, place, settle_down
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,7 +286,6 @@ def decode(
     flat: Flat,
     running: Running,
     draw: Draw,
-    eos: Int[Array, " n"],
     steps: int,
     *,
     program: Program,
@@ -300,7 +299,6 @@ def decode(
         flat: as there.
         running: as there.
         draw: as there.
-        eos: as there.
         steps: as there; with 0 everything is compiled and nothing changes.
         program: as there.
         sampling: as there.
@@ -314,14 +312,14 @@ def decode(
     draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
-        _, _, nothing = _draw(draw, cache.seen, eos, argument(sampling), axes=axes)
+        _, _, nothing = _draw(draw, cache.seen, argument(sampling), axes=axes)
         nothing = nothing * 0
         logits, cache = step(flat, cache, nothing[:, None], nothing, program=program, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, cache=cache), draw, out, 0
     ran, ended = 0, host(draw.done)
     while ran < steps and not ended.all():
-        token, done, count = _draw(draw, cache.seen, eos, argument(sampling), axes=axes)
+        token, done, count = _draw(draw, cache.seen, argument(sampling), axes=axes)
         fed = jnp.maximum(token, 0)[:, None]
         logits, cache = step(flat, cache, fed, count, program=program, traffic=traffic)
         draw = draw.after(logits, done)
@@ -333,8 +331,8 @@ def decode(
 
 @compiled(static=("axes",))
 def _draw(
-    draw: Draw, seen: Int[Array, " B"], eos: Int[Array, " n"], sampling: Any, *, axes: Axes | None
+    draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:
     """One token per sequence, -1 after its end; which sequences have ended, and how many tokens go on."""
-    token, done = drawn(draw, seen, eos, sampling, axes)
+    token, done = drawn(draw, seen, sampling, axes)
     return jnp.where(draw.done, -1, token), done, (~done).astype(jnp.int32)

@@ -8,10 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxkv.attention.kernels import kernels_of
-from jaxkv.axes import Axes
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Block, Ends
 from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, products, project
+from jaxkv.sharding.mesh import Axes
 
 
 @jax.tree_util.register_dataclass

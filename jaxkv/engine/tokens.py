@@ -25,13 +25,13 @@ class NewTokens:
     Attributes:
         positions: theirs in the text.
         count: how many of the N are real; 0 leaves a sequence's rows as they are.
-        index: rows of the tails in use, where there are tails.
+        written: rows of the tails that each sequence has, where there are tails.
         candidates: tokens at positions below which filter layers choose, and how many they do; None without filters.
     """
 
     positions: Int[Array, "B N"]
     count: Int[Array, " B"]
-    index: Int[Array, ""] | None = None
+    written: Int[Array, " B"] | None = None
     candidates: tuple[Int[Array, " B"], Int[Array, " B"]] | None = None
 
 

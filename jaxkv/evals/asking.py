@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.axes import host
 from jaxkv.evals.task import How, Outcome, Sample, Task
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+from jaxkv.sharding.mesh import host
 from jaxkv.text.tokenizer import Text
 
 

@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
-from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.engine.session import Session
 from jaxkv.evals.stored import json_lines
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+from jaxkv.sharding.mesh import host
 
 # Points of a curve, at most.
 _POINTS = 128

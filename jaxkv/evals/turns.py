@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.axes import host
 from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
 from jaxkv.evals.perplexity import texts_of
@@ -19,6 +18,7 @@ from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+from jaxkv.sharding.mesh import host
 
 # Between the turns of a sample's context: no text has it.
 _NEXT = "\x1e"

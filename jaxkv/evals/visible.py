@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.analysis.recall import paid
-from jaxkv.axes import host, missing, place
-from jaxkv.cache.pools import Pool
+from jaxkv.cache.pools import dense_pool
 from jaxkv.engine.filters import Asking, choose
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill import read_layers
@@ -28,6 +27,7 @@ from jaxkv.policies.methods import FullKV
 from jaxkv.policies.policy import Method
 from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.sharding.mesh import host, missing, place
 
 
 @task("visible")
@@ -187,7 +187,7 @@ class _Chooser:
         q, at = out.q[:, :, :, stretch][:, :, :, ::-1], out.q_positions[:, stretch][:, ::-1]
         weights = jnp.asarray(reading.selector.weights(reading.window))[None]
         k = out.k.reshape(1, -1, out.k.shape[-1])
-        pool = Pool(k=k, v=k, pos=jnp.zeros(k.shape[:2], jnp.int32))
+        pool = dense_pool(k, k, jnp.zeros(k.shape[:2], jnp.int32))
         none = jnp.zeros(out.k.shape[:2], jnp.int32)
         number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
         candidates = now if reading.include_generated else self.prompt

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from jaxkv._letters import hints_of, letters_at
 from jaxkv.attention.choice import KERNELS
-from jaxkv.axes import Door
 from jaxkv.exporting.programs import Setting
+from jaxkv.sharding.door import Door
+from jaxkv.sharding.letters import hints_of, letters_at
 
 # Kernels are calls by name to a compiler's back end, of which StableHLO promises nothing.
 UNSTABLE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes, program
 from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop
+from jaxkv.engine.compress import finished
 from jaxkv.engine.decode import extend
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.lengths import ByLength
@@ -25,6 +25,8 @@ from jaxkv.engine.program import Program
 from jaxkv.engine.recompress import Fixed, recompress
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.policies.policy import Method
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,15 +62,14 @@ class Setting:
 
 
 class Beside(NamedTuple):
-    """New rows beside the pools, where a program gathers them there; how many are in use, and of each sequence."""
+    """New rows beside the pools, where a program gathers them there, and how many of them each sequence has."""
 
     tails: tuple[Tail, ...]
-    used: Int[Array, ""]
     written: Int[Array, " B"]
 
     def around(self, cache: KVCache) -> Running:
         """A cache with them, ready to draw."""
-        return Running(cache=cache, tails=self.tails, index=self.used, written=self.written)
+        return Running(cache=cache, tails=self.tails, written=self.written)
 
 
 class Prompted(NamedTuple):
@@ -140,12 +141,12 @@ def prompt(
     """Reads prompts and compresses them."""
     flat = setting.flat.around(ends, blocks)
     of = (flat, tokens, length, told, setting.policy, setting.needed)
-    prompts, cache = read(*of, key=_key(key), implementation=setting.implementation)
+    prompts, cache = finished(read(*of, key=_key(key), implementation=setting.implementation))
     pools, rest = _apart(cache)
     logits, nothing = logits_of(ends, prompts.x, graphs=flat.graphs), None
     if setting.program.tail:
         begun = loop.begin(cache, program=setting.program, size=setting.steps)
-        nothing = Beside(begun.tails, begun.index, begun.written)
+        nothing = Beside(begun.tails, begun.written)
     return Prompted(pools, rest, logits, prompts.ordered(), nothing)
 
 
@@ -202,7 +203,7 @@ def draw(
 ) -> Drawn:
     """Draws tokens; each becomes a row before the next one is drawn."""
     none = jnp.zeros_like(cache.seen)
-    running = Running(cache=setting.cache(pools, cache), tails=(), index=jnp.int32(0), written=none)
+    running = Running(cache=setting.cache(pools, cache), tails=(), written=none)
     after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
     return Drawn(*_apart(after.cache), now.logits, now.done, out, ran)
 
@@ -226,7 +227,7 @@ def draw_beside(
     """Draws tokens whose rows gather beside the pools."""
     running = beside.around(setting.cache(pools, cache))
     after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
-    written = Beside(after.tails, after.index, after.written)
+    written = Beside(after.tails, after.written)
     return DrawnBeside(written, _apart(after.cache)[1], now.logits, now.done, out, ran)
 
 
@@ -235,7 +236,7 @@ def settle(beside: Beside, pools: tuple[Pool, ...], cache: KVCache, *, setting: 
     """Moves rows from beside the pools into them."""
     running = beside.around(setting.cache(pools, cache))
     moved, rest = _apart(loop.settle(running, program=setting.program))
-    return Settled(moved, rest, Beside(beside.tails, jnp.int32(0), jnp.zeros_like(beside.written)))
+    return Settled(moved, rest, Beside(beside.tails, jnp.zeros_like(beside.written)))
 
 
 def _drawn(
@@ -250,9 +251,9 @@ def _drawn(
     sampling: Any,
     setting: Setting,
 ) -> tuple[Running, Draw, Array, Array]:
-    flat, now = setting.flat.around(ends, blocks), Draw(logits=logits, done=done, key=_key(key))
+    flat, now = setting.flat.around(ends, blocks), loop.draw_of(logits, done, _key(key), eos, axes=setting.axes)
     of: dict[str, Any] = {"program": setting.program, "sampling": sampling, "size": setting.steps}
-    return loop.decode(flat, running, now, eos, steps, **of)
+    return loop.decode(flat, running, now, steps, **of)
 
 
 def _apart(cache: KVCache) -> tuple[tuple[Pool, ...], KVCache]:

@@ -87,7 +87,7 @@ class Model:
         path = (folder := pathlib.Path(folder)) / "manifest.json"
         try:
             said = self.said = json.loads(raw := path.read_bytes())
-            need((said["format"], said["version"]) == ("jaxkv export", 2), "not of this runtime.py's version")
+            need((said["format"], said["version"]) == ("jaxkv export", 3), "not of this runtime.py's version")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path}: {error}: give a folder that `jaxkv export` has written, whole") from error
         self.of = hashlib.sha256(raw).hexdigest(), str(folder)
@@ -112,10 +112,10 @@ class Model:
 
     def again(self, arrays, at, close=False):  # compresses what is due; how many tokens can be drawn before it is
         every, over = self.said["every"], lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max())
-        due = ("again", *at) in self.programs and over(arrays) + int(arrays.get("beside.used", 0)) >= (every or 1)
-        arrays = self.run("settle", at, arrays) if (due or close) and "beside.used" in arrays else arrays
+        due = ("again", *at) in self.programs and over(arrays) + np.max(arrays.get("beside.written", 0)) >= (every or 1)
+        arrays = self.run("settle", at, arrays) if (due or close) and "beside.written" in arrays else arrays
         arrays = self.run("again", at, arrays) if due and over(arrays) >= (every or 1) else arrays
-        return arrays, every - over(arrays) - int(arrays.get("beside.used", 0)) if every else 1 << 30
+        return arrays, every - over(arrays) - int(np.max(arrays.get("beside.written", 0))) if every else 1 << 30
 
     def own(self, arrays, at, seed, one=False):  # a copy, which programs may write; of the first sequence's for all
         _, of, _, _, first = self.programs["draw.Greedy", *at]
@@ -216,7 +216,7 @@ class Model:
         while drawn.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
             steps = min(new - drawn.shape[1], left, 8 if tell else size)
-            out = self.run("settle", at, out) if int(out.get("beside.used", 0)) + steps > size else out
+            out = self.run("settle", at, out) if np.max(out.get("beside.written", 0)) + steps > size else out
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
             drawn = np.append(drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1)
             need((drawn < (vocab := self.said["vocab"])).all(), f"{kind}: it gave an id outside of [0, {vocab})")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.axes import host
+from jaxkv.sharding.mesh import host
 
 # What the format calls dtypes.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}

@@ -23,7 +23,6 @@ from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_count, as_model, as_sampling
 from jaxkv.attention import Implementation, named
 from jaxkv.attention.choice import KERNELS
-from jaxkv.axes import Door
 from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
 from jaxkv.engine.plan import bucket
@@ -37,8 +36,9 @@ from jaxkv.models.decoder import Ends
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling, argument
+from jaxkv.sharding.door import Door
 
-FORMAT, VERSION = "jaxkv export", 2
+FORMAT, VERSION = "jaxkv export", 3
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # What JAX promises of what it has exported: https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
 _BACKWARD, _FORWARD = 180, 21

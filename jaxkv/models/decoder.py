@@ -9,11 +9,12 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv.axes import Axes, first, total
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, _value, empty, products, project
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
+from jaxkv.sharding.collectives import first, total
+from jaxkv.sharding.mesh import Axes
 
 # One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
 Leaves = tuple[Shaped[Array, "..."], ...]

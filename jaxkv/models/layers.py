@@ -6,7 +6,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxkv.axes import Axes, total
+from jaxkv.sharding.collectives import total
+from jaxkv.sharding.mesh import Axes
 
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
 MIN_ROWS_16BIT = 8

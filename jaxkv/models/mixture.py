@@ -10,9 +10,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.axes import Axes, total
 from jaxkv.models.layers import empty, project
 from jaxkv.models.values import Experts
+from jaxkv.sharding.collectives import total
+from jaxkv.sharding.mesh import Axes
 
 # Rows that an expert takes at once: at least what it costs to read its weights anyway, at most what a GPU's tiles like.
 _LEAST_ROWS, _MOST_ROWS = 8, 256

@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes
 from jaxkv.cache import KVCache, Pool, State
 from jaxkv.engine import loop
 from jaxkv.engine.growth import first_room
@@ -19,7 +18,8 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
 from jaxkv.sampling import Greedy
-from jaxkv.sharding import spec_of
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.parameters import spec_of
 
 # Tokens that one call of the compiled loop draws at most, as `Session` has it.
 BLOCK = 256
@@ -109,7 +109,7 @@ def cache_after(work: Work) -> KVCache:
         scored = ongoing is not None and ongoing.scored
         pos: Any = of(row.shape[:2], jnp.int32)
         score: Any = of(row.shape[:2], jnp.float32) if scored else None
-        return Pool(k=row, v=row, pos=pos, score=score)
+        return Pool(store=jax.eval_shape(parts.store.of, row, row), pos=pos, score=score)
 
     def rings(rows: int, count: int) -> Any:
         ring = of((batch, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)
@@ -155,8 +155,8 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
         # Tails are for this machine's processor, which is asked where no mesh says what the program is for.
         program = dataclasses.replace(program, tail=False)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
-    done: Any = jax.ShapeDtypeStruct((work.batch,), bool)
-    draw = loop.Draw(logits=logits, done=done, key=jax.eval_shape(lambda: jax.random.key(0)))
+    done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
+    draw = jax.eval_shape(loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos)
     running = loop.begin(cache, program=program, size=BLOCK)
-    given = loop.loop_arguments(flat, running, draw, jnp.asarray([-2], jnp.int32), work.new, Greedy())
+    given = loop.loop_arguments(flat, running, draw, work.new, Greedy())
     return loop._loop.trace(*work.placed(given), program=program, size=BLOCK), cache.pools

@@ -12,7 +12,7 @@ from jaxkv._values import count, plain
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.gpus import GPU
 from jaxkv.policies.policy import Method
-from jaxkv.sharding import abstract_mesh
+from jaxkv.sharding.parameters import abstract_mesh
 
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -20,7 +20,7 @@ from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Setting
-from jaxkv.sharding import spec_of
+from jaxkv.sharding.parameters import spec_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

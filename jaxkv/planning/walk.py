@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._values import Typed
-from jaxkv.axes import settle_down, where
 from jaxkv.cache import packing
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
@@ -25,6 +24,7 @@ from jaxkv.engine.plan import ring_rows
 from jaxkv.engine.prefill import logits_of
 from jaxkv.planning.programs import Work
 from jaxkv.policies.protocol import Observed, norms_of
+from jaxkv.sharding.mesh import settle_down, where
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,11 @@ class _Walk:
     def _pool(self, mine: int) -> Pool:
         work, ongoing = self.work, self.parts.ongoing
         rows = (work.batch, mine * work.stretches)
-        row = lambda: self.device.array("B P D", (*rows, work.flat.config.head_dim), work.dtype)  # noqa: E731
+        row = self.device.array("B P D", (*rows, work.flat.config.head_dim), work.dtype)
         cells = lambda dtype: self.device.array("B P", rows, dtype)  # noqa: E731
         score = cells(jnp.float32) if ongoing is not None and ongoing.scored else None
-        return Pool(k=row(), v=row(), pos=cells(jnp.int32), score=score)
+        store = self.device.settled(jax.eval_shape(self.parts.store.of, row, row))
+        return Pool(store=store, pos=cells(jnp.int32), score=score)
 
     def _rings(self) -> list[Any]:
         config, queries = self.flat.config, prompting._remembering(self.parts.ongoing, self.reading, self.layers)

@@ -11,13 +11,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.axes import Axes
 from jaxkv.planning import hlo
 from jaxkv.planning.compiled import CompiledProgram, Sent
 from jaxkv.planning.programs import Work, abstract_model, traced_loop
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.walk import prefill_calls, weigh
-from jaxkv.sharding import model_mesh
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.parameters import model_mesh
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxkv._errors import require
-from jaxkv.axes import Axes
+from jaxkv.sharding.mesh import Axes
 
 # A threshold before the first row was dropped.
 UNSET = -math.inf
@@ -81,8 +81,8 @@ class Merger(Protocol):
         """Whether what becomes of a head's rows depends on other heads, or on its number.
 
         If so, both methods are given `axes=`, too: those of the mesh whose devices have some of the heads each, None
-        where all heads are here. `jaxkv.axes.gathered(x, "K", 1, axes)` brings all heads' numbers, `own` takes the
-        device's of them; keys and values are better left where they are.
+        where all heads are here. `gathered(x, "K", 1, axes)`, of jaxkv.sharding.collectives, brings all heads' numbers,
+        `own` takes the device's of them; keys and values are better left where they are.
         """
         return False
 

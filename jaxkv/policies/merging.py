@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, choice, count, flag, real
-from jaxkv.axes import Axes, any_of_devices, first, gathered, own
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
+from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
+from jaxkv.sharding.mesh import Axes
 
 _EPS = 1e-6
 # Dropped rows, and kept rows, that are compared at a time.

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv._errors import require
 from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, namespace, real, share_of
 from jaxkv.cache.layout import Layout
+from jaxkv.cache.stores import Dense, Store
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.asked import Span, as_budget, as_spans
 from jaxkv.policies.budgets import Counts, LayerBudgets, Table, UniformLayers
@@ -156,6 +157,7 @@ class Parts(Value):
         read: which layers read less than everything while tokens are drawn; None if none does.
         rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
         nested: a layer chooses among the positions that the layer below kept.
+        store: how rows are held: a subclass of Store.
     """
 
     budget: int | float | None = None
@@ -169,6 +171,7 @@ class Parts(Value):
     read: Reads | None = None
     rolling: bool = False
     nested: bool = False
+    store: type[Store] = Dense
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", as_budget(self.budget))
@@ -184,6 +187,8 @@ class Parts(Value):
         check_merger("merge", self.merge)
         flag(self, "rolling")
         flag(self, "nested")
+        if not (isinstance(self.store, type) and issubclass(self.store, Store)):
+            raise TypeError(f"store={self.store!r}: give a subclass of jaxkv.cache.Store, such as Dense")
         self._check_together()
         if isinstance(self.budget, int):
             object.__setattr__(self, "budget", min(self.budget, ENDLESS))
@@ -217,6 +222,9 @@ class Parts(Value):
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)
             require(not self.nested, "every", after.every, "layers that build on one another are chosen once only")
+            asks = scorer is not None and future_of(scorer) is not None and after.rank is None
+            remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
+            require(not asks or bool(scorer and scorer.queries), "every", after.every, remedy)
         if isinstance(after, Evict):
             require(scorer is not None, "after", after, keeps)
             require(not self.nested, "after", after, "layers that build on one another are chosen once only")

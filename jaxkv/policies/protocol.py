@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, count, flag, is_whole
 from jaxkv.attention import Implementation
-from jaxkv.axes import Axes
 from jaxkv.policies.after import Rank
+from jaxkv.sharding.mesh import Axes
 
 
 class GroupReduce(enum.Enum):
@@ -135,8 +135,8 @@ class Scorer(Protocol):
 
     On a mesh it is asked on every device, for the heads that lie there: what it says of a head is what it would say
     elsewhere, as long as it looks at that head alone. One that looks at others, or draws numbers, finds in `seen.axes`
-    where it is: `jaxkv.axes.gathered(x, "K", 1, seen.axes)` brings the numbers of all kv heads, `own` takes the
-    device's of them.
+    where it is: `gathered(x, "K", 1, seen.axes)`, of jaxkv.sharding.collectives, brings the numbers of all kv heads,
+    `own` takes the device's of them.
     """
 
     @property

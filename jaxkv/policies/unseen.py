@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv._values import Value, count, flag, real
-from jaxkv.axes import most_of_devices
 from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.policies.scorers import AvgPool
+from jaxkv.sharding.collectives import most_of_devices
 
 # Rows whose products with a covariance are in memory at a time.
 _BLOCK = 512

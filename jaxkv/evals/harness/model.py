@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from jaxkv._errors import require
-from jaxkv.axes import host
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
@@ -22,6 +21,7 @@ from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
+from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 
 try:

@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._errors import require
-from jaxkv.axes import NAMES, spec_of_letters
 from jaxkv.cpu_threads import warn_of_few_threads
 from jaxkv.models.config import ModelConfig
+from jaxkv.sharding.mesh import NAMES, spec_of_letters
 
 _AXES = ("data", "model")
 # By the last part of the name; all others lie whole on every device, biases that are added after the sum among them.

@@ -1,0 +1,83 @@
+"""Slots: sequences copied into a running batch and out of it again, along the axis that letters call B."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxkv.sharding.collectives import first
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, lettered
+
+
+def _batch_axes(tree: Any) -> list[int]:
+    """The axis of sequences of every leaf, by its letters."""
+    return [letters.split().index("B") for _, letters, _ in lettered(tree)]
+
+
+@program(static=("axes",), donate=("running",))
+def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
+    """Copies sequences into slots of a batch, in place; the other slots are left as they are.
+
+    Args:
+        running: arrays of all slots, a dataclass whose annotations name their axis B; donated.
+        new: the same arrays of some sequences, all other axes as long.
+        slot: `i32[B]` index of each new sequence's slot, -1 to leave it out; on a mesh in the sequence's own group.
+        axes: of the mesh that they lie on, if they do.
+
+    Returns:
+        The batch with the sequences in their slots.
+    """
+    leaves, tree = jax.tree.flatten(running)
+    slots = leaves[0].shape[_batch_axes(running)[0]]
+    begin = first("B", slots, axes)
+    for index, (axis, given) in enumerate(zip(_batch_axes(running), jax.tree.leaves(new), strict=True)):
+        for sequence in range(slot.shape[0]):
+            at = slot[sequence] - begin
+            here, at = (at >= 0) & (at < slots), jnp.clip(at, 0, slots - 1)
+            old = lax.dynamic_slice_in_dim(leaves[index], at, 1, axis)
+            put = jnp.where(here, lax.slice_in_dim(given, sequence, sequence + 1, axis=axis), old)
+            leaves[index] = lax.dynamic_update_slice_in_dim(leaves[index], put, at, axis)
+    return jax.tree.unflatten(tree, leaves)
+
+
+@program(static=("axes",))
+def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
+    """Copies the sequences of some slots: what `insert` takes, to be continued later or in another slot.
+
+    Args:
+        running: arrays of all slots, as for `insert`.
+        slot: `i32[B]` indices of slots; on a mesh one of each group, -1 for any of its slots.
+        axes: of the mesh that they lie on, if they do.
+
+    Returns:
+        The arrays of those slots alone.
+    """
+    leaves, tree = jax.tree.flatten(running)
+    out = []
+    for axis, leaf in zip(_batch_axes(running), leaves, strict=True):
+        at = jnp.clip(slot - first("B", leaf.shape[axis], axes), 0, leaf.shape[axis] - 1)
+        out.append(jnp.take(leaf, at, axis=axis))
+    return jax.tree.unflatten(tree, out)
+
+
+@program(static=("slots", "axes"))
+def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
+    """Copies the first sequence of each group into all slots: what they hold before there is anything in them.
+
+    Args:
+        one: arrays of a sequence, as for `insert`; on a mesh of one in each group.
+        slots: number of slots.
+        axes: of the mesh that they lie on, if they do.
+
+    Returns:
+        The arrays of all slots.
+    """
+    each = slots if axes is None else slots // axes.size("B")
+    leaves, tree = jax.tree.flatten(one)
+    alone = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for axis, leaf in zip(_batch_axes(one), leaves, strict=True)]
+    return jax.tree.unflatten(
+        tree, [jnp.repeat(leaf, each, axis=axis) for axis, leaf in zip(_batch_axes(one), alone, strict=True)]
+    )

@@ -1,0 +1,70 @@
+"""The shape of a slot: pools that fit any prompt up to a limit, and its new tokens."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxkv._errors import require
+from jaxkv.engine.growth import first_room
+from jaxkv.engine.plan import bucket, buckets, pools_for
+from jaxkv.models.config import ModelConfig
+from jaxkv.policies.parts import Parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotShape:
+    """Rows and tokens that every slot of a batch holds at most.
+
+    Attributes:
+        rows: P of each pool; on a mesh, of each stretch of heads.
+        prompt: tokens of a prompt at most.
+        question: tokens read on top of a prompt at most.
+        new: tokens drawn at most.
+    """
+
+    rows: tuple[int, ...]
+    prompt: int
+    question: int
+    new: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt, question and answer together, in whole buckets."""
+        return bucket(self.prompt + self.question + self.new)
+
+
+def slot_shape(
+    parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, stretches: int = 1
+) -> SlotShape:
+    """Rows of a slot: the most that any prompt up to the limit needs, room for its new tokens included.
+
+    Args:
+        parts: of the policy.
+        config: the model's shape.
+        prompt: tokens of the longest prompt.
+        question: tokens of the longest question on top of one, 0 for none.
+        new: tokens drawn at most.
+        stretches: parts of each pool that a mesh's devices have.
+
+    Returns:
+        The shape.
+
+    Raises:
+        ValueError: for policies that read prompts in chunks or keep rows in host memory, which slots do not.
+    """
+    reading = parts.reading(config.layers, bucket(prompt))
+    remedy = "slots keep every row on the device: leave offload out, or answer one batch after the other"
+    require(reading is None or not reading.offloaded, "policy", "rows wait in host memory", remedy)
+    remedy = "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
+    require(parts.read is None or not parts.read.by_chunks, "policy", "prompts are read in chunks", remedy)
+    # A policy that chooses anew spreads a longer text over layers as it would a longer prompt.
+    more = question + new
+    longest = prompt + (more if parts.every else 0)
+    most = np.zeros(1, np.int64)
+    for shortest, size in buckets(longest):
+        # The shortest prompt of a bucket grows furthest towards a limit in rows.
+        room = np.asarray(first_room(parts, config.layers, np.asarray([shortest]), more, most=more))
+        # A question goes beyond a limit before the policy compresses it.
+        room = room + (bucket(question) if question and parts.ongoing is not None else 0)
+        most = np.maximum(most, pools_for(parts, config, size, tuple(room.tolist()), stretches))
+    return SlotShape(rows=tuple(most.tolist()), prompt=prompt, question=question, new=new)

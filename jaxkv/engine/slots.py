@@ -1,0 +1,411 @@
+"""Sequences that begin and end independently: a running batch of slots, drawn from by `generate`'s own loop."""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int, PRNGKeyArray
+
+from jaxkv import arguments, memory
+from jaxkv._errors import require
+from jaxkv._settings import settled
+from jaxkv._values import plain
+from jaxkv.cache import KVCache
+from jaxkv.cache.slots import insert, spread, taken
+from jaxkv.engine import loop
+from jaxkv.engine.decode import extend, read_on_top
+from jaxkv.engine.layer_step import Tail
+from jaxkv.engine.plan import QUERY_BLOCK, bucket, buckets
+from jaxkv.engine.program import program_of
+from jaxkv.engine.recompress import Fixed, beyond, due, recompress
+from jaxkv.engine.sequences import Paused, Sequences, sequences_of
+from jaxkv.engine.session import Session
+from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.sampling import Sampling
+from jaxkv.sharding.mesh import host, place
+from jaxkv.text.prompts import Prompt
+
+# Tokens of a prompt that only compiles programs: their number is no shape.
+_FEW = 64
+
+
+class Slots:
+    """A running batch whose sequences join and leave one by one; once it is made, nothing is compiled any more.
+
+    The pools of a slot fit any prompt of up to `max_prompt` tokens with its new tokens, and prompts are prefilled
+    straight into that shape: to join is a copy. What a sequence draws depends on no other sequence and on no slot.
+
+    ```python
+    slots = Slots(jaxkv.Session(params, policy), count=4, max_prompt=2048, max_new_tokens=256)
+    slots.insert(slots.begin(slots.prefill(ids), max_new_tokens=64), 2)
+    tokens = slots.decode(8, until="any")          # [4, n], -1 where a slot draws nothing
+    ```
+
+    Attributes:
+        session: model, policy and what computes attention.
+        count: number of slots.
+        size: tokens that one run of the compiled loop draws at most.
+        shape: rows and tokens that a slot holds at most.
+        done: `bool[B]` slots that draw nothing: never filled, released, or at their end.
+    """
+
+    @settled
+    def __init__(
+        self,
+        session: Session,
+        *,
+        count: int,
+        max_prompt: int,
+        max_new_tokens: int,
+        max_question: int = 0,
+        ends: int = 8,
+        size: int = 64,
+    ):
+        """Allocates the slots, and compiles every program that filling, drawing and emptying them calls.
+
+        Args:
+            session: model and policy.
+            count: number of slots; on a mesh a multiple of its groups.
+            max_prompt: tokens of a prompt at most.
+            max_new_tokens: tokens drawn for it at most.
+            max_question: tokens read on top of a prefilled prompt at most; 0 for none.
+            ends: number of ids that can end a sequence.
+            size: tokens that one run of the compiled loop draws at most.
+
+        Raises:
+            ValueError: for a policy that keeps rows in host memory or reads prompts in chunks; for a number of slots
+                that a mesh cannot divide; for more tokens than the model has positions.
+            MemoryError: naming the bytes of all slots, if they are not there.
+        """
+        params, self.session = session.params, session
+        self.count = arguments.as_count("count", count, "give at least 1 slot")
+        self.size = arguments.as_count("size", size, "draw at least 1 token at a time")
+        self._ends = arguments.as_count("ends", ends, "give room for at least 1 end token")
+        max_prompt = arguments.as_count("max_prompt", max_prompt, "take prompts of at least 1 token")
+        max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        if plain(max_question) != 0:
+            max_question = arguments.as_count("max_question", max_question, "give 0 for none, or at least 1 token")
+        config, parts, self._axes = params.config, session.policy.parts(), params.axes
+        self._groups, stretches = (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
+        require(count % self._groups == 0, "count", count, f"give a multiple of the mesh's {self._groups} groups")
+        tokens = max_prompt + max_question + max_new_tokens
+        remedy = f"the model was made for {config.max_positions}: lower max_prompt or max_new_tokens"
+        require(parts.rolling or tokens <= config.max_positions, "max_prompt", f"{tokens} tokens in all", remedy)
+        limits = {"prompt": max_prompt, "question": max_question, "new": max_new_tokens}
+        self.shape = slot_shape(parts, config, **limits, stretches=stretches)
+        mine = config.kv_heads // stretches
+        widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
+        self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
+        self._parts, self._every = parts, parts.every
+        self._program = program_of(
+            params.flat,
+            parts,
+            params.dtype,
+            slots=bucket(max_prompt),
+            platform=jax.default_backend() if self._axes is None else self._axes.platform,
+            implementation=session.implementations.decode,
+        )
+        self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
+        # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
+        self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
+        self._keys: list[PRNGKeyArray] = [session.key] * self.count
+        self._all: Sequences
+        self._tails: tuple[Tail, ...]
+        with session.clocks.making:
+            self._compile()
+
+    @settled
+    def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
+        """Runs a prompt through the model straight into the shape of a slot; any number of sequences go on from it.
+
+        Args:
+            ids: token ids of a prompt; on a mesh of one, or of one for each group, in order.
+            key: for policies that draw; by default the session's.
+
+        Returns:
+            Its cache, with the logits of its last token.
+
+        Raises:
+            ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+        """
+        encoded = self.session.encoded(ids)
+        longest, most = int(encoded.lengths.max()), self.shape.prompt
+        require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_prompt={most}")
+        many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
+        require(len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many)
+        needed = self.session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
+        return self.session.prefill(encoded, needed=needed, key=key)
+
+    @settled
+    def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
+        """Runs a question on top of a prefilled prompt, of which it is a copy that goes on.
+
+        Args:
+            cache: from `prefill`; unchanged.
+            ids: token ids of one question for each of its sequences.
+            key: for policies that draw; by default the session's.
+
+        Returns:
+            The copy, with the logits of the question's last token.
+
+        Raises:
+            ValueError: for an empty or over-long question, and for a cache that these slots' `prefill` did not make.
+        """
+        encoded, params = self.session.encoded(ids), self.session.params
+        longest, most = int(encoded.lengths.max()), self.shape.question
+        require(longest <= most, "ids", f"{longest} tokens", f"these slots take up to max_question={most}")
+        self._require_fits(cache, longest + (self.shape.new if self._parts.ongoing is None else 0))
+        many = f"the cache holds {cache.batch}: give a question for each"
+        require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
+        every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
+        run = partial(extend, params.flat, program=self._program)
+        size = min(QUERY_BLOCK, bucket(longest))
+        tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
+        logits, copy = read_on_top(run, copy, tokens, every.lengths, size=size)
+        if due(copy).any():
+            key = arguments.as_key(key)
+            copy = self._compressed(copy, self.session.key if key is None else key)
+        return dataclasses.replace(copy, logits=logits, turn=encoded.turn)
+
+    @settled
+    def begin(
+        self,
+        cache: KVCache,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        eos: Iterable[int] = (),
+        key: PRNGKeyArray | int | None = None,
+    ) -> Paused:
+        """Makes a sequence that draws tokens behind a prompt, to be inserted into a slot.
+
+        Args:
+            cache: from `prefill` or `extend`; unchanged.
+            max_new_tokens: tokens to draw; the last one, like an end token, does not run through the model.
+            sampling: how to draw; Greedy() if None.
+            eos: ids that end the sequence.
+            key: for the sampling; by default the session's.
+
+        Returns:
+            The sequence.
+
+        Raises:
+            ValueError: for more tokens, or more end tokens, than the slots were made for; for a cache that these slots'
+                `prefill` did not make.
+            TypeError: for a user's own sampler.
+        """
+        new = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        self._require_fits(cache, new if self._parts.ongoing is None else 1)
+        most, ids = self.shape.new, sorted(set(eos))
+        require(new <= most, "max_new_tokens", new, f"these slots were made for up to {most}")
+        require(len(ids) <= self._ends, "eos", ids, f"these slots were made for up to {self._ends}")
+        given = arguments.as_key(key)
+        key = self.session.key if given is None else given
+        table = np.full(self._ends, -2, np.int32)
+        table[: len(ids)] = ids
+        arrays = sequences_of(cache, new, arguments.as_sampling(sampling), table, key)
+        nothing = np.zeros(self._groups, np.int64)
+        return Paused(arrays=arrays, key=key, beyond=beyond(cache) if self._every else nothing, done=False)
+
+    @settled
+    def insert(self, sequence: Paused, slot: int) -> None:
+        """Puts a sequence into a slot, whatever was there; the others go on as if nothing had happened.
+
+        Args:
+            sequence: from `begin` or `take`; unchanged.
+            slot: index of the slot.
+
+        Raises:
+            ValueError: for a slot that there is not.
+        """
+        self._put(sequence.arrays, slot)
+        self.done[slot], self._waiting[slot] = sequence.done, 0
+        self._beyond[slot] = sequence.beyond[self._group_of(slot)]
+        self._keys[slot] = sequence.key
+
+    @settled
+    def take(self, slot: int) -> Paused:
+        """A copy of a slot's sequence as it stands, which can go on in any slot; release the slot to pause it.
+
+        Args:
+            slot: index of the slot.
+
+        Returns:
+            The sequence.
+
+        Raises:
+            ValueError: for a slot that there is not.
+        """
+        self._settle(np.arange(self.count) == slot)
+        arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
+        over = np.full(self._groups, self._beyond[slot])
+        return Paused(arrays=arrays, key=self._keys[slot], beyond=over, done=bool(self.done[slot]))
+
+    @settled
+    def release(self, slots: Iterable[int]) -> None:
+        """Ends the sequences of some slots, which then draw nothing until others are inserted.
+
+        Args:
+            slots: their indices.
+
+        Raises:
+            ValueError: for a slot that there is not.
+        """
+        which = np.zeros(self.count, bool)
+        for slot in slots:
+            self._require_slot(slot)
+            which[slot] = True
+        self.done |= which
+        draw = dataclasses.replace(self._all.draw, done=self._all.draw.done | self._placed(which))
+        self._all = dataclasses.replace(self._all, draw=draw)
+
+    @settled
+    def decode(self, steps: int, *, until: Literal["any", "all"] = "all") -> Int[np.ndarray, "B n"]:
+        """Draws tokens in every slot that is not done; sequences are compressed again in between where they are due.
+
+        Args:
+            steps: tokens per slot at most.
+            until: stop as soon as any further slot is done, or only when all are.
+
+        Returns:
+            The tokens, -1 where a slot drew nothing.
+        """
+        require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
+        steps = arguments.as_count("steps", steps, "draw at least 1 token")
+        idle, parts = self.count - 1 if until == "all" else int(self.done.sum()), [np.zeros((self.count, 0), np.int32)]
+        while steps and self.done.sum() <= idle:
+            parts.append(self._run(steps, idle))
+            steps -= parts[-1].shape[1]
+        return np.concatenate(parts, axis=1)
+
+    def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
+        """One run of the compiled loop: up to `steps` tokens, fewer where rows must be moved before more are drawn."""
+        steps = min(steps, self.size)
+        if self._every is not None:
+            for slot in np.flatnonzero(~self.done & (self._beyond >= self._every)).tolist():
+                self._again(slot)
+            steps = min(steps, self._every - int(self._beyond[~self.done].max(initial=0)))
+        if self._program.tail:
+            # Each as soon as it has no room for another: when that is depends on no other sequence.
+            self._settle(~self.done & (self._waiting == self.size))
+            steps = min(steps, self.size - int(self._waiting[~self.done].max(initial=0)))
+        before, now = self.done, self._all
+        running, draw, out, ran = loop.decode(
+            self.session.params.flat,
+            loop.Running(cache=now.cache, tails=self._tails, written=now.written),
+            now.draw,
+            steps,
+            program=self._program,
+            sampling=now.sampling,
+            size=self.size,
+            idle=idle,
+        )
+        self._tails = running.tails
+        self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=running.written)
+        tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(draw.done))
+        # What ends a sequence becomes no row.
+        rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
+        self._waiting, self._beyond = self._waiting + rows * self._program.tail, self._beyond + rows
+        return tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots on the devices, rows beside the pools included."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
+
+    def _compile(self) -> None:
+        """Fills a slot with few tokens in every bucket, draws, takes it out and releases it."""
+        longest = self.shape.prompt
+        cache = self._dummy(longest)
+        one = self.begin(cache, max_new_tokens=1).arrays
+        device = None if self._axes is None else self._axes.mesh.local_devices[0]
+        each = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(one))
+        memory.check_bytes(each * self.count // self._groups, f"count={self.count} slots", device)
+        self._all = spread(one, slots=self.count, axes=self._axes)
+        self._tails = loop.begin(self._all.cache, program=self._program, size=self.size).tails
+        self.release(range(self.count))
+        for _, size in buckets(longest):
+            try:
+                cache = self._dummy(min(size, longest))
+            except ValueError:
+                # The policy refuses all prompts so short, whoever gives one.
+                continue
+            self.insert(self.begin(cache, max_new_tokens=min(2, self.shape.new)), 0)
+        for _, size in buckets(self.shape.question) if self.shape.question else ():
+            asked = self.extend(cache, [0] * min(size, self.shape.question))
+            if self._parts.ongoing is not None:
+                self._compressed(asked, self.session.key)
+            self.insert(self.begin(asked, max_new_tokens=min(2, self.shape.new)), 0)
+        self.decode(1)
+        self._settle(self._waiting > 0)
+        self.insert(self.take(0), 0)
+        if self._every is not None:
+            self._again(0)
+        self.release(range(self.count))
+        jax.block_until_ready(self._all)
+
+    def _dummy(self, longest: int) -> KVCache:
+        """A prefill of few tokens in the bucket of a prompt so long; of as many where the policy refuses few."""
+        planned = self.session.planned(np.asarray([longest]), 0).in_pools(self.shape.rows)
+        try:
+            few = min(longest, _FEW)
+            self.session.planned(np.asarray([few]), 0)
+        except ValueError:
+            few = longest
+        return self.session.prefill([0] * few, needed=planned)
+
+    def _of_groups(self, slot: int) -> Int[np.ndarray, " g"]:
+        """A slot's index for the sequence of its own group, -1 for those of the others."""
+        self._require_slot(slot)
+        return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
+
+    def _require_slot(self, slot: int) -> None:
+        """Refuses an index of no slot."""
+        require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
+
+    def _require_fits(self, cache: KVCache, rows: int) -> None:
+        """Refuses a cache of another model, policy or shape, and one without room for `rows` more in each segment."""
+        arguments.require_ours(self.session.params, cache, self.session.policy)
+        sizes, free = tuple(pool.rows // cache.stretches for pool in cache.pools), int(cache.free().min())
+        require(
+            sizes == self.shape.rows, "cache", f"pools of {sizes} rows", "give what prefill of these slots returned"
+        )
+        remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
+        require(rows <= free, "cache", f"{rows} more rows", remedy)
+
+    def _group_of(self, slot: int) -> int:
+        """The group of a mesh's devices that holds a slot."""
+        return slot * self._groups // self.count
+
+    def _placed(self, of_each: np.ndarray) -> jax.Array:
+        return place(of_each, "B", self._axes)
+
+    def _put(self, arrays: Sequences, slot: int) -> None:
+        self._all = insert(self._all, arrays, self._placed(self._of_groups(slot)), axes=self._axes)
+
+    def _settle(self, which: Bool[np.ndarray, " B"]) -> None:
+        """Moves rows of some slots that wait beside the pools into them."""
+        if not (self._waiting * which).any():
+            return
+        running = loop.Running(cache=self._all.cache, tails=self._tails, written=self._all.written)
+        placed = self._placed(which)
+        cache = loop.settle(running, program=self._program, which=placed)
+        written = jnp.where(placed, 0, self._all.written)
+        self._all = dataclasses.replace(self._all, cache=cache, written=written)
+        self._waiting = np.where(which, 0, self._waiting)
+
+    def _again(self, slot: int) -> None:
+        """Compresses one slot's sequence again, as its policy does after so many tokens."""
+        one = self.take(slot).arrays
+        cache = self._compressed(one.cache, self._keys[slot])
+        self._put(dataclasses.replace(one, cache=cache.unnamed()), slot)
+        self._beyond[slot] = beyond(cache)[self._group_of(slot)]
+
+    def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
+        """A cache compressed once more, in pools of the same size."""
+        named = dataclasses.replace(cache, policy=self.session.policy)
+        return recompress(self.session.params.flat, named, key=key, room=self._every or 1, fixed=self._fixed)

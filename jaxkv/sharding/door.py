@@ -1,0 +1,146 @@
+"""The one door through which programs are compiled: `jax.jit`, and on a mesh `jax.shard_map` by the letters of arrays.
+
+Inside a program on a mesh every array is one device's part, and the code is the code of one device.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxkv.sharding.letters import hints_of, known, letters_at
+from jaxkv.sharding.mesh import Axes, inside, leaf_placed, spec_of_letters, tree_placed
+
+
+class Door:
+    """A function as a program: `jax.jit`, and on a mesh the same function of each device's parts.
+
+    Where arrays lie follows from the letters in the annotations of the function and of the dataclasses it takes and
+    gives; what is annotated "..." stays where it is, parameters say.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        static: tuple[str, ...],
+        donate: tuple[str, ...],
+        on: str,
+        compiler: dict[str, str],
+    ):
+        self._fn, self._static, self._given, self._on = fn, static, donate, on
+        self._signature = inspect.signature(fn)
+        self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
+        self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler)
+        run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
+        # Profiles call it as they do without a mesh.
+        run.__name__ = fn.__name__
+        statics = ("axes", "ins", "statics")
+        self._split: Any = jax.jit(run, static_argnames=statics, donate_argnames=("given",), compiler_options=compiler)
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Runs the program."""
+        axes = self._axes(options)
+        if axes is None or inside():
+            traced = self._nested and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+            return (self._nested if traced else self._plain)(*args, **options)
+        given, rest, static = self._bound(axes, args, options)
+        return self._split(given, rest, **static)
+
+    def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
+        """The program as a function of flat arrays: these with path and letters, and how many it may write first."""
+        axes, given, hints = self._axes(options), self._signature.bind(*args, **options).arguments, hints_of(self._fn)
+        statics = tuple((name, value) for name, value in given.items() if name in self._static)
+        arrays = {name: value for name, value in given.items() if name not in self._static}
+        sides = tuple({name: arrays[name] for name in arrays if (name in self._given) == may} for may in (True, False))
+        paths, tree = jax.tree_util.tree_flatten_with_path(sides)
+        told = [(at[1:], letters_at(given[at[1].key], hints.get(at[1].key), at[2:]), leaf) for at, leaf in paths]
+        told = told if axes is None else [(at, letters, leaf_placed(leaf, letters, axes)) for at, letters, leaf in told]
+        options = {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes), "statics": statics}
+        run = self._run if axes is not None else lambda a, b, **_: self._fn(**a, **b, **dict(statics))
+        return lambda *flat: run(*jax.tree.unflatten(tree, flat), **options), told, len(jax.tree.leaves(sides[0]))
+
+    def trace(self, *args: Any, **options: Any) -> Any:
+        """The program, traced for these arguments; shapes will do, of devices too that are not there."""
+        axes = self._axes(options)
+        if axes is None:
+            return self._plain.trace(*args, **options)
+        given, rest, static = self._bound(axes, args, options)
+        return self._split.trace(given, rest, **static)
+
+    def lower(self, *args: Any, **options: Any) -> Any:
+        """The program, lowered for these arguments."""
+        return self.trace(*args, **options).lower()
+
+    def clear_cache(self) -> None:
+        """Forgets what has been compiled."""
+        self._plain.clear_cache()
+        self._split.clear_cache()
+
+    def _axes(self, options: dict[str, Any]) -> Axes | None:
+        carrier = options.get(self._on)
+        return None if carrier is None else carrier.axes
+
+    def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        hints = hints_of(self._fn)
+        given = {name: value for name, value in bound.arguments.items() if name not in self._static}
+        arrays = {name: tree_placed(value, hints.get(name), axes) for name, value in given.items()}
+        given = {name: value for name, value in arrays.items() if name in self._given}
+        rest = {name: value for name, value in arrays.items() if name not in self._given}
+        statics = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
+        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
+        return given, rest, {"axes": axes, "ins": ins, "statics": statics}
+
+    def _run(
+        self, given: dict[str, Any], rest: dict[str, Any], *, axes: Axes, ins: tuple[P, ...], statics: tuple[Any, ...]
+    ) -> Any:
+        leaves, tree = jax.tree.flatten((given, rest))
+        found: dict[str, Any] = {}
+
+        def local(*mine: Array) -> list[Array]:
+            donated, others = jax.tree.unflatten(tree, mine)
+            out = self._fn(**donated, **others, **dict(statics))
+            flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
+            hint = hints_of(self._fn)["return"]
+            found["outs"] = [_out_spec(known(letters_at(out, hint, path), leaf), axes) for path, leaf in flat]
+            return [leaf for _, leaf in flat]
+
+        split = functools.partial(jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False)
+        # Which arrays come out is known once the function has been looked at.
+        jax.eval_shape(split(out_specs=P()), *leaves)
+        return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
+
+
+def _out_spec(letters: str, axes: Axes) -> P:
+    if letters.startswith("..."):
+        raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
+    # A part does not show whether an axis behind `#` is one of many: what comes out of a program is.
+    return spec_of_letters(letters, axes.mesh)
+
+
+def program(
+    *,
+    static: tuple[str, ...] = (),
+    donate: tuple[str, ...] = (),
+    on: str = "axes",
+    compiler: dict[str, str] | None = None,
+) -> Callable[[Callable[..., Any]], Door]:
+    """The one door to compiled programs.
+
+    Args:
+        static: arguments that are compiled in.
+        donate: arguments whose buffers are given up.
+        on: the static argument, always given by name, that says where it runs: `Axes`, what has them as its `axes`, or
+            None.
+        compiler: options for the compiler of whichever device it is.
+
+    Returns:
+        A decorator.
+    """
+    return lambda fn: Door(fn, static, donate, on, compiler or {})

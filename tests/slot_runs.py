@@ -1,0 +1,128 @@
+"""Requests answered over a few slots, and each of them alone: what tests of slots compare.
+
+python tests/slot_runs.py [device | mesh | bfloat16] [rows]      every row of the policy table: `make slots-table`
+"""
+
+import dataclasses
+import sys
+
+import jax
+import meshes
+import numpy as np
+import test_again as again
+import tiny
+from policy_table import BY_NAME
+
+import jaxkv
+from jaxkv.engine.compilation import Clock
+from jaxkv.engine.slots import Slots
+from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+
+SLOTS, PROMPT, NEW = 4, 64, 24
+SAMPLERS = (Greedy(), Temperature(temperature=0.7), TopK(k=5), TopP(p=0.8, temperature=1.3), MinP(p=0.2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One request: a prompt, tokens to draw, how, with which seed, and ids that end it."""
+
+    prompt: list
+    new: int
+    sampling: object
+    seed: int
+    eos: tuple = ()
+
+
+def requests(seed, count, *, vocab=64, sampled=False, shortest=17):
+    """Random requests, about half of which come to an end token; sampled ones draw in turn by each of the samplers."""
+    rng = np.random.default_rng(seed)
+    return [
+        Asked(
+            # No id comes twice: rows of one token tie, and are told apart by rounding alone.
+            prompt=rng.permutation(vocab)[: rng.integers(shortest, PROMPT + 1)].tolist(),
+            new=int(rng.integers(1, NEW + 1)),
+            sampling=SAMPLERS[at % len(SAMPLERS)] if sampled else Greedy(),
+            seed=at,
+            eos=tuple(rng.integers(0, vocab, 3).tolist()) if at % 2 else (),
+        )
+        for at in range(count)
+    ]
+
+
+def alone(model, policy, asked):
+    """The tokens of a request by itself."""
+    session = jaxkv.Session(model, policy, key=asked.seed)
+    cache = session.prefill(asked.prompt, new=NEW)
+    tokens = session.draw(cache, asked.new, new=NEW, sampling=asked.sampling, eos=asked.eos, donate=True)[1][0]
+    return tokens[tokens >= 0].tolist()
+
+
+def made(model, policy, **options):
+    """Slots for such requests."""
+    limits = {"count": SLOTS, "max_prompt": PROMPT, "max_new_tokens": NEW, "size": 64}
+    return Slots(jaxkv.Session(model, policy, key=0), **limits | options)
+
+
+def begun(slots, asked):
+    """A request's sequence, prefilled."""
+    cache = slots.prefill(asked.prompt, key=asked.seed)
+    return slots.begin(cache, max_new_tokens=asked.new, sampling=asked.sampling, eos=asked.eos, key=asked.seed)
+
+
+def answered(slots, given, *, steps=8):
+    """The tokens of each request, and how many programs were compiled meanwhile: free slots are filled in order."""
+    waiting, active, out, clock = list(range(len(given))), {}, [[] for _ in given], Clock()
+    with clock:
+        while waiting or active:
+            for slot in [slot for slot in range(slots.count) if slot not in active][: len(waiting)]:
+                active[slot] = waiting.pop(0)
+                slots.insert(begun(slots, given[active[slot]]), slot)
+            tokens = slots.decode(steps, until="any" if waiting else "all")
+            for slot in list(active):
+                out[active[slot]] += tokens[slot][tokens[slot] >= 0].tolist()
+                if slots.done[slot]:
+                    del active[slot]
+    return out, clock.programs
+
+
+def check(model, policy, given, *, slots=None, reference=None):
+    """Over slots every request gets the tokens that it gets alone, and nothing is compiled.
+
+    Alone is one after the other by `Session`; where 16 bits round otherwise in programs of another size, in the slots.
+    """
+    slots = made(model, policy) if slots is None else slots
+    out, programs = answered(slots, given)
+    assert programs == 0
+    whole, half = model if reference is None else reference, model.dtype.itemsize == 2
+    for asked, tokens in zip(given, out, strict=True):
+        expected = answered(slots, [asked])[0][0] if half else alone(whole, policy, asked)
+        assert tokens == expected, asked
+
+
+def check_row(where, name):
+    """24 requests over 4 slots under a row of the policy table, on a device, on 2 x 4 of them, or in 16 bits."""
+    given = requests(1, 24)
+    if where == "mesh":
+        whole, policy = meshes.model_of(4), meshes.roomy(name)
+        split = whole.on(meshes.mesh_of(2, 4))
+        check(split, policy, given, slots=made(split, policy), reference=whole)
+        return
+    policy = again.POLICIES[name.removesuffix(", every")] if name.endswith(", every") else BY_NAME[name].policy(20)
+    check(tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16" if where == "bfloat16" else "float32"), policy, given)
+
+
+def main(where="device", *names):
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    right, rows = 0, names or [*BY_NAME, *(f"{name}, every" for name in again.POLICIES if where != "mesh")]
+    for name in rows:
+        try:
+            check_row(where, name)
+            right += 1
+        except (AssertionError, ValueError) as error:
+            print(f"{where}: {name}: {str(error)[:300]}", flush=True)
+        jax.clear_caches()
+    print(f"{where}: {right} of {len(rows)} rows right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

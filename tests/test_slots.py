@@ -1,0 +1,194 @@
+"""Sequences in slots: each gets the tokens that it gets alone, whoever is beside it, and nothing is compiled."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+import slot_runs as runs
+import test_again as again
+import tiny
+from policy_table import BY_NAME
+
+import jaxkv
+from jaxkv.cache.slots import insert, taken
+from jaxkv.engine import slots as module
+from jaxkv.sampling import Greedy, mixed
+
+BUDGET = 20
+
+
+def model():
+    return tiny.tiny(tiny.TWO_LAYERS)
+
+
+@pytest.mark.parametrize("name", ["streaming-rolling", "adakv", "d2o", "omnikv"])
+def test_policies_answer_as_alone(name):
+    """24 requests over 4 slots; the other rows of the policy table are answered in `make slots-table`."""
+    runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 24))
+
+
+@pytest.mark.parametrize("name", ["random"])
+def test_every_sampler_draws_as_alone(name):
+    """Samplers mixed over the slots, a key each."""
+    runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 24, sampled=True))
+
+
+@pytest.mark.parametrize("name", ["adakv-merge", "layerdefensive"])
+def test_policies_that_compress_again_answer_as_alone(name):
+    """Each sequence is compressed at steps of its own, in pools of the same size."""
+    runs.check(model(), again.POLICIES[name], runs.requests(2, 8))
+
+
+@pytest.mark.parametrize("name", ["streaming-rolling", "again"])
+def test_sixteen_bits_answer_as_alone(name):
+    """On a CPU rows wait beside the pools: those of each slot have an index of their own."""
+    policy = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET)
+    half = tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16")
+    slots = runs.made(half, policy)
+    assert slots._program.tail
+    runs.check(half, policy, runs.requests(3, 12), slots=slots)
+
+
+@pytest.mark.parametrize("name", ["adakv", "omnikv", "again"])
+def test_rows_beside_the_pools_are_moved_when_any_slot_has_many(name, monkeypatch):
+    """In float32, where it makes no difference: with little beside the pools they are moved many times."""
+    policy, real = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET), module.program_of
+    tailed = lambda *given, **named: dataclasses.replace(real(*given, **named), tail=True)  # noqa: E731
+    monkeypatch.setattr(module, "program_of", tailed)
+    runs.check(model(), policy, runs.requests(3, 12), slots=runs.made(model(), policy, size=16))
+
+
+@pytest.mark.parametrize("name", ["adakv", "d2o"])
+def test_slots_on_a_mesh_answer_as_on_one_device(name):
+    """Two groups of slots, kv heads over four devices."""
+    whole, policy = meshes.model_of(4), meshes.roomy(name)
+    split = whole.on(meshes.mesh_of(2, 4))
+    runs.check(split, policy, runs.requests(4, 8), slots=runs.made(split, policy), reference=whole)
+
+
+def test_a_shared_budget_needs_no_number_of_rows():
+    """Ratio budgets: each sequence keeps its own share."""
+    runs.check(model(), jaxkv.SnapKV(budget=0.5, window=4), runs.requests(5, 12))
+
+
+def test_cancelled_and_paused_sequences_leave_the_others_alone():
+    """One is released, one is taken out and goes on in another slot; all others, and it, get their tokens."""
+    policy = jaxkv.SnapKV(budget=BUDGET, window=8, every=8)
+    given = [dataclasses.replace(each, new=runs.NEW, eos=()) for each in runs.requests(6, 4, sampled=True)]
+    slots = runs.made(model(), policy)
+    for slot, asked in enumerate(given):
+        slots.insert(runs.begun(slots, asked), slot)
+    first = slots.decode(5)
+    slots.release([1])
+    paused = slots.take(2)
+    slots.release([2])
+    second = slots.decode(7)
+    assert (second[[1, 2]] == -1).all()
+    slots.insert(paused, 1)
+    parts = [slots.decode(7) for _ in range(6)]
+    rest = np.concatenate([second, *parts], axis=1)
+    for slot, at in ((0, 0), (1, 2), (3, 3)):
+        tokens = np.concatenate([first[at], rest[slot]])
+        assert tokens[tokens >= 0].tolist() == runs.alone(model(), policy, given[at])
+    assert slots.done.all()
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "again"])
+def test_questions_on_one_document(name):
+    """A prompt is read once; sequences with questions on top of it get the tokens of `Session.extend`."""
+    policy = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET)
+    session = jaxkv.Session(model(), policy, key=0)
+    prompt, questions = tiny.prompts(7, [50])[0], tiny.prompts(8, [3, 9, 16])
+    slots = runs.made(model(), policy, max_question=16)
+    document, clock = slots.prefill(prompt), runs.Clock()
+    with clock:
+        for slot, question in enumerate(questions):
+            slots.insert(slots.begin(slots.extend(document, question), max_new_tokens=12), slot)
+        tokens = slots.decode(12)
+    assert clock.programs == 0
+    for slot, question in enumerate(questions):
+        cache = session.extend(session.prefill(prompt), question, new=12)
+        assert session.draw(cache, 12)[1][0].tolist() == tokens[slot].tolist()
+
+
+def test_a_second_question_needs_room_of_its_own():
+    """Rows that do not fit would lie in the next segment: refused, under policies that only append."""
+    slots = runs.made(model(), jaxkv.FullKV(), max_question=16)
+    cache, question = slots.prefill(tiny.prompts(7, [60])[0]), tiny.prompts(8, [16])[0]
+    with pytest.raises(ValueError, match="read one question on top of a prompt"):
+        for _ in range(20):
+            cache = slots.extend(cache, question)
+    with pytest.raises(ValueError, match="give a question for each"):
+        slots.extend(slots.prefill(tiny.prompts(7, [60])[0]), [question, question])
+
+
+def test_what_a_slot_held_before_is_gone():
+    """A short sequence behind a long one; and `take` gives back, bit by bit, what was inserted."""
+    policy = jaxkv.AdaKV(base=jaxkv.SnapKV(budget=BUDGET, window=8))
+    slots, (short, long) = runs.made(model(), policy), tiny.prompts(9, [17, 64])
+    for prompt in (long, short):
+        one = slots.begin(slots.prefill(prompt), max_new_tokens=4)
+        slots.insert(one, 3)
+        back = slots.take(3)
+        for put, got in zip(jax.tree.leaves(one.arrays), jax.tree.leaves(back.arrays), strict=True):
+            if jnp.issubdtype(put.dtype, jax.dtypes.prng_key):
+                put, got = jax.random.key_data(put), jax.random.key_data(got)
+            np.testing.assert_array_equal(np.asarray(put), np.asarray(got))
+
+
+def test_mixed_draws_what_each_sampler_draws():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(10, 64)), jnp.float32)
+    keys, samplers = jax.random.split(jax.random.key(1), 10), [*runs.SAMPLERS, *runs.SAMPLERS]
+    drawn = jax.jit(lambda sampler, *given: sampler(*given))(mixed(samplers), logits, keys)
+    for at, sampler in enumerate(samplers):
+        assert int(drawn[at]) == int(sampler(logits[at : at + 1], keys[at : at + 1])[0]), sampler
+    with pytest.raises(TypeError, match="jaxkv's own samplers"):
+        mixed([Greedy(), lambda logits, keys: logits])
+
+
+def test_inserting_copies_sequences_where_their_letters_say():
+    """Several at once, one of them left out."""
+    cache, *_ = tiny.run(model(), tiny.prompts(0, [20, 9, 14]), jaxkv.FullKV(), room=4)
+    whole, part = cache.unnamed(), taken(cache.unnamed(), jnp.asarray([1, 2], jnp.int32))
+    put = insert(jax.tree.map(jnp.copy, whole), part, jnp.asarray([2, -1], jnp.int32))
+    np.testing.assert_array_equal(np.asarray(put.seen), [20, 9, 9])
+    np.testing.assert_array_equal(np.asarray(put.length[:, 2]), np.asarray(whole.length[:, 1]))
+    np.testing.assert_array_equal(np.asarray(put.pools[1].k[2]), np.asarray(whole.pools[1].k[1]))
+    np.testing.assert_array_equal(np.asarray(put.pools[1].k[:2]), np.asarray(whole.pools[1].k[:2]))
+
+
+def test_what_slots_refuse(as_users_call):
+    slots = runs.made(model(), jaxkv.SnapKV(budget=BUDGET, window=8))
+    cache, other = slots.prefill(tiny.prompts(0, [20])[0]), slots.session.prefill(tiny.prompts(0, [20]))
+    for call, named in (
+        (lambda: slots.prefill([1] * 65), "65 tokens': these slots take up to max_prompt=64"),
+        (lambda: slots.prefill([[1, 2], [3]]), "give one prompt"),
+        (lambda: slots.extend(cache, [1]), "max_question=0"),
+        (lambda: slots.begin(cache, max_new_tokens=25), "max_new_tokens=25: these slots were made for up to 24"),
+        (lambda: slots.begin(cache, max_new_tokens=2, eos=range(9)), "up to 8"),
+        (lambda: slots.begin(dataclasses.replace(cache, logits=None), max_new_tokens=2), "without logits"),
+        (lambda: slots.insert(slots.begin(cache, max_new_tokens=2), 4), "slot=4"),
+        (lambda: slots.take(-1), "slot=-1"),
+        (lambda: slots.release([0, -1]), "slot=-1"),
+        (lambda: slots.begin(other, max_new_tokens=2), "give what prefill of these slots returned"),
+        (lambda: slots.begin(dataclasses.replace(cache, model="x"), max_new_tokens=2), "cache="),
+        (lambda: slots.decode(0), "steps=0"),
+        (lambda: slots.decode(2, until="some"), "until='some'"),
+        (lambda: runs.made(model(), None, count=0), "count=0"),
+        (lambda: runs.made(model(), None, size=0), "size=0"),
+        (lambda: runs.made(model(), None, ends=0), "ends=0"),
+        (lambda: runs.made(model(), None, max_prompt=0), "max_prompt=0"),
+        (lambda: runs.made(model(), None, max_question=-1), "max_question=-1"),
+        (lambda: runs.made(model(), None, max_new_tokens=0), "max_new_tokens=0"),
+        (lambda: runs.made(model(), None, max_prompt=500), "made for 512"),
+        (lambda: runs.made(model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, offload=True)), "host memory"),
+        (lambda: runs.made(model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, prefill_ratio=2)), "in chunks"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
+    on_mesh = meshes.model_of(4).on(meshes.mesh_of(2, 4))
+    with pytest.raises(ValueError, match="multiple of the mesh's 2 groups"):
+        runs.made(on_mesh, None, count=3)
