@@ -217,7 +217,7 @@ def put(leaf: Any, there: NamedSharding) -> Any:
         return leaf.update(sharding=there)
     keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     # Random keys come out of programs with a spec that says the same in other words.
-    if keys and leaf.sharding.is_equivalent_to(there, leaf.ndim):
+    if keys and isinstance(leaf.sharding, NamedSharding) and leaf.sharding.is_equivalent_to(there, leaf.ndim):
         return leaf
     if there.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return jax.device_put(leaf, there)
