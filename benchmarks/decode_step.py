@@ -62,7 +62,7 @@ class Cell:
         if not self.session.policy.parts().evicts:
             # The next turn draws the same tokens anew.
             seen, length = cache.seen - steps, cache.length - steps
-            self.cache = dataclasses.replace(cache, length=length, seen=seen, logits=logits)
+            self.cache = dataclasses.replace(cache.updated(length=length, seen=seen), logits=logits)
         return seconds
 
 

@@ -63,7 +63,9 @@ class Drawing:
         done = self._placed(np.zeros(self._batch, bool), others=True)
         # -2 is no token: drawing then ends by its steps alone.
         self._draw = loop.draw_of(logits, done, key, np.asarray(sorted(set(eos)) or [-2], np.int32), axes=program.axes)
-        decode: Any = loop.decode if cache.bank is None else partial(staged.decode, traffic=traffic)
+        decode: Any = loop.decode
+        if cache.bank is not None:
+            decode = partial(staged.decode, bank=cache.bank, traffic=traffic)
         self._decode = partial(decode, program=program, sampling=sampling, size=size)
         self._running: loop.Running
         self._taken_back = False
@@ -74,12 +76,12 @@ class Drawing:
         self._begin(self._settled())
 
     def _begin(self, cache: KVCache) -> None:
-        self._running = loop.begin(cache, program=self._program, size=self.size)
+        self._cache, self._running = cache, loop.begin(cache.arrays, program=self._program, size=self.size)
         # Rows drawn since the last settling, and steps before the next.
         self._held, self._fit = 0, steps_that_fit(cache)
 
     def _settled(self) -> KVCache:
-        return loop.settle(self._running, program=self._program)
+        return dataclasses.replace(self._cache, arrays=loop.settle(self._running, program=self._program))
 
     @property
     def final(self) -> bool:
@@ -114,8 +116,7 @@ class Drawing:
             self._begin(make_room(self._flat, cache, max(1, self.left), key=self._key) if full else cache)
         steps = min(steps, self._fit)
         if steps < 1:
-            policy = self._running.cache.policy
-            raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
+            raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({self._cache.policy})")
         self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, steps)
         tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._program.config.vocab
         inside = bool((tokens < vocab).all())

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, append
+from jaxkv.cache.pools import Pool, append, append_norms
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.filters import Chosen
@@ -75,6 +75,7 @@ class LayerRows:
         tail: rows beside the pool, which then is only read; None if rows join the pool.
         ring: the queries that the layer remembers, if any.
         likely: keys of the rows likely to go, if the program looks ahead.
+        norms: `f32[B, P]` length of each key, if the program keeps them.
         chosen: the tokens of before that are read, beside those that need not be chosen; None for all.
         loaded: the chosen rows, if they do not lie in the pool.
         dealt: who reads what, where a kernel rotates, appends and attends.
@@ -86,6 +87,7 @@ class LayerRows:
     tail: Tail | None = None
     ring: Float[Array, "B K G R D"] | None = None
     likely: Float[Array, "B K D"] | None = None
+    norms: Float[Array, "B P"] | None = None
     chosen: Chosen | None = None
     loaded: Loaded | None = None
     dealt: Dealt | None = None
@@ -180,7 +182,10 @@ def attend(
     # A single token simply joins the rows before it is its turn to look at them.
     begun = scores_of(token.stored, token.v, program)
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
-    rows, length = dataclasses.replace(rows, pool=pool), rows.segments.length + new.count[:, None]
+    norms = rows.norms
+    if norms is not None:
+        norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
+    rows, length = dataclasses.replace(rows, pool=pool, norms=norms), rows.segments.length + new.count[:, None]
     if rows.chosen is not None:
         rest = over_rest(program, token.q, pool, rows.segments, length)
         return attention.merge(*_over_chosen(program, token, rows), *rest), rows, None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import namespace, typed
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, State
+from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed
 from jaxkv.cache.packing import Unpacked, pack
 from jaxkv.engine import chunked
@@ -239,19 +239,16 @@ def read(
     elif prompts.reading is not None:
         assert told.reads is not None
         state = reading_state(prompts.length, told.reads, made.length, tuple(prompts.rings))
+    seen = jnp.copy(prompts.length)
+    tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state)
     cache = KVCache(
-        axes=flat.axes,
-        pools=made.pools,
-        start=made.start,
-        length=made.length,
-        limit=limit,
-        seen=jnp.copy(prompts.length),
-        state=state,
+        arrays=Cache(pools=made.pools, tables=tables),
+        moved=made.moved,
         layout=needed.layout,
         policy=policy,
         config=flat.config,
         model=model,
-        moved=made.moved,
+        axes=flat.axes,
     )
     return prompts, settle_down(cache, flat.axes)
 

@@ -271,7 +271,7 @@ class Session:
         program = program_for(flat, cache, self.implementations.decode)
         run: Any = partial(decoding.extend, flat, program=program)
         if cache.bank is not None:
-            run = partial(staged.step, flat, program=program, traffic=self.read)
+            run = partial(staged.step, flat, program=program, bank=cache.bank, traffic=self.read)
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             jax.block_until_ready(logits)

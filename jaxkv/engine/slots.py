@@ -14,7 +14,7 @@ from jaxkv import arguments, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import plain
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, KVCache
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.decode import extend, read_on_top
@@ -401,11 +401,15 @@ class Slots:
     def _again(self, slot: int) -> None:
         """Compresses one slot's sequence again, as its policy does after so many tokens."""
         one = self.take(slot).arrays
-        cache = self._compressed(one.cache, self._keys[slot])
-        self._put(dataclasses.replace(one, cache=cache.unnamed()), slot)
+        cache = self._compressed(self._handle(one.cache), self._keys[slot])
+        self._put(dataclasses.replace(one, cache=cache.arrays), slot)
         self._beyond[slot] = beyond(cache)[self._group_of(slot)]
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
         """A cache compressed once more, in pools of the same size."""
-        named = dataclasses.replace(cache, policy=self.session.policy)
-        return recompress(self.session.params.flat, named, key=key, room=self._every or 1, fixed=self._fixed)
+        return recompress(self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed)
+
+    def _handle(self, arrays: Cache) -> KVCache:
+        """A cache of arrays taken out of a slot."""
+        policy, config = self.session.policy, self.session.params.config
+        return KVCache(arrays=arrays, layout=self._parts.layout, policy=policy, config=config, axes=self._axes)

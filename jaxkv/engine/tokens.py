@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache
 from jaxkv.engine.plan import QUERY_BLOCK
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Block
@@ -109,7 +109,7 @@ class StepAngles(NamedTuple):
     rows: Angles | None
 
 
-def step_angles(cache: KVCache, positions: Int[Array, "B N"], program: Program) -> list[StepAngles]:
+def step_angles(cache: Cache, positions: Int[Array, "B N"], program: Program) -> list[StepAngles]:
     """The angles of a step, made once for all layers that share them.
 
     Args:
@@ -124,11 +124,11 @@ def step_angles(cache: KVCache, positions: Int[Array, "B N"], program: Program) 
     made = partial(angles, rope=config.rope, head_dim=config.head_dim)
     if not program.rolling:
         return [StepAngles(made(positions), None)] * config.layers
-    heads = cache.start.shape[2]
+    tables, heads = cache.tables, cache.tables.start.shape[2]
     sizes = [pool.rows // heads for pool in cache.pools]
     by_size = {size: made(jnp.arange(size, dtype=jnp.int32)[None]) for size in sorted(set(sizes))}
     # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
-    places = [length[:, :1] + positions - cache.seen[:, None] for length in cache.length]
+    places = [length[:, :1] + positions - tables.seen[:, None] for length in tables.length]
     return [StepAngles(made(place), by_size[size]) for place, size in zip(places, sizes, strict=True)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, Pool, State
+from jaxkv.cache import Cache, KVCache, Pool, State, Tables
 from jaxkv.engine import loop
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import PrefillPlan, plan_prefill, ring_rows
@@ -126,18 +126,10 @@ def cache_after(work: Work) -> KVCache:
     elif reading is not None and parts.read is not None:
         reads, kept = parts.read.tokens(seen, layers), rings(reading.ring, len(reading.filters))
         state = reading_state(seen, reads, jnp.asarray(table), kept)
-    return KVCache(
-        pools=tuple(pool(mine) for mine in needed.pool_rows(heads, work.stretches)),
-        start=table,
-        length=table,
-        limit=table,
-        seen=seen,
-        state=state,
-        layout=needed.layout,
-        policy=policy,
-        config=config,
-        axes=flat.axes,
-    )
+    pools = tuple(pool(mine) for mine in needed.pool_rows(heads, work.stretches))
+    tables = Tables(start=table, length=table, limit=table, seen=seen, state=state)
+    arrays = Cache(pools=pools, tables=tables)
+    return KVCache(arrays=arrays, layout=needed.layout, policy=policy, config=config, axes=flat.axes)
 
 
 def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
@@ -157,6 +149,6 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     draw = jax.eval_shape(loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos)
-    running = loop.begin(cache, program=program, size=BLOCK)
+    running = loop.begin(cache.arrays, program=program, size=BLOCK)
     given = loop.loop_arguments(flat, running, draw, work.new, Greedy())
     return loop._loop.trace(*work.placed(given), program=program, size=BLOCK), cache.pools
