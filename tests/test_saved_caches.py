@@ -305,8 +305,8 @@ def edit_manifest(path, edit):
         (lambda said: said.update(format="jaxkv weights"), "is a folder of jaxkv weights: read it with jaxkv.load"),
         (lambda said: said.update(format="x"), "no folder of jaxkv cache: give one that KVCache.save has written"),
         (
-            lambda said: said["arrays"].pop("pools.0.store.k"),
-            r"array='pools\.0\.store\.k': the manifest in .* says noth",
+            lambda said: said["arrays"].pop("arrays.pools.0.store.k"),
+            r"array='arrays\.pools\.0\.store\.k': the manifest in .* says noth",
         ),
         (lambda said: said.update(arrays={}), "arrays={}: none in .*; save the cache again"),
         (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),
