@@ -79,7 +79,8 @@ def measure(device):
         def run(mine, blocks, tables, x, loaded, chosen, count, layers, ahead, part=part):
             rings = (None,) * len(part.layers)
             given = (blocks, mine, rings, tables, x, loaded, chosen, count, layers, ahead)
-            return staged.run_stretch(*given, program=program)
+            specs = (config.spec_of(0),) * (len(part.layers) + (ahead is not None))
+            return staged.run_stretch(*given, program=program, specs=specs)
 
         inputs = (
             tuple(pools[index] for index in part.layers),

@@ -143,7 +143,7 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
     other = None if segments.likely is None else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
     new = NewTokens(positions=segments.seen[:, None], count=count)
     # The token's angles are of no use: it is projected already.
-    by = StepAngles(angles(new.positions, program.config.rope, DIM), None)
+    by = StepAngles(angles(new.positions, program.config.rope, DIM))
     rows = LayerRows(pool=pool, segments=segments, by=by, likely=other, norms=norms)
     out, rows, received = attend(program, token, rows, new)
     pool = rows.pool

@@ -55,9 +55,9 @@ def test_sixteen_bits_answer_as_alone(name):
 @pytest.mark.parametrize("name", ["adakv", "omnikv", "again"])
 def test_rows_beside_the_pools_are_moved_when_any_slot_has_many(name, monkeypatch):
     """In float32, where it makes no difference: with little beside the pools they are moved many times."""
-    policy, real = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET), module.program_of
+    policy, real = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET), module.specialise
     tailed = lambda *given, **named: dataclasses.replace(real(*given, **named), tail=True)  # noqa: E731
-    monkeypatch.setattr(module, "program_of", tailed)
+    monkeypatch.setattr(module, "specialise", tailed)
     runs.check(model(), policy, runs.requests(3, 12), slots=runs.made(model(), policy, size=16))
 
 

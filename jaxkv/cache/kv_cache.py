@@ -48,7 +48,7 @@ class Turn(enum.Enum):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "bank", "logits", "moved"],
-    meta_fields=["layout", "policy", "config", "model", "turn", "axes", "padding"],
+    meta_fields=["layout", "policy", "config", "slots", "extended", "model", "turn", "axes", "padding"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
@@ -63,6 +63,8 @@ class KVCache:
         layout: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
+        slots: S, the bucket that its prompts were padded to.
+        extended: several tokens at once have been added since the policy chose: segments may be beyond their limits.
         model: fingerprint of the weights that made it.
         turn: where the conversation stands; where sequences stand at different turns, that of each.
         axes: of the mesh that it lies on, if it does. Each device then has the stretch of every pool that its heads lie
@@ -78,6 +80,8 @@ class KVCache:
     layout: Layout
     policy: Any
     config: ModelConfig
+    slots: int
+    extended: bool = False
     model: str = ""
     turn: Turn | tuple[Turn, ...] = Turn.START
     axes: Axes | None = None

@@ -144,7 +144,7 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
     )
     pools = tuple(empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows)
     arrays = settle_down(Cache(pools=pools, tables=tables), axes)
-    return KVCache(arrays=arrays, layout=needed.layout, policy=policy, config=config, axes=axes)
+    return KVCache(arrays=arrays, layout=needed.layout, policy=policy, config=config, slots=needed.slots, axes=axes)
 
 
 def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:

@@ -84,7 +84,7 @@ def step(
     if others is not None:
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
     chosen, after, stream = None, [], begin(x, program)
-    turned = step_angles(cache, new.positions, program)
+    turned = step_angles(cache, new.positions, program, tails[0].k.shape[2] if tails else 0)
     share = dealt_of(cache, program, new)
     for layer, leaves in enumerate(blocks):
         at = program.layout.pool_of(layer)
@@ -100,7 +100,7 @@ def step(
             chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
             dealt=share(layer, pools[at]),
         )
-        block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
+        block, chooses = program.graphs_of(layer).block(leaves), program.chooses(layer, tokens.shape[1])
         stream, rows, out, product, choice = layer_step(block, program, stream, rows, new, chooses=chooses)
         chosen = choice if chooses else chosen
         pools[at] = rows.pool

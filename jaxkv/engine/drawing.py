@@ -13,7 +13,6 @@ from jaxkv.cache.bank import Traffic
 from jaxkv.engine import loop, staged
 from jaxkv.engine.growth import make_room, steps_that_fit
 from jaxkv.engine.program import Program
-from jaxkv.engine.recompress import due
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling
@@ -46,7 +45,7 @@ class Drawing:
 
         Args:
             flat: the decoder's parameters.
-            cache: consumed.
+            cache: none of whose sequences is due; consumed.
             logits: of each sequence's next token.
             program: what is static.
             sampling: how to draw.
@@ -69,8 +68,7 @@ class Drawing:
         self._decode = partial(decode, program=program, sampling=sampling, size=size)
         self._running: loop.Running
         self._taken_back = False
-        # A question that was read before may have left more rows than a step may find.
-        self._begin(make_room(flat, cache, new, key=key) if due(cache).any() else cache)
+        self._begin(cache)
         # A run of no steps compiles and changes nothing.
         self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, 0)
         self._begin(self._settled())

@@ -26,7 +26,7 @@ from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest, picks
 from jaxkv.engine.stream import Stream, entered, left
 from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled, whole_token
 from jaxkv.models.decoder import Block
-from jaxkv.models.rope import angles, rotate
+from jaxkv.models.rope import rotate
 
 
 @jax.tree_util.register_dataclass
@@ -295,7 +295,7 @@ def _scores(
 
 def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """A token's row joins the tail, and the token attends to the pool and to the tail."""
-    tail, written, length = rows.tail, new.written, rows.segments.length
+    tail, written = rows.tail, new.written
     assert tail is not None and written is not None
     # A sequence that has ended writes nothing, and has a row to read all the same: no softmax over none.
     batch, heads, size, dim = tail.k.shape
@@ -307,9 +307,8 @@ def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> 
     # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
     keys = tail.k
-    if rows.by.rows is not None:
-        config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
-        keys = rotate(keys, angles(places, config.rope, config.head_dim))
+    if rows.by.tail is not None:
+        keys = rotate(keys, rows.by.tail)
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     drawn = jnp.broadcast_to(held[:, None], (batch, heads))

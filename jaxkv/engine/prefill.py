@@ -25,7 +25,7 @@ from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.program import reading_state
-from jaxkv.engine.prompts import Prompts, embed, observed, pool_rows_of, run_layer, table_of
+from jaxkv.engine.prompts import Prompts, embed, observed, pool_rows_of, run_layer, tables_of
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -53,9 +53,9 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
         A layer; its hidden states are given up to the next one.
     """
     x = embed(flat.ends, tokens, graphs=flat.graphs)
-    table = table_of(flat, tokens.shape[1])
+    tables = tables_of(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
-        out = run_layer(flat, index, x, length, table, needs, Implementation.XLA)
+        out = run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
         x = out.x
         yield out
         # One layer at a time, where whoever looks lets go of it as well.
@@ -116,9 +116,9 @@ def compile_ahead(
     length = jnp.zeros((batch,), jnp.int32)
     forced = jnp.zeros((batch, needed.slots), bool)
     x = embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
-    table = table_of(flat, needed.slots)
+    tables = tables_of(flat, needed.slots)
     for index in sorted({0, flat.config.layers - 1}):
-        out = run_layer(flat, index, x, length, table, parts.needs, implementation)
+        out = run_layer(flat, index, x, length, tables, parts.needs, implementation)
         x = out.x
     mask, layer = jnp.zeros(out.k.shape[:3], bool), of_prompt(None, forced, length)
     rows = Unpacked(out.k, out.v, layer.inside)
@@ -247,6 +247,7 @@ def read(
         layout=needed.layout,
         policy=policy,
         config=flat.config,
+        slots=needed.slots,
         model=model,
         axes=flat.axes,
     )

@@ -136,7 +136,7 @@ class _Held(Source):
 
     def candidates(self, index: int) -> Candidates:
         """One layer's rows, by the scores they have, or asked for anew."""
-        return _candidates(self.flat.blocks[index], self._layer(index), static=self.static)
+        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """What the policy says of the text so far."""
@@ -163,7 +163,10 @@ class _Held(Source):
 
     def rows(self, index: int) -> Unpacked:
         """One layer's rows, taken out of their segments."""
-        return _unpacked(self.flat.blocks[index], self._layer(index), static=self.static)
+        return _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
+
+    def _static(self, index: int) -> _Static:
+        return dataclasses.replace(self.static, graphs=self.flat.graphs_of(index))
 
     def _layer(self, index: int) -> _Layer:
         cache, state = self.cache, self.cache.state
@@ -213,7 +216,7 @@ def recompress(
         state=dataclasses.replace(state, tau=made.tau),
     )
     moved = moved_in_all(cache.moved, made.moved)
-    return settle_down(dataclasses.replace(made_anew, moved=moved), flat.axes)
+    return settle_down(dataclasses.replace(made_anew, moved=moved, extended=False), flat.axes)
 
 
 def _widest(cache: KVCache) -> int:
@@ -298,7 +301,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         remembered = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3)
         q = remembered.astype(k.dtype)
         if future is not None:
-            moments = last_moments(remembered, segments.seen, static.graphs.block(leaves).config, future)
+            moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)
     # Where heads hold rows of their own number, each is a sequence of its own to the scorer.
     fold = not static.heads.uniform
     flat = (lambda a: a.reshape(batch * heads, 1, *a.shape[2:])) if fold else (lambda a: a)

@@ -20,7 +20,7 @@ from jaxkv.engine import loop
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.plan import QUERY_BLOCK, bucket, buckets
-from jaxkv.engine.program import program_of
+from jaxkv.engine.program import specialise
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
@@ -101,14 +101,8 @@ class Slots:
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self._parts, self._every = parts, parts.every
-        self._program = program_of(
-            params.flat,
-            parts,
-            params.dtype,
-            slots=bucket(max_prompt),
-            platform=jax.default_backend() if self._axes is None else self._axes.platform,
-            implementation=session.implementations.decode,
-        )
+        decode = session.implementations.decode
+        self._program = specialise(params.flat, parts, params.dtype, slots=bucket(max_prompt), implementation=decode)
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
         # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
         self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
@@ -411,5 +405,11 @@ class Slots:
 
     def _handle(self, arrays: Cache) -> KVCache:
         """A cache of arrays taken out of a slot."""
-        policy, config = self.session.policy, self.session.params.config
-        return KVCache(arrays=arrays, layout=self._parts.layout, policy=policy, config=config, axes=self._axes)
+        return KVCache(
+            arrays=arrays,
+            layout=self._parts.layout,
+            policy=self.session.policy,
+            config=self.session.params.config,
+            slots=bucket(self.shape.prompt),
+            axes=self._axes,
+        )

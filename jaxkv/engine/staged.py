@@ -28,6 +28,7 @@ from jaxkv.engine.stream import Stream
 from jaxkv.engine.tokens import NewTokens, StepAngles
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import angles
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling, argument
 from jaxkv.sharding.door import program as compiled
@@ -116,7 +117,7 @@ def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " 
     return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
 
 
-@compiled(static=("program",), donate=("pools",), on="program")
+@compiled(static=("program", "specs"), donate=("pools",), on="program")
 def run_stretch(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
@@ -130,6 +131,7 @@ def run_stretch(
     ahead: Ahead | None,
     *,
     program: Program,
+    specs: tuple[LayerSpec, ...],
 ) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[Float[Array, "B K G R D"] | None, ...], Chosen | None]:
     """Runs a stretch of layers, and asks the filter that comes next. Stretches that are alike share a program.
 
@@ -145,6 +147,7 @@ def run_stretch(
         layers: which layers these are.
         ahead: the filter, if one is asked.
         program: what is static.
+        specs: what these layers are, and behind them the filter.
 
     Returns:
         Hidden states, pools, rings, and the filter's choice or None.
@@ -156,24 +159,25 @@ def run_stretch(
         candidates=candidates_of(program, tables, tokens),
     )
     after, remembering, mine = [], [], tables.of_layers(layers)
-    by = StepAngles(angles(new.positions, program.config.rope, program.config.head_dim), None)
+    turned = partial(angles, new.positions, head_dim=program.config.head_dim)
+    by = {spec.rope: StepAngles(turned(rope=spec.rope)) for spec in dict.fromkeys(specs)}
     for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
         rows = LayerRows(
             pool=pool,
             segments=segments_of(mine, index),
-            by=by,
+            by=by[specs[index].rope],
             ring=ring,
             chosen=None if loaded is None else chosen,
             loaded=None if loaded is None else loaded[:, index],
         )
-        stream, rows, *_ = layer_step(program.graphs.block(leaves), program, Stream(x=x), rows, new)
+        stream, rows, *_ = layer_step(program.graphs.of(specs[index]).block(leaves), program, Stream(x=x), rows, new)
         x = stream.x
         after.append(rows.pool)
         remembering.append(rows.ring)
     choice = None
     if ahead is not None:
-        filtering = program.graphs.block(ahead.leaves)
-        q = filtering.queries(filtering.normed(x), by.new)
+        filtering = program.graphs.of(specs[-1]).block(ahead.leaves)
+        q = filtering.queries(filtering.normed(x), by[specs[-1].rope].new)
         queries = None if ahead.ring is None else remembered(ahead.ring, q, new.positions, count)
         segments = segments_of(tables.of_layers(ahead.layer), 0)
         choice = chosen_at(program, ahead.pool, segments, q, queries, new)
@@ -248,6 +252,7 @@ def step(
             _numbers(part.layers, there),
             ahead,
             program=program,
+            specs=tuple(map(program.config.spec_of, (*part.layers, *(() if part.ask is None else (part.ask,))))),
         )
         for layer, pool, ring in zip(part.layers, moved, remembering, strict=True):
             pools[layer], rings[layer] = pool, ring

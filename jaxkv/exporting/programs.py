@@ -59,7 +59,14 @@ class Setting:
     def handle(self, pools: tuple[Pool, ...], tables: Tables) -> KVCache:
         """A cache of a program's arguments."""
         arrays, flat = Cache(pools=pools, tables=tables), self.flat
-        return KVCache(arrays=arrays, layout=self.needed.layout, policy=self.policy, config=flat.config, axes=flat.axes)
+        return KVCache(
+            arrays=arrays,
+            layout=self.needed.layout,
+            policy=self.policy,
+            config=flat.config,
+            slots=self.needed.slots,
+            axes=flat.axes,
+        )
 
 
 class Beside(NamedTuple):

@@ -129,7 +129,9 @@ def cache_after(work: Work) -> KVCache:
     pools = tuple(pool(mine) for mine in needed.pool_rows(heads, work.stretches))
     tables = Tables(start=table, length=table, limit=table, seen=seen, state=state)
     arrays = Cache(pools=pools, tables=tables)
-    return KVCache(arrays=arrays, layout=needed.layout, policy=policy, config=config, axes=flat.axes)
+    return KVCache(
+        arrays=arrays, layout=needed.layout, policy=policy, config=config, slots=needed.slots, axes=flat.axes
+    )
 
 
 def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:

@@ -114,7 +114,7 @@ class _Walk:
         prompts = jax.eval_shape(lambda forced, length: of_prompt(None, forced, length), self.forced, self.length)
         self.prompts: Candidates = device.keep("prompts", device.settled(prompts))
         self.inside = device.keep("whole", device.array("B _ S", (batch, heads, slots), jnp.bool_))
-        table = jax.eval_shape(lambda: prompting._angles(slots=slots, config=flat.config))
+        table = jax.eval_shape(lambda: prompting._angles(slots=slots, rope=flat.config.rope, dim=flat.config.head_dim))
         self.table = device.keep("table", device.settled(table))
         device.keep("rings", self._rings())
         tokens = device.array("B S", (batch, slots), jnp.int32)
