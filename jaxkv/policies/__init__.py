@@ -12,6 +12,7 @@ from jaxkv.policies.budgets import (
     OfficialLayers,
     UniformLayers,
 )
+from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.methods import (
@@ -56,7 +57,6 @@ from jaxkv.policies.scorers import (
     Uniform01,
     WindowAttention,
 )
-from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.unseen import FutureAttention, KeyDifference, WorstAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 

@@ -10,10 +10,10 @@ from jaxkv._values import Value, normalise, typed
 from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.asked import Span, as_budget, as_spans
 from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.heads import HeadBudgets, UniformHeads
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.protocol import Scorer
-from jaxkv.policies.select import HeadBudgets, UniformHeads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
