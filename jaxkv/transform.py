@@ -35,8 +35,8 @@ from jaxkv.engine.compress import compress as compress_all
 from jaxkv.policies.budgets import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.registry import as_policy
+from jaxkv.policies.scorer import Observed, Scorer
 
 
 @settled

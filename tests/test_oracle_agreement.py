@@ -16,7 +16,7 @@ from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
 from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, QueryMoments, UniformHeads, topk
-from jaxkv.policies.protocol import future_of, norms_of
+from jaxkv.policies.scorer import future_of, norms_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
 SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads

@@ -30,9 +30,9 @@ from jaxkv.policies import (
     VarianceLayers,
 )
 from jaxkv.policies.merging import Decision, Metric, Scope, ValueMerge, Weights
-from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.reading import Selector
 from jaxkv.policies.registry import POLICIES
+from jaxkv.policies.scorer import Scorer
 from jaxkv.policies.scorers import KeyNorm
 from jaxkv.policies.variance import Statistic
 

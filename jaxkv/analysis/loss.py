@@ -22,7 +22,7 @@ from jaxkv.attention import probabilities
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies import AdaKV, SnapKV
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import most_of_devices, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import host

@@ -24,7 +24,7 @@ from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.protocol import Observed, Scorer
+from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.policies.scorers import of_group
 from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program

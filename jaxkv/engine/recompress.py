@@ -26,7 +26,7 @@ from jaxkv.policies.after import ranked
 from jaxkv.policies.checks import checked
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Observed, Scorer, future_of, norms_of
+from jaxkv.policies.scorer import Observed, Scorer, future_of, norms_of
 from jaxkv.policies.scorers import of_group
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program

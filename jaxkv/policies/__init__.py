@@ -42,9 +42,9 @@ from jaxkv.policies.methods import (
 )
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy, Wrapper
-from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.policies.scorers import (
     AvgPool,
     CumulativeAttention,

@@ -20,8 +20,8 @@ from jaxkv.policies.asked import Span, as_budget, as_spans
 from jaxkv.policies.budgets import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
 from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.protocol import Needs, Scorer, check_scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading, Reads
+from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Keep, Parts
-from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.scorer import Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv._values import Value, count, flag, real
-from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.policies.scorers import AvgPool
 from jaxkv.sharding.collectives import most_of_devices
 

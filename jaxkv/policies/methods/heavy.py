@@ -8,8 +8,8 @@ from jaxkv._values import choice, count, flag, real
 from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import Scorer
 from jaxkv.policies.scorers import CumulativeAttention, LastAttention
 
 

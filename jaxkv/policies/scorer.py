@@ -1,4 +1,4 @@
-"""What a policy and the model say to each other: what scoring may see, and what it gives."""
+"""The protocol Scorer: what scoring may see of a layer, what it asks for, and what it gives."""
 
 import dataclasses
 import enum
