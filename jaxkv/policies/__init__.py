@@ -1,6 +1,5 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
-from jaxkv.policies.after import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.budgets import (
     EntropyLayers,
     ExponentialLayers,
@@ -42,6 +41,7 @@ from jaxkv.policies.methods import (
 )
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy, Wrapper
+from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer

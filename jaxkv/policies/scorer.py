@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, count, flag, is_whole
 from jaxkv.attention import Implementation
-from jaxkv.policies.after import Rank
+from jaxkv.policies.rank import Rank
 from jaxkv.sharding.mesh import Axes
 
 

@@ -12,7 +12,7 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import Implementation
-from jaxkv.policies.after import ByAge, ByAttention, Rank
+from jaxkv.policies.rank import ByAge, ByAttention, Rank
 from jaxkv.policies.scorer import GroupReduce, Observed, Scorer, group_of, sees_query_heads
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 from jaxkv.sharding.mesh import Axes
