@@ -32,7 +32,7 @@ from jaxkv.cache.rows import Rows, as_counts, as_grouped, as_keys_values, known,
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, unordered
 from jaxkv.engine.compress import compress as compress_all
-from jaxkv.policies.budgets import UniformLayers
+from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy

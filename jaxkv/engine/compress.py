@@ -20,8 +20,8 @@ from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, moved_in_all
-from jaxkv.policies.budgets import LayerBudgets
 from jaxkv.policies.checks import checked, checked_tuple
+from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.scorer import Observed, Scorer

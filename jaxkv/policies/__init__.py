@@ -1,6 +1,7 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
-from jaxkv.policies.budgets import (
+from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.layers import (
     EntropyLayers,
     ExponentialLayers,
     GeometricLayers,
@@ -11,7 +12,6 @@ from jaxkv.policies.budgets import (
     OfficialLayers,
     UniformLayers,
 )
-from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.methods import (

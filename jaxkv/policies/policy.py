@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from jaxkv._errors import require
 from jaxkv._values import Value, normalise, typed
 from jaxkv.policies.asked import Span, as_budget, as_spans
-from jaxkv.policies.budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
+from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import choice, count
-from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
