@@ -29,7 +29,7 @@ from jaxkv.policies import (
     SharedHeads,
     VarianceLayers,
 )
-from jaxkv.policies.merging import Decision, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.folding import Decision, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.reading import Selector
 from jaxkv.policies.registry import POLICIES
 from jaxkv.policies.scorer import Scorer

@@ -1,5 +1,6 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
+from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.layers import (
     EntropyLayers,
@@ -13,7 +14,6 @@ from jaxkv.policies.layers import (
     UniformLayers,
 )
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
-from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.methods import (
     D2O,
     H2O,

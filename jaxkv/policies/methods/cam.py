@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.merging import ValueMerge
+from jaxkv.policies.folding import ValueMerge
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
