@@ -20,8 +20,8 @@ from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
 from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts, slots
 from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
+from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.methods.snapkv import WindowMethod
-from jaxkv.policies.scorers import WindowAttention
 
 SEEDS = range(3)
 

@@ -1,5 +1,14 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
+from jaxkv.policies.attended import (
+    AvgPool,
+    CumulativeAttention,
+    LastAttention,
+    MaxPool,
+    NoPool,
+    PoolOrder,
+    WindowAttention,
+)
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.layers import (
@@ -45,19 +54,7 @@ from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
-from jaxkv.policies.scorers import (
-    AvgPool,
-    CumulativeAttention,
-    KeyNorm,
-    LastAttention,
-    MaxPool,
-    NoPool,
-    PoolOrder,
-    Position,
-    Uniform01,
-    WindowAttention,
-)
-from jaxkv.policies.unseen import FutureAttention, KeyDifference, WorstAttention
+from jaxkv.policies.unseen import FutureAttention, KeyDifference, KeyNorm, Position, Uniform01, WorstAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 
 __all__ = [

@@ -9,7 +9,7 @@ from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.rank import ByAge
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import Position
+from jaxkv.policies.unseen import Position
 
 
 @register
