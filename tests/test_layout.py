@@ -30,6 +30,7 @@ LAYERS = (
     "jaxkv.cpu_threads",
     "jaxkv.hosts",
     "jaxkv.memory",
+    "jaxkv.compilation",
     # What a cache knows of its model.
     "jaxkv.models.values",
     "jaxkv.models.hub_defaults",

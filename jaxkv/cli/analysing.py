@@ -29,7 +29,7 @@ from jaxkv.cli.generating import random_key, require_model
 from jaxkv.cli.numbers import argument, seed, whole
 from jaxkv.cli.policy_rows import budgets_of, spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
 
 # What each figure says, above its table; those behind the first three are of policies.
