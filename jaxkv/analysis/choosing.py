@@ -22,9 +22,10 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.prompts import observed
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
-from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Needs
+from jaxkv.policies.wrapper import Wrapper
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Encoded
 

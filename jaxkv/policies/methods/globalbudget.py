@@ -7,8 +7,9 @@ from jaxkv._errors import require
 from jaxkv.policies.heads import AdaptiveHeads, TwoStageHeads, UniformHeads, own_budgets
 from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
+from jaxkv.policies.wrapper import Wrapper
 
 
 @register
