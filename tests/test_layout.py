@@ -51,6 +51,7 @@ LAYERS = (
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
+    "jaxkv.rows",
     "jaxkv.transform",
     "jaxkv.resharding",
     "jaxkv.saved",
