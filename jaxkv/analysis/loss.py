@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
-from jaxkv.analysis.choosing import Budget, Grid, Policies, Policy, grid
+from jaxkv.analysis.choosing import Budget, Grid, Policies, PolicyLike, grid
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.given import place_of
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
@@ -29,7 +29,7 @@ from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Prompt
 
 # Uniform, safeguarded and adaptive budgets of heads: the same scores and totals.
-ALLOCATIONS: Mapping[str, Policy] = MappingProxyType(
+ALLOCATIONS: Mapping[str, PolicyLike] = MappingProxyType(
     {"uniform": SnapKV(), "safeguarded": AdaKV(), "adaptive": AdaKV(alpha=0.0)}
 )
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.analysis.budgets import BudgetsWatcher
-from jaxkv.analysis.choosing import Grid, Policy, checked, grid
+from jaxkv.analysis.choosing import Grid, PolicyLike, checked, grid
 from jaxkv.analysis.density import DensityWatcher
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
@@ -161,9 +161,9 @@ def _listed(given: str, flag: str, known: Any) -> list[str]:
     return names
 
 
-def _policies(given: str) -> dict[str, Policy]:
+def _policies(given: str) -> dict[str, PolicyLike]:
     """Policies as the command line writes them, by what was written."""
-    made: dict[str, Policy] = {}
+    made: dict[str, PolicyLike] = {}
     for each in spelled(given):
         require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
         made[each.text] = each.policy()
