@@ -158,7 +158,7 @@ def whole_programs(device):
     from jaxkv.models.rope import angles
     from jaxkv.planning.programs import abstract_model
     from jaxkv.policies import SnapKV
-    from jaxkv.policies.protocol import Needs
+    from jaxkv.policies.scorer import Needs
 
     config = shapes.llama_3_8b()
     flat = abstract_model(config)

@@ -39,7 +39,7 @@ def measure(device):
     from jaxkv.engine.program import Program
     from jaxkv.models.rope import angles
     from jaxkv.planning.programs import abstract_model
-    from jaxkv.policies.protocol import Needs
+    from jaxkv.policies.scorer import Needs
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
     flat, slots = abstract_model(config), bucket(TOKENS)

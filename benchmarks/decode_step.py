@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.plan import bucket
 from jaxkv.policies import UniformLayers
 

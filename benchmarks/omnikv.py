@@ -22,9 +22,9 @@ import numpy as np
 import jaxkv
 from benchmarks import record
 from jaxkv.cache.bank import committed
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
-from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.program import program_for, reading_state
 

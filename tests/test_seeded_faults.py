@@ -19,9 +19,9 @@ from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
 from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts, slots
-from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
+from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
+from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.methods.snapkv import WindowMethod
-from jaxkv.policies.scorers import WindowAttention
 
 SEEDS = range(3)
 
@@ -49,8 +49,8 @@ def ties():
 
 
 def highest_first(patch):
-    real = select.top
-    patch.setattr(select, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
+    real = heads.top
+    patch.setattr(heads, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
 
 
 def window_not_forced(patch):
@@ -88,7 +88,7 @@ def heads_rounded_down(patch):
 
 def layers_rounded_down(patch):
     patch.setattr(
-        budgets, "round_to_sum", lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64)
+        layers, "round_to_sum", lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64)
     )
 
 

@@ -23,15 +23,13 @@ import numpy as np
 from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Float, Int
 
-from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._values import brief
 from jaxkv.cache.arrays import Cache, State, Tables
 from jaxkv.cache.bank import Bank, host_of
-from jaxkv.cache.encoding import encode
+from jaxkv.cache.disk import write_cache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
-from jaxkv.checkpoints.orbax_files import CACHE, write_folder
 from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import Axes, host, lettered, place
 
@@ -156,16 +154,11 @@ class KVCache:
                 up, or its policy holds what no text says.
         """
         self.require_arrays()
-        arrays: dict[str, np.ndarray] = {}
         given = dataclasses.replace(self, policy=None)
         # Files know of no mesh: they hold what one device would.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
-        said = {"policy": encode(self.policy, None, "policy"), "cache": encode(whole, arrays)}
-        mesh = None if self.axes is None else self.axes.mesh
-        with hosts.together("KVCache.save", mesh):
-            if hosts.speaks() or not hosts.spans(mesh):
-                write_folder(Path(path).expanduser(), CACHE, said, arrays)
+        write_cache(Path(path).expanduser(), self.policy, whole, None if self.axes is None else self.axes.mesh)
 
     def require_arrays(self) -> None:
         """Refuses a cache whose arrays are gone.

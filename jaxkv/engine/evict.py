@@ -21,10 +21,10 @@ from jaxkv.cache.stores import put_cells
 from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
-from jaxkv.policies.after import ByAge, ByAttention, Rank, ranked
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import Joined, Merger, Row, told
 from jaxkv.policies.parts import Keep, Ongoing
+from jaxkv.policies.rank import ByAge, ByAttention, Rank, ranked
 from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.mesh import Axes
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
 from jaxkv.models.values import Rope
-from jaxkv.policies.protocol import FutureQueries, QueryMoments
+from jaxkv.policies.scorer import FutureQueries, QueryMoments
 
 
 class _Sums(NamedTuple):

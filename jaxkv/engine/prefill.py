@@ -29,7 +29,7 @@ from jaxkv.engine.prompts import Prompts, embed, observed, pool_rows_of, run_lay
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import settle_down
 

@@ -26,8 +26,8 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
 from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading
+from jaxkv.policies.scorer import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 

@@ -23,12 +23,12 @@ from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.policies.after import ranked
+from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked
+from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Observed, Scorer, future_of, norms_of
-from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import HeadBudgets, capacity_of, most_rows
+from jaxkv.policies.rank import ranked
+from jaxkv.policies.scorer import Observed, Scorer, future_of, norms_of
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down

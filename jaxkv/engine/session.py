@@ -16,10 +16,10 @@ from jaxkv._settings import own_settings, settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
+from jaxkv.compilation import Clocks
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine import staged
-from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw

@@ -23,7 +23,7 @@ from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.plan import ring_rows
 from jaxkv.engine.prefill import logits_of
 from jaxkv.planning.programs import Work
-from jaxkv.policies.protocol import Observed, norms_of
+from jaxkv.policies.scorer import Observed, norms_of
 from jaxkv.sharding.mesh import settle_down, where
 
 
