@@ -1,0 +1,136 @@
+"""Models whose layers differ in rotary embedding and scale, against a forward pass in plain numpy, float64."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from meshes import mesh_of, model_of
+
+import jaxkv
+from jaxkv.engine import loop
+from jaxkv.engine.program import Program
+from jaxkv.models.decoder import Flat, named_parameters
+from jaxkv.models.rope import inverse_frequencies
+from jaxkv.models.values import LayerSpec, LinearRope, Rope
+
+KINDS = (LayerSpec(), LayerSpec(rope=Rope(theta=40.0), scale=0.6))
+CONFIG = dataclasses.replace(tiny.shape(layers=3, kv_heads=2, group=3, dim=8), kinds=KINDS)
+LENGTHS, NEW = (37, 20), 6
+
+
+def _turned(rows, rope):
+    """Rotates rows `[..., N, D]` at positions 0 .. N."""
+    frequencies, factor = inverse_frequencies(rope, rows.shape[-1])
+    angle = np.arange(rows.shape[-2])[:, None] * frequencies
+    cos, sin = np.cos(angle) * factor, np.sin(angle) * factor
+    one, other = np.split(rows, 2, axis=-1)
+    return np.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+
+
+def _normed(x, scale, eps):
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
+
+
+def forward(model, ids):
+    """Logits of the token after one sequence."""
+    config = model.config
+    of = {name: np.asarray(each.get_value(), np.float64) for name, each in named_parameters(model.decoder)}
+    x = of["embedding"][np.asarray(ids)]
+    for layer in range(config.layers):
+        part = lambda name, layer=layer: of[f"blocks.{layer}.{name}"]
+        normed, spec = _normed(x, part("attention_norm.scale"), config.norm_eps), config.kinds[layer % 2]
+        q = _turned(np.einsum("ne,kgde->kgnd", normed, part("attention.q")), spec.rope)
+        k, v = np.einsum("ne,tkde->tknd", normed, part("attention.kv"))
+        k, scale = _turned(k, spec.rope), spec.scale or config.head_dim**-0.5
+        logits = np.einsum("kgnd,kmd->kgnm", q, k) * scale
+        logits = np.where(np.tri(len(x), dtype=bool), logits, -np.inf)
+        share = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        out = np.einsum("kgnm,kmd->nkgd", share / share.sum(axis=-1, keepdims=True), v).reshape(len(x), -1)
+        x = x + out @ part("attention.out").T
+        normed = _normed(x, part("mlp_norm.scale"), config.norm_eps)
+        gate, up = (normed @ part("mlp.gate_up")[index].T for index in range(2))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ part("mlp.down").T
+    return _normed(x[-1], of["norm.scale"], config.norm_eps) @ of["head"].T
+
+
+def check_answers(model, policy=None):
+    """Greedy tokens behind two prompts, each the oracle's."""
+    ids = tiny.prompts(3, LENGTHS)
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(ids, new=NEW)
+    for row, each in enumerate(ids):
+        np.testing.assert_allclose(np.asarray(cache.logits)[row], forward(model, each), atol=2e-4)
+    _, tokens = session.draw(cache, NEW)
+    for row, each in enumerate(ids):
+        so_far = list(each)
+        for token in tokens[row].tolist():
+            assert token == int(forward(model, so_far).argmax())
+            so_far.append(token)
+
+
+def test_every_layer_has_its_own_rotation_and_scale():
+    check_answers(tiny.tiny(CONFIG))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (
+        jaxkv.StreamingLLM(budget=64, rolling_positions=True),
+        jaxkv.OmniKV(budget=64, filter_layers=(0,)),
+        jaxkv.OmniKV(budget=64, filter_layers=(0,), offload=True),
+        jaxkv.H2O(budget=64),
+        jaxkv.ExpectedAttention(budget=64, every=4),
+    ),
+    ids=("rolling", "filtered", "offloaded", "scored", "again"),
+)
+def test_policies_that_keep_everything_answer_as_the_full_cache_does(policy):
+    check_answers(tiny.tiny(CONFIG), policy)
+
+
+def test_sixteen_bits_with_rolling_positions_read_their_tails():
+    model, ids = tiny.tiny(CONFIG, dtype="bfloat16"), tiny.prompts(3, LENGTHS)
+    rolling = jaxkv.Session(model, jaxkv.StreamingLLM(budget=64, rolling_positions=True))
+    full, fixed = jaxkv.Session(model), rolling.prefill(ids, new=NEW)
+    np.testing.assert_allclose(np.asarray(fixed.logits), np.asarray(full.prefill(ids).logits), atol=0.1)
+    after, tokens = rolling.draw(fixed, NEW)
+    whole = [each + row.tolist() for each, row in zip(ids, tokens, strict=True)]
+    np.testing.assert_allclose(np.asarray(after.logits), np.asarray(full.prefill(whole).logits), atol=0.25)
+
+
+def test_a_mesh_answers_as_one_device_does():
+    config = dataclasses.replace(model_of(4).config, kinds=KINDS)
+    model, ids = tiny.tiny(config), tiny.prompts(3, LENGTHS)
+    of = {"policy": jaxkv.H2O(budget=16), "max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+    alone, apart = (jaxkv.generate(model, ids, **of, **more) for more in ({}, {"mesh": mesh_of(2, 4)}))
+    assert [each.tolist() for each in alone.tokens] == [each.tolist() for each in apart.tokens]
+
+
+def test_alike_layers_share_programs():
+    flat = tiny.tiny(CONFIG).flat
+    assert flat.graphs_of(0) == flat.graphs_of(2) != flat.graphs_of(1)
+    alike = tiny.tiny(dataclasses.replace(CONFIG, kinds=KINDS[:1])).flat
+    assert len({alike.graphs_of(layer) for layer in range(3)}) == 1
+
+
+@pytest.mark.parametrize("where", (Flat, Program), ids=("prefill", "decode"))
+def test_a_spec_of_another_layer_is_found(where, monkeypatch, request):
+    # Programs compiled before the fault would hide it, those compiled with it outlive it.
+    loop._loop.clear_cache()
+    request.addfinalizer(loop._loop.clear_cache)
+    monkeypatch.setattr(where, "graphs_of", lambda self, layer: self.graphs.of(self.config.spec_of(layer + 1)))
+    with pytest.raises(AssertionError):
+        check_answers(tiny.tiny(CONFIG))
+
+
+def test_kinds_that_are_none(as_users_call):
+    with pytest.raises(ValueError, match=r"kinds=.*give LayerSpecs"):
+        dataclasses.replace(CONFIG, kinds=("full",))
+    with pytest.raises(ValueError, match=r"scale=-1"):
+        LayerSpec(scale=-1.0)
+    with pytest.raises(ValueError, match=r"rope=.*give a Rope"):
+        LayerSpec(rope="llama3")
+    spec = LayerSpec(rope=LinearRope(factor=np.float32(2)), scale=np.float32(0.5))
+    assert hash(spec) == hash(LayerSpec(rope=LinearRope(factor=2.0), scale=0.5))
+    assert jax.tree.leaves(spec) == [spec]
