@@ -39,7 +39,7 @@ def forward(model, ids):
     of = {name: np.asarray(each.get_value(), np.float64) for name, each in named_parameters(model.decoder)}
     x = of["embedding"][np.asarray(ids)]
     for layer in range(config.layers):
-        part = lambda name, layer=layer: of[f"blocks.{layer}.{name}"]
+        part = lambda name, layer=layer: of[f"blocks.{layer}.{name}"]  # noqa: E731
         normed, spec = _normed(x, part("attention_norm.scale"), config.norm_eps), config.kinds[layer % 2]
         q = _turned(np.einsum("ne,kgde->kgnd", normed, part("attention.q")), spec.rope)
         k, v = np.einsum("ne,tkde->tknd", normed, part("attention.kv"))
