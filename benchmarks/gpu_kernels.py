@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
-from jaxkv import attention, pallas_kernels
-from jaxkv.attention import Implementation
+from jaxkv import pallas_kernels
+from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
@@ -168,7 +168,7 @@ def prefill(case):
     implementation = Implementation(case["by"])
     if INTERPRET and implementation is not Implementation.XLA:
         implementation = Implementation.INTERPRETED
-    by = partial(attention.prompts, implementation=implementation)
+    by = partial(backend_of(implementation).prefill, lse=False)
     flops = 2 * q.size * case["tokens"]
     # Twice, so that what one gives need not be copied to where the next finds it.
     found = chained(lambda q, kv: by(q, *kv, length)[0], q, 2 * [(k, v)], estimate=flops / _FLOPS)
@@ -178,9 +178,8 @@ def prefill(case):
 def scores(case):
     """What a prompt's scores cost on top of its attention: a window's, and the sums over all queries."""
     q, k, _, length = _prompt(case)
-    implementation = Implementation.INTERPRETED if INTERPRET else Implementation.PALLAS
     zero, window = jnp.zeros_like(length), case["window"]
-    by_window = partial(attention.window_sums, implementation=implementation)
+    by_window = partial(pallas_kernels.window_sums, interpret=INTERPRET)
     lse = jnp.zeros(q.shape[:4], jnp.float32)
 
     # Sums become a number that is added to the queries: the next call waits for it.

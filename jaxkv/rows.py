@@ -10,10 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
+from jaxkv.attention.xla import over_pool
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
 from jaxkv.cache.pools import append as append_rows
@@ -151,7 +151,7 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         held = jnp.maximum(length - after[:, None], 0)
-        return attention.over_pool(q, pool.k, pool.v, start, held, walk=rows.layout.walk)[0]
+        return over_pool(q, pool.k, pool.v, start, held, walk=rows.layout.walk)[0]
 
     if tokens == 1:
         out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]

@@ -21,12 +21,11 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_key
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, unordered
@@ -236,7 +235,10 @@ class _Given(Source):
             q = _queries(self.arrays[index - self.first][2], k, self.parts)
             if self.parts.needs.sums:
                 all_q, all_k, all_v = lax.stop_gradient([_finite(each, length) for each in (q, k, v)])
-                sums = attention.prompts(all_q, all_k, all_v, length, sums=True, implementation=Implementation.XLA)[1]
+                backend = backend_of(Implementation.XLA)
+                _, lse = backend.prefill(all_q, all_k, all_v, length)
+                assert lse is not None
+                sums = backend.column_sums(all_q, all_k, lse, length)
             if q.shape[3] == slots:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv import attention
-from jaxkv.attention import columns
+from jaxkv.attention import backend_of, columns, xla
 from jaxkv.attention.xla import Walk
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
@@ -74,7 +74,7 @@ def test_over_pool(walk, heads, batch, dtype):
         slots = int((start + length).max()) + before + 3
     q = 2 * draw(3, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, slots, dim, dtype=dtype) for seed in (4, 5))
-    out, lse = attention.over_pool(q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), walk=walk)
+    out, lse = xla.over_pool(q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), walk=walk)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])
@@ -92,7 +92,7 @@ def test_over_pool_of_many_rows(size, dtype):
     start = np.broadcast_to(np.arange(heads, dtype=np.int32) * size, length.shape)
     q = 2 * draw(9, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, heads * size, dim, dtype=dtype) for seed in (10, 11))
-    out, _ = attention.over_pool(q, k, v, jnp.asarray(start), jnp.asarray(length), walk=Walk.STRIDES)
+    out, _ = xla.over_pool(q, k, v, jnp.asarray(start), jnp.asarray(length), walk=Walk.STRIDES)
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])
         expected, _ = reference(wide(q)[row, head, query], wide(k)[row, span], wide(v)[row, span])
@@ -185,11 +185,12 @@ def test_a_pool_s_scores(walk, dtype):
             weights = np.exp(logits - logits.max(initial=-math.inf)) if len(logits) else logits
             expected[row, span] += weights / max(weights.sum(), 1e-30) / group
     begin, rows = jnp.asarray(start), jnp.asarray(length)
-    plain, plain_lse = attention.over_pool(q, k, v, begin, rows, walk=walk)
+    plain, plain_lse = xla.over_pool(q, k, v, begin, rows, walk=walk)
     other = draw(4, 2, heads, dim, dtype=dtype)
 
     def scored(counts, **options):
-        out, found = attention.over_pool_scored(q, k, v, begin, rows, score, counts, walk=walk, **options)
+        backend = backend_of(attention.Implementation.XLA)
+        out, found = backend.attend_scored(q, k, v, begin, rows, score, counts, walk=walk, **options)
         if isinstance(found, attention.Received):
             return out, attention.add_received(score, found, begin, counts), found
         return out, found, None

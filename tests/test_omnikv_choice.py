@@ -13,8 +13,9 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
+from jaxkv.attention import filters
 from jaxkv.cache.pools import dense_pool
-from jaxkv.engine import filters, sparse
+from jaxkv.engine import sparse
 from jaxkv.engine.filters import Asking, Chosen, choose, rows_of
 from jaxkv.policies import EntropyLayers
 

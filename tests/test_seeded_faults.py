@@ -16,6 +16,7 @@ import tiny
 from policy_table import BY_NAME
 
 from jaxkv import H2O, AdaKV, Merge, attention
+from jaxkv.attention import columns
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
 from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts, slots
@@ -63,13 +64,14 @@ def window_not_forced(patch):
 
 
 def window_sees_the_future(patch):
-    real = attention.window_mass
+    real = columns.window_mass
 
     def mass(q, k, positions, reduce):
         last = jnp.where(positions < 0, positions, positions.max(axis=1, keepdims=True))
         return real(q, k, last, reduce)
 
-    patch.setattr(attention, "window_mass", mass)
+    for module in (columns, attention):
+        patch.setattr(module, "window_mass", mass)
 
 
 def group_maximum(patch):

@@ -3,16 +3,21 @@
 import dataclasses
 import enum
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv._errors import require
-from jaxkv.attention.cudnn import serves
+from jaxkv.attention.backend import Backend, Setting
+from jaxkv.attention.cudnn import Cudnn
+from jaxkv.attention.kernels import Interpreted, Kernels
+from jaxkv.attention.mosaic import Mosaic
+from jaxkv.attention.xla_backend import Xla
 
 
 class Implementation(enum.Enum):
-    """What stands behind the door to attention.
+    """What stands behind the door to attention: a name, and the backend that it stands for.
 
     Attributes:
         AUTO: the fastest that the device and the policy allow.
@@ -26,22 +31,39 @@ class Implementation(enum.Enum):
     """
 
     AUTO = "auto"
-    XLA = "xla"
-    PALLAS = "pallas"
-    INTERPRETED = "pallas (interpreted)"
-    CUDNN = "cudnn"
-    MOSAIC = "mosaic"
+    XLA = "xla", Xla()
+    PALLAS = "pallas", Kernels()
+    INTERPRETED = "pallas (interpreted)", Interpreted()
+    CUDNN = "cudnn", Cudnn()
+    MOSAIC = "mosaic", Mosaic()
+
+    _value_: str
+    backend: Backend | None
+
+    def __new__(cls, value: Any, backend: Backend | None = None) -> Any:
+        """A member whose value is its name for users."""
+        member = object.__new__(cls)
+        member._value_, member.backend = value, backend
+        return member
 
 
-KERNELS = (Implementation.PALLAS, Implementation.INTERPRETED)
 # Of whole prompts alone: everything else about attention is then PALLAS.
 PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
-_HOPPER = (9, 0)
+# What AUTO takes the first of that serves.
+_FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
 
 
-def over_rows(implementation: Implementation) -> Implementation:
-    """What attends to segments where this one prefills: those that know whole prompts alone leave it to the kernels."""
-    return Implementation.PALLAS if implementation in PREFILL_ONLY else implementation
+def backend_of(implementation: Implementation) -> Backend:
+    """The functions behind an implementation.
+
+    Args:
+        implementation: any but AUTO.
+
+    Returns:
+        Its backend.
+    """
+    assert implementation.backend is not None
+    return implementation.backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,48 +125,14 @@ def choose(
     Raises:
         ValueError: if what is asked for does not exist, or not here.
     """
-    asked = named(asked)
-    gpu, cpu = platform in ("gpu", "cuda"), platform == "cpu"
-    pallas, cudnn = Implementation.PALLAS, Implementation.CUDNN
-    by_cudnn = serves(dtype, head_dim, capability)
+    asked, setting = named(asked), Setting(platform, dtype, head_dim, capability)
     if asked is Implementation.AUTO:
-        if not gpu:
-            return Implementations()
-        prefill = cudnn if by_cudnn else pallas
-        return Implementations(prefill=prefill, decode=over_rows(prefill))
-    if asked is pallas and cpu:
+        asked = next(each for each in _FASTEST if backend_of(each).refusal(setting) is None)
+    elif asked is Implementation.PALLAS and platform == "cpu":
         asked = Implementation.INTERPRETED
-    require(
-        asked is not pallas or gpu,
-        "implementation",
-        asked.value,
-        f"these kernels need a GPU, this is {platform}: use xla",
-    )
-    if asked is cudnn:
-        require(gpu, "implementation", "cudnn", f"cuDNN needs a GPU, this is {platform}: use auto")
-        remedy = (
-            f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {head_dim}: use auto"
-        )
-        require(by_cudnn, "implementation", "cudnn", remedy)
-    if asked is Implementation.MOSAIC:
-        _require_mosaic(gpu, platform, dtype, head_dim, capability)
-    return Implementations(prefill=asked, decode=over_rows(asked))
-
-
-def _require_mosaic(
-    gpu: bool, platform: str, dtype: jnp.dtype, head_dim: int, capability: tuple[int, int] | None
-) -> None:
-    def need(condition: bool, remedy: str) -> None:
-        require(condition, "implementation", "mosaic", f"{remedy}: use auto or pallas")
-
-    need(gpu, f"it needs a GPU, this is {platform}")
-    told = ".".join(map(str, capability or ()))
-    need(capability in (None, _HOPPER), f"it is made for compute capability 9.0, Hopper's, not {told}")
-    # A second compiler, imported where it is asked for.
-    from jaxkv.pallas_kernels import mosaic
-
-    need(jnp.dtype(dtype).name in mosaic.DTYPES, f"it takes {' and '.join(mosaic.DTYPES)}, not {dtype}")
-    need(head_dim in mosaic.DIMS, f"it takes a head dim of {' or '.join(map(str, mosaic.DIMS))}, not {head_dim}")
+    remedy = backend_of(asked).refusal(setting)
+    require(remedy is None, "implementation", asked.value, remedy or "")
+    return Implementations(prefill=asked, decode=Implementation.PALLAS if asked in PREFILL_ONLY else asked)
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:

@@ -1,6 +1,5 @@
 """How much attention each row receives: sums over queries by a second pass with known log-sum-exps, in plain XLA."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +16,9 @@ from jaxkv.attention.xla import (
     WALK_BLOCK,
     Walk,
     inside_segments,
+    logit_divisor,
     rows_dot,
+    scale_queries,
     walk_block,
     windows,
 )
@@ -43,12 +44,21 @@ def column_sums(
     lse: Float[Array, "K G T"],
     first: Int[Array, ""],
 ) -> Float[Array, "K G S"]:
-    """Attention that T consecutive queries of one sequence pay to each key; see `jaxkv.attention.column_sums`."""
+    """Attention that each key receives from T consecutive queries of one sequence, in blocks of O(S) memory.
+
+    Args:
+        q: rotated queries at positions first .. first + T; T divides S.
+        k: rotated keys at positions 0 .. S.
+        lse: from `causal`; +inf for queries that do not count.
+        first: position of the first query, a multiple of T.
+
+    Returns:
+        Sums of probabilities over the queries, float32.
+    """
     heads, group, queries, dim = q.shape
     slots = k.shape[1]
     block = min(KEY_BLOCK, slots)
-    scale = jnp.asarray(LOG2E / math.sqrt(dim), jnp.float32)
-    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(heads, group * queries, dim)
+    scaled = scale_queries(q, LOG2E).reshape(heads, group * queries, dim)
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
@@ -77,10 +87,19 @@ def column_sums(
 def probabilities(
     q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
 ) -> Float[Array, "G w S"]:
-    """What a few queries of one kv head pay to all keys; see `jaxkv.attention.probabilities`."""
+    """Attention probabilities of a few queries of one kv head over all its keys.
+
+    Args:
+        q: rotated queries.
+        k: rotated keys at positions 0 .. S.
+        position: of each query; the probabilities of a negative one, which does not exist, mean nothing.
+
+    Returns:
+        The probabilities, float32; 0 behind the query.
+    """
     group, window, dim = q.shape
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
-    logits = logits * (1.0 / math.sqrt(dim))
+    logits = logits * (1.0 / logit_divisor(dim))
     seen = jnp.arange(k.shape[0], dtype=jnp.int32) <= position[:, None]
     return jax.nn.softmax(jnp.where(seen, logits, MASKED), axis=-1)
 
@@ -91,7 +110,17 @@ def window_mass(
     positions: Int[Array, "B w"],
     reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
 ) -> Float[Array, "B K S"]:
-    """Probabilities of a few queries, one kv head at a time; see `jaxkv.attention.window_mass`."""
+    """Attention probabilities of a few queries over all keys, reduced per kv head before they pile up.
+
+    Args:
+        q: rotated queries of the observation window.
+        k: rotated keys at positions 0 .. S.
+        positions: position of each query; negative marks a row that does not exist (a prompt shorter than w).
+        reduce: takes one kv head's float32 probabilities `[G, w, S]` and its queries' positions to scores `[S]`.
+
+    Returns:
+        The reduced scores, float32.
+    """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
@@ -100,6 +129,14 @@ def window_mass(
     flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
     return lax.map(head, (flat(q), flat(k), flat(spread))).reshape(batch, heads, -1)
+
+
+def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
+    """Mean of probabilities over the queries that exist, those at positions of 0 and more."""
+    exists = position >= 0
+    weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
+    # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
+    return (p * weights[:, None]).sum(axis=1)
 
 
 def pool_sums(
@@ -113,9 +150,23 @@ def pool_sums(
     walk: Walk,
     weight: float,
 ) -> Float[Array, "B P"]:
-    """Adds the attention of R queries to each row's score; see `jaxkv.attention.pool_sums`."""
+    """Adds to each row's score the attention of R queries whose log-sum-exp over all that they see is known.
+
+    Args:
+        q: rotated queries; R folds the group and their number.
+        k: pool rows, rotated keys.
+        lse: of each query, over the pool and all else that it sees; +inf for queries that do not count.
+        start: first row of each segment.
+        length: rows of each segment.
+        score: attention that rows have received so far.
+        walk: how rows are reached.
+        weight: factor of each query's attention.
+
+    Returns:
+        The scores.
+    """
     batch, heads, rows, dim = q.shape
-    scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
+    scaled = scale_queries(q)
     padded = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0))) if rows == 1 and q.dtype.itemsize == 2 else scaled
     # Written as `xla.over_pool` writes it: where both look at the same queries the compiler computes one product.
     match walk:
@@ -160,8 +211,7 @@ def walk_scored(
     """
     batch, heads, group, dim = q.shape
     block = walk_block(k, heads)
-    scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
-    dot = lax.dot_general
+    scaled, dot = scale_queries(q), lax.dot_general
     if other is not None:
         scaled = jnp.concatenate([scaled, other[:, :, None].astype(scaled.dtype)], axis=2)
         # Exact products of float32, which a CPU gives anyhow: asked for them, XLA would take a slower path there.

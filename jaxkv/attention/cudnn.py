@@ -1,27 +1,47 @@
-"""Causal attention of whole prompts by cuDNN, through JAX's public functions."""
+"""Causal attention of whole prompts by cuDNN, through JAX's public functions, as a backend."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.attention.backend import Setting
+from jaxkv.attention.kernels import Kernels
+
 # Of the first device that has as much shared memory as cuDNN wants for longer heads: Hopper.
 _WIDE = (9, 0)
 
 
-def serves(dtype: jnp.dtype, head_dim: int, capability: tuple[int, int] | None) -> bool:
-    """Whether cuDNN's attention takes a model, by what JAX checks before it calls it.
+class Cudnn(Kernels):
+    """Prefill by cuDNN; scores of keys, and decoding, are the kernels': cuDNN has neither, nor ragged segments."""
 
-    Args:
-        dtype: of the model.
-        head_dim: D.
-        capability: of the device, such as (9, 0) for Hopper; None where it is not known.
+    # Queries and output, and cuDNN's queries in another order.
+    query_copies = 3
 
-    Returns:
-        True for 16 bits, and head dims in steps of 8 up to 128, from Hopper on up to 256.
-    """
-    most = 256 if capability is not None and capability >= _WIDE else 128
-    return np.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= most
+    def refusal(self, setting: Setting) -> str | None:
+        """Refuses all but GPUs, and dtypes and head dims that JAX refuses before it calls cuDNN."""
+        if not setting.gpu:
+            return f"cuDNN needs a GPU, this is {setting.platform}: use auto"
+        dtype, dim = setting.dtype, setting.head_dim
+        most = 256 if setting.capability is not None and setting.capability >= _WIDE else 128
+        if np.dtype(dtype).itemsize == 2 and dim % 8 == 0 and dim <= most:
+            return None
+        return f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {dim}: use auto"
+
+    def prefill(
+        self,
+        q: Float[Array, "B K G T D"],
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        length: Int[Array, " B"],
+        first: Int[Array, " B"] | None = None,
+        *,
+        lse: bool = True,
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        """Causal attention of whole prompts by cuDNN; of a part of their queries by the kernels."""
+        if first is not None:
+            return super().prefill(q, k, v, length, first, lse=lse)
+        return causal(q, k, v, length, lse=lse)
 
 
 def causal(

@@ -40,15 +40,34 @@ class Walk(enum.Enum):
     WINDOWS = "windows"
 
 
+def logit_divisor(dim: int) -> float:
+    """Number that products of queries and keys of `dim` numbers are divided by: its square root."""
+    return math.sqrt(dim)
+
+
+def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n D"]:
+    """Queries times `by` over the square root of D, multiplied in float32, in q's dtype."""
+    return (q.astype(jnp.float32) * (by / logit_divisor(q.shape[-1]))).astype(q.dtype)
+
+
 def causal(
     q: Float[Array, "K G T D"], k: Float[Array, "K S D"], v: Float[Array, "K S D"], first: Int[Array, ""]
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
-    """Flash attention in blocks of keys up to the diagonal; see `jaxkv.attention.causal`."""
+    """Causal attention of T consecutive queries of one sequence, in blocks of keys up to the diagonal.
+
+    Args:
+        q: rotated queries at positions first .. first + T; T divides S.
+        k: rotated keys at positions 0 .. S; those behind the queries get no weight.
+        v: values, finite everywhere.
+        first: position of the first query, a multiple of T.
+
+    Returns:
+        The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
+    """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
-    scale = jnp.asarray(LOG2E / math.sqrt(dim), jnp.float32)
     # exp2 with the scale folded into q saves a multiplication per logit.
-    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(heads, group * queries, dim)
+    scaled = scale_queries(q, LOG2E).reshape(heads, group * queries, dim)
     # In 16 bits a product is cheaper than a sum over rows: a column of ones among the values gathers the total.
     summed = v.dtype.itemsize == 2
     if summed:
@@ -119,9 +138,8 @@ def over_pool(
     *,
     walk: Walk,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Queries against cached segments; see `jaxkv.attention.over_pool`."""
-    rows, dim = q.shape[2:]
-    scaled = (q.astype(jnp.float32) * (1.0 / math.sqrt(dim))).astype(q.dtype)
+    """Attention of R queries per kv head over the rows of its segment; see `Backend.attend`."""
+    rows, scaled = q.shape[2], scale_queries(q)
     if rows == 1 and q.dtype.itemsize == 2:
         # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))

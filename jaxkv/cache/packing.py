@@ -7,8 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv import attention
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, segment_of_row
 from jaxkv.cache.stores import Dense, Store, put_cells
@@ -57,7 +56,7 @@ def pack(
         rows: P; on a mesh, of each stretch of heads.
         layout: how the segments lie; room is spread evenly behind them.
         store: how rows are held.
-        implementation: kernels gather in one pass.
+        implementation: whose backend gathers.
         axes: of the mesh that they lie on, if they do.
 
     Returns:
@@ -82,7 +81,7 @@ def pack(
 
     position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
     source = jnp.where(real, segment * slots + position, -1)
-    packed_k, packed_v, pos = attention.packed(layer.k, layer.v, source, implementation=implementation)
+    packed_k, packed_v, pos = backend_of(implementation).packed(layer.k, layer.v, source)
     cells = lambda a, empty: jnp.where(  # noqa: E731
         real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), axis=1), empty
     )

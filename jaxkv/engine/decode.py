@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv import attention
 from jaxkv.cache import Cache, KVCache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
@@ -149,8 +148,7 @@ def dealt_of(cache: Cache, program: Program, new: NewTokens) -> Callable[[int, P
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     k = cache.pools[0].k
-    of = {"dim": k.shape[2], "itemsize": k.dtype.itemsize}
-    chunks = attention.dealt(start, length, implementation=program.implementation, **of)
+    chunks = program.backend.deal(start, length, dim=k.shape[2], itemsize=k.dtype.itemsize)
 
     def share(layer: int, pool: Pool) -> Dealt:
         widest = pool.rows // heads if program.layout is Layout.EQUAL else program.widest

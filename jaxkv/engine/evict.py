@@ -13,8 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv.attention import KERNELS, Implementation
-from jaxkv.attention.kernels import kernels_of
+from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import WALK_BLOCK, Walk
 from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.cache.stores import put_cells
@@ -66,7 +65,7 @@ def weakest(
         walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
         axes: of the mesh whose devices have so many heads each, if it runs on one.
-        implementation: where kernels are launched, one reduction does for three.
+        implementation: of whose backend it depends whether one reduction does for three.
 
     Returns:
         The lowest score among rows that may go, the latest position among equals; whether there is any; and, where
@@ -74,7 +73,7 @@ def weakest(
     """
     rank = ongoing.rank
     assert rank is not None
-    lowest_of = _lowest_at_once if implementation in KERNELS else _lowest
+    lowest_of = _lowest_at_once if backend_of(implementation).few_launches else _lowest
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
@@ -185,22 +184,23 @@ def evict(
         products: those of the likely rows' keys with all keys; the result is the same without.
         norms: length of each key, if they are kept; the result is the same without.
         axes: of the mesh whose devices have so many heads each, if it runs on one.
-        implementation: what moves rows.
+        implementation: whose backend moves rows where it can.
 
     Returns:
         What is left.
     """
-    kernels = implementation in KERNELS and pool.store.fused
-    if kernels and _in_a_kernel(ongoing):
-        return _by_kernel(pool, segments, ongoing, implementation)
+    backend = backend_of(implementation)
+    fused = backend.fused_eviction and pool.store.fused
+    if fused and _in_a_kernel(ongoing):
+        return _by_kernel(pool, segments, ongoing, backend)
     options: Any = {"walk": walk, "widest": widest, "axes": axes, "implementation": implementation}
     victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, **options)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
-    if ongoing.merge is None and kernels:
+    if ongoing.merge is None and fused:
         length = segments.length - over.astype(jnp.int32)
-        moved = _moved(pool, victim, last, over, implementation)
+        moved = _moved(pool, victim, last, over, backend)
         return Evicted(moved, dataclasses.replace(segments, length=length), norms, jnp.where(over, second, victim))
     newest = _rows_at(pool, last)
     writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
@@ -286,30 +286,23 @@ def _in_a_kernel(ongoing: Ongoing) -> bool:
     return type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
 
 
-def _by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, implementation: Implementation) -> Evicted:
+def _by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
     """`evict` in one pass; what attention has read is known to come first, as the pool comes from there."""
-    kernels, interpret = kernels_of(implementation)
     assert ongoing.rank is not None
     of = (segments.start, segments.length, segments.limit, segments.recent, segments.seen, segments.prompt)
     weigh = _Weigh(ongoing.rank, ongoing.keep)
     rows = (pool.k, pool.v, pool.pos, pool.score)
-    k, v, pos, score, moved = kernels.evict_rows(*rows, *of, weigh=weigh, interpret=interpret)
+    k, v, pos, score, moved = backend.evict_rows(*rows, *of, weigh=weigh)
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
     segments = dataclasses.replace(segments, length=segments.length - moved)
     return Evicted(pool, segments, None, jnp.full_like(moved, -1))
 
 
 def _moved(
-    pool: Pool,
-    victim: Int[Array, "B K"],
-    last: Int[Array, "B K"],
-    over: Bool[Array, "B K"],
-    implementation: Implementation,
+    pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], over: Bool[Array, "B K"], backend: Backend
 ) -> Pool:
     """The pool with the newest rows in the places of those that go, by a kernel."""
-    kernels, interpret = kernels_of(implementation)
-    of = (pool.k, pool.v, pool.pos, pool.score, victim, last, over)
-    k, v, pos, score = kernels.replace_rows(*of, interpret=interpret)
+    k, v, pos, score = backend.replace_rows(pool.k, pool.v, pool.pos, pool.score, victim, last, over)
     return dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
 
 

@@ -193,7 +193,7 @@ def attend(
     if not program.scored:
         return pool_attention(token.q, rows.keys, pool.v, start, length, program)[0], rows, None
     assert pool.score is not None
-    out, scores = attention.over_pool_scored(
+    out, scores = program.backend.attend_scored(
         token.q[..., 0, :],
         rows.keys,
         pool.v,
@@ -204,7 +204,6 @@ def attend(
         walk=program.layout.walk,
         widest=program.widest,
         other=rows.likely,
-        implementation=program.implementation,
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
@@ -235,7 +234,7 @@ def join(
     if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
         places, held = picks_of(program, pool, rows.segments, rows.chosen)
         picks = (places, dealt.picked, held, dealt.rest, dealt.start)
-    out, k, v, pos, *score = attention.token_over_pool(
+    out, k, v, pos, *score = program.backend.decode_token(
         *parts,
         (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),
         new.positions[:, 0],
@@ -248,7 +247,6 @@ def join(
         begin=begun[..., 0] if scored and begun is not None else None,
         widest=dealt.widest,
         picks=picks,
-        implementation=program.implementation,
     )
     scores = score[0] if scored else pool.score
     if scores is not None and not scored:

@@ -14,7 +14,7 @@ from jaxkv import memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.stages import Prefilling, moment_bytes
 from jaxkv.models.config import ModelConfig
@@ -196,7 +196,7 @@ def plan_prefill(
         lengths: tokens of each prompt.
         dtype: of the cache.
         room: rows to leave behind every segment; one number, or one for each layer.
-        implementation: what computes attention: those of a GPU take all prompts together, and more memory.
+        implementation: what computes attention: backends that take all prompts at once take more memory.
         mesh: from `sharding.model_mesh` or `abstract_mesh`, one of whose devices bytes are counted for.
         times: how often every prompt is there; bytes are those of all, rows and budgets of one each.
 
@@ -266,7 +266,7 @@ def _weighed(
     tables = batch * _table_bytes(mine, parts.ongoing, reading)
     cache_bytes = sum(pools) + tables
     layer_kv = 2 * batch * mine.kv_heads * slots * config.head_dim * item
-    if implementation is Implementation.XLA:
+    if not backend_of(implementation).at_once:
         held = config.layers if parts.layers.from_scores else 1
         prefilling = (held + bool(away) + 1) * layer_kv + _activation_bytes(mine, parts, batch, slots, item)
     else:

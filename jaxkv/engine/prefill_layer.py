@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv import attention
-from jaxkv.attention import Implementation, over_rows
+from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.engine.moments import prompt_moments
 from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
@@ -84,22 +83,20 @@ def layer(
     window = block.queries(block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at))
     size = _block(slots, (512, QUERY_BLOCK))
     moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
-    if implementation is Implementation.XLA:
-        x, k, v, unrotated, sums = _by_sequence(block, x, length, table, needs, last)
-    else:
-        x, k, v, unrotated, sums = _at_once(block, x, length, table, needs, last, implementation)
+    backend = backend_of(implementation)
+    run = _at_once if backend.at_once else _by_sequence
+    x, k, v, unrotated, sums = run(block, x, length, table, needs, last, backend)
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
         heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
-        out, _ = attention.over_pool(
+        out, _ = backend.attend(
             block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
             k.reshape(batch, -1, config.head_dim),
             v.reshape(batch, -1, config.head_dim),
             jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
             jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
             walk=Walk.STRIDES,
-            implementation=over_rows(implementation),
         )
         x = block.finish(final, out[..., None, :])[:, 0]
     return LayerOut(
@@ -138,7 +135,9 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
     return mean_of_devices(mine, "G", block.axes)
 
 
-def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool):
+def _by_sequence(
+    block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """One sequence after the other, as many blocks as it has: padding costs memory but no time. For a CPU.
 
     Returns x after the block (as it came, if last), K, V, and un-rotated keys and sums or None.
@@ -167,14 +166,13 @@ def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Ne
             # K and V are complete, so hidden states can be overwritten block by block.
             first = index * size
             mine = _take(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
-            out, lse = attention.causal(mine, k_row, v_row, first)
+            alone = (length[row][None], first[None])
+            out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone)
             if sums is not None:
-                position = first + jnp.arange(size, dtype=jnp.int32)
-                real = jnp.where(position < length[row], lse, jnp.inf)
-                sums = sums.at[row].add(attention.column_sums(mine, k_row, real, first))
+                sums = sums.at[row].add(backend.column_sums(mine[None], k_row[None], lse, *alone)[0])
             if not last:
                 part = _take(x, (row, first, 0), (1, size, width))
-                x = _put(x, block.finish(part, out[None]), (row, first, 0))
+                x = _put(x, block.finish(part, out), (row, first, 0))
             return x, sums
 
         if attends:
@@ -190,8 +188,8 @@ def _by_sequence(block: Block, x: Array, length: Array, table: Angles, needs: Ne
 
 
 def _at_once(
-    block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, implementation: Implementation
-):
+    block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
     batch, slots, width = x.shape
     # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
@@ -221,7 +219,8 @@ def _at_once(
     if needs.sums or not last:
         shape = (batch, config.kv_heads, config.group, slots, config.head_dim)
         q = lax.fori_loop(0, slots // size, queries, jnp.zeros(shape, x.dtype))
-        out, sums = attention.prompts(q, k, v, length, sums=needs.sums, implementation=implementation)
+        out, lse = backend.prefill(q, k, v, length, lse=needs.sums)
+        sums = None if lse is None else backend.column_sums(q, k, lse, length)
     if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
     return x, k, v, unrotated[0] if unrotated else None, sums

@@ -9,10 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._errors import require
 from jaxkv.attention import (
-    KERNELS,
     PREFILL_ONLY,
+    Backend,
     Implementation,
     Implementations,
+    backend_of,
     capability_of,
     choose,
     named,
@@ -85,6 +86,11 @@ class Program:
     fused: bool = True
 
     @property
+    def backend(self) -> Backend:
+        """Functions that compute attention over the pool."""
+        return backend_of(self.implementation)
+
+    @property
     def axes(self) -> Axes | None:
         """Of the mesh that it runs on, if it does."""
         return self.graphs.axes
@@ -104,9 +110,9 @@ class Program:
         return self.ongoing is not None and self.ongoing.evicts
 
     def streams(self, tokens: int) -> bool:
-        """Whether kernels add and norm hidden states between products, when so many tokens come at once."""
-        kernels = self.implementation in KERNELS and self.config.alternates and self.fused
-        return kernels and tokens == 1 and not (self.reading and self.reading.offloaded)
+        """True if the backend's fused functions run a step of so many tokens: `decode_token`, and `add_norm`."""
+        fused = self.backend.fused_step and self.config.alternates and self.fused
+        return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 
     def chooses(self, layer: int, tokens: int) -> bool:
         """Whether a layer chooses what those above it read when so many tokens come at once."""
@@ -133,8 +139,8 @@ class Program:
 
     @property
     def knows_norms(self) -> bool:
-        """Whether the keys' lengths are kept for that from step to step; a GPU finds them while it compares."""
-        return self.compares_keys and self.implementation not in KERNELS
+        """Whether norms of keys are kept for that from step to step."""
+        return self.compares_keys and self.backend.keeps_norms
 
     @property
     def looks_ahead(self) -> bool:
@@ -200,8 +206,8 @@ def specialise(
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
     settled = not banked and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
-    # Kernels append to the pool while they attend, interpreted ones too.
-    beside = platform == "cpu" and dtype.itemsize == 2 and implementation not in KERNELS
+    # A fused step appends to the pool while it attends.
+    beside = platform == "cpu" and dtype.itemsize == 2 and not backend_of(implementation).fused_step
     return Program(
         graphs=flat.graphs,
         config=flat.config,

@@ -5,7 +5,6 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv import attention
 from jaxkv.attention.xla import Walk
 from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
@@ -155,5 +154,5 @@ def over_rest(
     assert reading is not None and choosable is not None
     first = segments.length if reading.include_generated else choosable
     # Few rows at a place that data decides: a walk reads them and no others.
-    attend = partial(attention.over_pool, walk=Walk.WINDOWS, implementation=program.implementation)
+    attend = partial(program.backend.attend, walk=Walk.WINDOWS)
     return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)

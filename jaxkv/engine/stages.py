@@ -9,7 +9,7 @@ weigh follows from their shapes; what XLA needs beside them is what it needed wh
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, backend_of
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
@@ -124,8 +124,8 @@ class Prefilling:
         """What a layer's program needs beside what comes out of it."""
         config, needs, tokens = self.config, self.parts.needs, self._block()
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
-        # Queries and output, cuDNN's queries in another order, and the log-sum-exp of each query.
-        attend = queries * (3 if self.implementation is Implementation.CUDNN else 2)
+        # Queries, output and what else of their size, and the log-sum-exp of each query.
+        attend = queries * backend_of(self.implementation).query_copies
         attend += 4 * self.batch * config.heads * self.slots
         # Of a mixture's tokens as many go through at once as an expert takes, and beside them are the sums of all.
         rows, sums, weights = tokens, self.item, 0

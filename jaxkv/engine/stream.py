@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxkv.attention.kernels import kernels_of
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Block, Ends
 from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, products, project
@@ -115,5 +114,4 @@ def _padded(a: Array, rows: int) -> Array:
 
 
 def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, program: Program) -> tuple[Array, Array]:
-    kernels, interpret = kernels_of(program.implementation)
-    return kernels.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype, interpret=interpret)
+    return program.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv import attention
 from jaxkv.cache import Cache
 from jaxkv.engine.plan import QUERY_BLOCK
 from jaxkv.engine.program import Program
@@ -93,7 +92,7 @@ def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, program: Program
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """New queries against one layer's segments."""
-    attend = partial(attention.over_pool, walk=program.layout.walk, implementation=program.implementation)
+    attend = partial(program.backend.attend, walk=program.layout.walk)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 

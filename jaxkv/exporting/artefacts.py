@@ -10,13 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from jaxkv.attention.choice import KERNELS
+from jaxkv.attention import backend_of
 from jaxkv.exporting.programs import Setting
 from jaxkv.sharding.door import Door
 from jaxkv.sharding.letters import hints_of, letters_at
-
-# Kernels are calls by name to a compiler's back end, of which StableHLO promises nothing.
-UNSTABLE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 
 
 class Artefact(NamedTuple):
@@ -65,8 +62,8 @@ def artefact(door: Door, args: Sequence[Any], setting: Setting, names: Names, pl
 
     flat.__name__ = fn.__name__
     jitted = jax.jit(flat, donate_argnums=tuple(range(donated)), keep_unused=True)
-    allowed = [jax_export.DisabledSafetyCheck.custom_call(each) for each in UNSTABLE]
-    checks = allowed if setting.implementation in KERNELS else []
+    calls = backend_of(setting.implementation).custom_calls
+    checks = [jax_export.DisabledSafetyCheck.custom_call(each) for each in calls]
     shapes = [_struct(leaf) for _, _, leaf in leaves]
     exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)
     inputs = [_said(_name(path, names), leaf, letters) for path, letters, leaf in leaves]

@@ -21,8 +21,7 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_count, as_model, as_sampling
-from jaxkv.attention import Implementation, named
-from jaxkv.attention.choice import KERNELS
+from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
 from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
 from jaxkv.engine.plan import bucket
@@ -42,7 +41,7 @@ FORMAT, VERSION = "jaxkv export", 3
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # What JAX promises of what it has exported: https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
 _BACKWARD, _FORWARD = 180, 21
-_KERNELS = (
+_CUSTOM_CALLS = (
     "attention by Pallas kernels: a custom call, of which neither StableHLO nor JAX promises that another version "
     "takes it; run it with the same jax and jaxlib"
 )
@@ -150,8 +149,8 @@ def _request(params, policy, lengths, batch, question, new, platforms, sampling,
     unknown = [each for each in listed if each not in PLATFORMS]
     require(bool(listed) and not unknown, "platforms", unknown or listed, f"give of {', '.join(PLATFORMS)}")
     way = named(implementation)
-    ways = (Implementation.XLA, *KERNELS)
-    require(way in ways, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
+    whole = way not in (Implementation.AUTO, *PREFILL_ONLY)
+    require(whole, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
     require_exportable(chosen, config.layers, slots[-1])
     given = sampling if isinstance(sampling, (list, tuple)) else (sampling,)
     samplings = (Greedy(), *(as_sampling(each) for each in given if type(each) is not Greedy))
@@ -276,7 +275,7 @@ def _write(part: Path, params: LanguageModel, request: _Request, made: _Made, we
 
 def _manifest(params: LanguageModel, request: _Request, made: _Made) -> dict[str, Any]:
     config, axes, parts, names = params.config, params.axes, request.policy.parts(), names_of(params)
-    today = datetime.date.today()
+    today, unstable = datetime.date.today(), bool(backend_of(request.implementation).custom_calls)
     stable = re.search(rb"StableHLO_v([\d.]+)", next(iter(made.files.values())))
     try:
         policy = encode(request.policy, None, "policy")
@@ -295,9 +294,9 @@ def _manifest(params: LanguageModel, request: _Request, made: _Made) -> dict[str
             "jax": jax.__version__,
             "from": list(jax.__version_info__[:2]),
             "calling_convention": made.said[0]["calling_convention"],
-            "by_later_jax_until": None if request.implementation in KERNELS else _day(today, _BACKWARD),
-            "by_earlier_jax_from": None if request.implementation in KERNELS else _day(today, -_FORWARD),
-            "lost": _KERNELS if request.implementation in KERNELS else None,
+            "by_later_jax_until": None if unstable else _day(today, _BACKWARD),
+            "by_earlier_jax_from": None if unstable else _day(today, -_FORWARD),
+            "lost": _CUSTOM_CALLS if unstable else None,
         },
         "platforms": list(request.platforms),
         "mesh": None if axes is None else dict(axes.mesh.shape),

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag
-from jaxkv.attention import Implementation
+from jaxkv.attention import backend_of
+from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank
 from jaxkv.policies.scorer import GroupReduce, Observed, Scorer, group_of, sees_query_heads
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
@@ -180,21 +181,13 @@ class WindowAttention(Scorer, Value):
         """Mean attention of the window's queries on each row, reduced over the group."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
-            exists = position >= 0
             if self.order is PoolOrder.FIRST:
                 p = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
-            weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
-            # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
-            heads = (p * weights[:, None]).sum(axis=1)
+            heads = mean_over_window(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
-        kernels = seen.implementation is not Implementation.XLA
-        if kernels and (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            # A plain mean needs no probabilities in memory.
-            sums = attention.window_sums(
-                seen.q, seen.k, seen.q_positions[:, 0], seen.length, implementation=seen.implementation
-            )
-            return sums / jnp.minimum(seen.length, self.window).astype(jnp.float32)[:, None, None]
+        if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
+            return backend_of(seen.implementation).window_mean(seen.q, seen.k, seen.q_positions, seen.length)
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:

@@ -1,7 +1,6 @@
 """Scores for prompts that are compressed before the question is known: they do not follow the prompt's last queries."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv._values import Value, count, flag, real
+from jaxkv.attention.xla import logit_divisor
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.rank import ByAge, Rank
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
@@ -112,7 +112,7 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
 
     def block(first: Int[Array, ""]) -> Float[Array, "B K G N"]:
         keys = lax.dynamic_slice_in_dim(padded, first, size, axis=2).astype(jnp.float32)
-        logits = _product("bkgd,bknd->bkgn", moments.mean, keys) / math.sqrt(dim)
+        logits = _product("bkgd,bknd->bkgn", moments.mean, keys) / logit_divisor(dim)
         if moments.covariance is None:
             return logits
         turned = _product("bkgij,bknj->bkgni", moments.covariance, keys)

@@ -1,0 +1,355 @@
+"""`Backend`: the functions that compute attention on a kind of device, and what the engine asks of them beside."""
+
+import abc
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.attention.columns import Received
+from jaxkv.attention.xla import Walk
+
+
+class Setting(NamedTuple):
+    """A model on a device, which a backend serves or refuses.
+
+    Attributes:
+        platform: `cpu`, `gpu` (or `cuda`), `tpu`.
+        dtype: of the model.
+        head_dim: D.
+        capability: of a GPU, such as (9, 0) for Hopper; None where it is not known.
+    """
+
+    platform: str
+    dtype: jnp.dtype
+    head_dim: int
+    capability: tuple[int, int] | None = None
+
+    @property
+    def gpu(self) -> bool:
+        """True on GPUs of NVIDIA."""
+        return self.platform in ("gpu", "cuda")
+
+
+class Backend(abc.ABC):
+    """Attention for a kind of device: five functions that every backend has, and fused ones that it may have.
+
+    Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
+    falls back on XLA; `deal`, `decode_token` and `add_norm`, which a backend has where `fused_step` is True; and
+    `evict_rows` and `replace_rows`, which it has where `fused_eviction` is True: without them the engine does the same
+    in steps of XLA's. New rows are written by `cache.stores`, which know how rows are held.
+
+    A backend is a file with a subclass and one line of `Implementation`.
+
+    Attributes:
+        at_once: `prefill` takes all sequences of a batch in one call; False: one sequence after the other, in blocks of
+            queries, so that padding costs no time.
+        query_copies: arrays of the size of one layer's queries that `prefill` holds, its output among them.
+        few_launches: each XLA operation costs a launch, so that one sort or reduction beats several passes.
+        keeps_norms: norms of keys are kept from step to step for policies that compare keys, not computed again.
+        fused_step: it has `deal`, `decode_token` and `add_norm`.
+        fused_eviction: it has `evict_rows` and `replace_rows`.
+        custom_calls: names of the custom calls that its programs may hold, of which `jax.export` promises nothing.
+    """
+
+    at_once: ClassVar[bool] = True
+    query_copies: ClassVar[int] = 2
+    few_launches: ClassVar[bool] = False
+    keeps_norms: ClassVar[bool] = False
+    fused_step: ClassVar[bool] = False
+    fused_eviction: ClassVar[bool] = False
+    custom_calls: ClassVar[tuple[str, ...]] = ()
+
+    def refusal(self, setting: Setting) -> str | None:
+        """Why this backend cannot serve a model on a device, and what to use instead; None where it can.
+
+        Args:
+            setting: the model and the device.
+
+        Returns:
+            Text for an error message, or None.
+        """
+        return None
+
+    @abc.abstractmethod
+    def prefill(
+        self,
+        q: Float[Array, "B K G T D"],
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        length: Int[Array, " B"],
+        first: Int[Array, " B"] | None = None,
+        *,
+        lse: bool = True,
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        """Causal attention of T consecutive queries of each prompt, padded on the right.
+
+        Args:
+            q: rotated queries; T divides S.
+            k: rotated keys at positions 0 .. S.
+            v: values, finite everywhere.
+            length: tokens of each prompt; outputs of queries from there on are finite and mean nothing.
+            first: position of each sequence's first query, a multiple of T; 0 by default.
+            lse: also give the log-sum-exp.
+
+        Returns:
+            The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32; None if not asked for.
+        """
+
+    @abc.abstractmethod
+    def column_sums(
+        self,
+        q: Float[Array, "B K G T D"],
+        k: Float[Array, "B K S D"],
+        lse: Float[Array, "B K G T"],
+        length: Int[Array, " B"],
+        first: Int[Array, " B"] | None = None,
+    ) -> Float[Array, "B K G S"]:
+        """Attention that each key receives from T consecutive queries of each prompt, summed over the queries.
+
+        Args:
+            q: rotated queries; T divides S.
+            k: rotated keys at positions 0 .. S.
+            lse: from `prefill`.
+            length: tokens of each prompt; queries from there on do not count.
+            first: position of each sequence's first query, a multiple of T; 0 by default.
+
+        Returns:
+            Sums of probabilities, float32.
+        """
+
+    @abc.abstractmethod
+    def window_mean(
+        self,
+        q: Float[Array, "B K G w D"],
+        k: Float[Array, "B K S D"],
+        positions: Int[Array, "B w"],
+        length: Int[Array, " B"],
+    ) -> Float[Array, "B K S"]:
+        """Attention that each key receives from the last w queries of each prompt, mean over queries and group.
+
+        Args:
+            q: rotated queries.
+            k: rotated keys at positions 0 .. S.
+            positions: of the queries; negative ones do not exist (a prompt shorter than w), and do not count.
+            length: tokens of each prompt.
+
+        Returns:
+            The means, float32.
+        """
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        q: Float[Array, "B K R D"],
+        k: Float[Array, "B P D"],
+        v: Float[Array, "B P D"],
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        *,
+        walk: Walk,
+    ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+        """Attention of R queries per kv head over all rows of that head's segment.
+
+        Args:
+            q: rotated queries; R folds the group and, for several tokens, their number.
+            k: pool rows, rotated keys.
+            v: pool rows, finite everywhere.
+            start: first row of each segment.
+            length: rows of each segment; 0 gives output 0 and lse -inf.
+            walk: how the segments lie, for backends whose formulation goes by it.
+
+        Returns:
+            The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
+        """
+
+    @abc.abstractmethod
+    def attend_scored(
+        self,
+        q: Float[Array, "B K G D"],
+        k: Float[Array, "B P D"],
+        v: Float[Array, "B P D"],
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        score: Float[Array, "B P"],
+        counts: Bool[Array, " B"],
+        *,
+        walk: Walk,
+        widest: int | None = None,
+        other: Float[Array, "B K D"] | None = None,
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
+        """`attend` of one token's queries, which also adds the mean attention over the group to each row's score.
+
+        Args:
+            q: rotated queries.
+            k: pool rows, rotated keys.
+            v: pool rows, finite everywhere.
+            start: first row of each segment.
+            length: rows of each segment.
+            score: attention that rows have received so far.
+            counts: sequences whose queries are added to scores.
+            walk: how the segments lie.
+            widest: the most rows a segment of a shared pool can have; None if unknown.
+            other: one more row per segment to multiply with the keys; None unless `keeps_norms`.
+
+        Returns:
+            The output, and the scores; or a `Received`, of which `columns.add_received` makes the scores later.
+        """
+
+    def packed(
+        self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
+    ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
+        """Chosen rows of one layer, gathered into a pool.
+
+        Args:
+            k: keys as the pool stores them.
+            v: values.
+            source: head * S + position of each pool row; -1 where there is none.
+
+        Returns:
+            Keys, values and positions of the pool; rows without a source are 0, 0 and -1.
+        """
+        batch, heads, slots, dim = k.shape
+        real = source >= 0
+        at = jnp.where(real, source, 0)[..., None]
+        take = lambda a: jnp.where(  # noqa: E731
+            real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1), 0
+        )
+        return take(k), take(v), jnp.where(real, source % slots, -1)
+
+    def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
+        """Table of the rows that each program of a decode step reads, for all layers.
+
+        Args:
+            start: first row of each segment.
+            length: rows of each segment, before the step.
+            dim: D.
+            itemsize: bytes of a number.
+
+        Returns:
+            The table, as `decode_token` takes it.
+        """
+        raise NotImplementedError
+
+    def decode_token(
+        self,
+        q: Float[Array, "n M K G D"],
+        kv: Float[Array, "n M two K D"],
+        angles: tuple[Float[Array, "B half"], Float[Array, "B half"]],
+        positions: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        pool: tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]],
+        start: Int[Array, "L B K"],
+        chunks: Any,
+        *,
+        layer: int,
+        score: Float[Array, "B P"] | None = None,
+        begin: Float[Array, "B K"] | None = None,
+        widest: int | None = None,
+        picks: tuple[Array, ...] | None = None,
+    ) -> tuple[Array, ...]:
+        """Rotates a new token of each sequence, appends its row to its segments, and attends to them.
+
+        Args:
+            q: parts of the queries before rotation; M is B, or more sequences that are padding.
+            kv: parts of keys, before rotation, and of values.
+            angles: cosines and sines of the tokens' places.
+            positions: of the tokens in the text.
+            counts: 0 for sequences that have ended, to which no row is appended; else 1.
+            pool: keys, values and positions, written in place if the caller donates them.
+            start: first row of each segment of all layers.
+            chunks: from `deal`.
+            layer: index of the layer.
+            score: attention that rows have received so far, if it is to be added to.
+            begin: scores of the new rows.
+            widest: the most rows a segment has; None if unknown.
+            picks: which rows are read, if not all: the fields of `pallas_kernels.Picks`.
+
+        Returns:
+            The output `[M, K, G, D]`, undefined behind B; keys, values and positions; and scores, if there are any.
+        """
+        raise NotImplementedError
+
+    def add_norm(
+        self,
+        x: Float[Array, "M N E"],
+        added: Float[Array, "n M N E"],
+        scale: Float[Array, " E"],
+        *,
+        eps: float,
+        dtype: jnp.dtype,
+    ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
+        """Adds parts to hidden states and takes the RMS norm of the sum.
+
+        Args:
+            x: hidden states.
+            added: parts of a product.
+            scale: of the norm.
+            eps: of the norm.
+            dtype: of the sum that is returned.
+
+        Returns:
+            The sum, and its norm in the scale's dtype.
+        """
+        raise NotImplementedError
+
+    def evict_rows(
+        self,
+        k: Float[Array, "B P D"],
+        v: Float[Array, "B P D"],
+        pos: Int[Array, "B P"],
+        score: Float[Array, "B P"] | None,
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        limit: Int[Array, "B K"],
+        recent: Int[Array, "B K"],
+        seen: Int[Array, " B"],
+        prompt: Int[Array, " B"],
+        *,
+        weigh: Any,
+    ) -> tuple[Array, Array, Array, Array | None, Int[Array, "B K"]]:
+        """Finds the lowest row of each segment above its limit and writes the newest row in its place.
+
+        Args:
+            k: keys of the pool.
+            v: its values.
+            pos: its positions.
+            score: its scores, if it has any.
+            start: first row of each segment.
+            length: rows of each segment, the newest included.
+            limit: rows that each segment may have.
+            recent: most recent rows that stay.
+            seen: tokens seen.
+            prompt: tokens of the prompt.
+            weigh: takes scores, positions, `seen` and `prompt`, gives ranks and which rows may go; hashable.
+
+        Returns:
+            Keys, values, positions and scores; and 1 for each segment that lost a row, else 0.
+        """
+        raise NotImplementedError
+
+    def replace_rows(
+        self,
+        k: Float[Array, "B P D"],
+        v: Float[Array, "B P D"],
+        pos: Int[Array, "B P"],
+        score: Float[Array, "B P"] | None,
+        place: Int[Array, "B K"],
+        last: Int[Array, "B K"],
+        over: Bool[Array, "B K"],
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Moves the last row of segments to another row's place.
+
+        Args:
+            k: keys of the pool.
+            v: its values.
+            pos: its positions.
+            score: its scores, if it has any.
+            place: row that is overwritten.
+            last: row that is moved.
+            over: segments in which a row is moved.
+
+        Returns:
+            Keys, values, positions and scores.
+        """
+        raise NotImplementedError

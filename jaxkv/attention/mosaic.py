@@ -1,0 +1,51 @@
+"""Causal attention of whole prompts by the Mosaic GPU kernels of `pallas_kernels.mosaic` as a backend."""
+
+from types import ModuleType
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.attention.backend import Setting
+from jaxkv.attention.kernels import Kernels
+
+_HOPPER = (9, 0)
+
+
+class Mosaic(Kernels):
+    """Prefill in Mosaic GPU on Hopper; scores of keys, and decoding, are those of the Triton kernels."""
+
+    @property
+    def _mosaic(self) -> ModuleType:
+        """The kernels, whose compiler takes longer still to import."""
+        import jaxkv.pallas_kernels.mosaic as mosaic
+
+        return mosaic
+
+    def refusal(self, setting: Setting) -> str | None:
+        """Refuses all but Hopper, its dtypes and its head dims."""
+        if not setting.gpu:
+            remedy = f"it needs a GPU, this is {setting.platform}"
+        elif setting.capability not in (None, _HOPPER):
+            told = ".".join(map(str, setting.capability or ()))
+            remedy = f"it is made for compute capability 9.0, Hopper's, not {told}"
+        elif jnp.dtype(setting.dtype).name not in self._mosaic.DTYPES:
+            remedy = f"it takes {' and '.join(self._mosaic.DTYPES)}, not {setting.dtype}"
+        elif setting.head_dim not in self._mosaic.DIMS:
+            remedy = f"it takes a head dim of {' or '.join(map(str, self._mosaic.DIMS))}, not {setting.head_dim}"
+        else:
+            return None
+        return f"{remedy}: use auto or pallas"
+
+    def prefill(
+        self,
+        q: Float[Array, "B K G T D"],
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        length: Int[Array, " B"],
+        first: Int[Array, " B"] | None = None,
+        *,
+        lse: bool = True,
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        """Causal attention of all prompts in one kernel of Mosaic's."""
+        out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
+        return out, found if lse else None

@@ -1,0 +1,108 @@
+"""Attention in plain XLA as a backend: the one that runs everywhere, and the oracle of the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv.attention import columns, xla
+from jaxkv.attention.backend import Backend
+from jaxkv.attention.columns import Received
+from jaxkv.attention.xla import Walk
+
+
+class Xla(Backend):
+    """`xla` and `columns`: prompts go one by one, and a shared pool's keys are read once for all that asks for them."""
+
+    at_once = False
+    keeps_norms = True
+
+    def prefill(
+        self,
+        q: Float[Array, "B K G T D"],
+        k: Float[Array, "B K S D"],
+        v: Float[Array, "B K S D"],
+        length: Int[Array, " B"],
+        first: Int[Array, " B"] | None = None,
+        *,
+        lse: bool = True,
+    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        """Causal attention of prompts, one after the other."""
+
+        def one(q, k, v, first=None):
+            return xla.causal(q, k, v, jnp.int32(0) if first is None else first)
+
+        out, found = _each(one, q, k, v, *([] if first is None else [first]))
+        return out, found if lse else None
+
+    def column_sums(
+        self,
+        q: Float[Array, "B K G T D"],
+        k: Float[Array, "B K S D"],
+        lse: Float[Array, "B K G T"],
+        length: Int[Array, " B"],
+        first: Int[Array, " B"] | None = None,
+    ) -> Float[Array, "B K G S"]:
+        """Attention that each key receives from T consecutive queries, one prompt after the other."""
+
+        def one(q, k, lse, length, first=None):
+            begin = jnp.int32(0) if first is None else first
+            real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
+            return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin)
+
+        return _each(one, q, k, lse, length, *([] if first is None else [first]))
+
+    def window_mean(
+        self,
+        q: Float[Array, "B K G w D"],
+        k: Float[Array, "B K S D"],
+        positions: Int[Array, "B w"],
+        length: Int[Array, " B"],
+    ) -> Float[Array, "B K S"]:
+        """Mean attention that each key receives from the last w queries, one kv head after the other."""
+        return columns.window_mass(q, k, positions, lambda p, at: columns.mean_over_window(p, at).mean(axis=0))
+
+    def attend(
+        self,
+        q: Float[Array, "B K R D"],
+        k: Float[Array, "B P D"],
+        v: Float[Array, "B P D"],
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        *,
+        walk: Walk,
+    ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+        """Attention of R queries per kv head over all rows of that head's segment, in the walk's formulation."""
+        return xla.over_pool(q, k, v, start, length, walk=walk)
+
+    def attend_scored(
+        self,
+        q: Float[Array, "B K G D"],
+        k: Float[Array, "B P D"],
+        v: Float[Array, "B P D"],
+        start: Int[Array, "B K"],
+        length: Int[Array, "B K"],
+        score: Float[Array, "B P"],
+        counts: Bool[Array, " B"],
+        *,
+        walk: Walk,
+        widest: int | None = None,
+        other: Float[Array, "B K D"] | None = None,
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
+        """Attention of one token, and the scores; a `Received` where `widest` says that keys can be read once."""
+        if walk is Walk.WINDOWS and widest is not None:
+            return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
+        out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
+        lse = jnp.where(counts[:, None, None], lse, jnp.inf)
+        return out, columns.pool_sums(q, k, lse, start, length, score, walk=walk, weight=1 / q.shape[2])
+
+
+def _each(one: Callable[..., Any], *arrays: Array) -> Any:
+    """Maps a function over sequences, one after the other; calls it without a loop for a single one."""
+    if arrays[0].shape[0] > 1:
+        return lax.map(lambda row: one(*row), arrays)
+    alone = one(*(each.reshape(each.shape[1:]) for each in arrays))
+    return jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), alone)
