@@ -39,7 +39,7 @@ class Backend(abc.ABC):
     `evict_rows` and `replace_rows`, which it has where `fused_eviction` is True: without them the engine does the same
     in steps of XLA's. New rows are written by `cache.stores`, which know how rows are held.
 
-    A backend is a file with a subclass and one line of `Implementation`.
+    A backend is a file with a subclass, and one line of `Implementation` that names it.
 
     Attributes:
         at_once: `prefill` takes all sequences of a batch in one call; False: one sequence after the other, in blocks of

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import re
+from functools import cache
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -10,14 +12,10 @@ import jax.numpy as jnp
 
 from jaxkv._errors import require
 from jaxkv.attention.backend import Backend, Setting
-from jaxkv.attention.cudnn import Cudnn
-from jaxkv.attention.kernels import Interpreted, Kernels
-from jaxkv.attention.mosaic import Mosaic
-from jaxkv.attention.xla_backend import Xla
 
 
 class Implementation(enum.Enum):
-    """What stands behind the door to attention: a name, and the backend that it stands for.
+    """What stands behind the door to attention: a name, and the class of the backend that it stands for.
 
     Attributes:
         AUTO: the fastest that the device and the policy allow.
@@ -31,17 +29,17 @@ class Implementation(enum.Enum):
     """
 
     AUTO = "auto"
-    XLA = "xla", Xla()
-    PALLAS = "pallas", Kernels()
-    INTERPRETED = "pallas (interpreted)", Interpreted()
-    CUDNN = "cudnn", Cudnn()
-    MOSAIC = "mosaic", Mosaic()
+    XLA = "xla", "jaxkv.attention.xla_backend:Xla"
+    PALLAS = "pallas", "jaxkv.attention.kernels:Kernels"
+    INTERPRETED = "pallas (interpreted)", "jaxkv.attention.kernels:Interpreted"
+    CUDNN = "cudnn", "jaxkv.attention.cudnn:Cudnn"
+    MOSAIC = "mosaic", "jaxkv.attention.mosaic:Mosaic"
 
     _value_: str
-    backend: Backend | None
+    backend: str
 
-    def __new__(cls, value: Any, backend: Backend | None = None) -> Any:
-        """A member whose value is its name for users."""
+    def __new__(cls, value: Any, backend: str = "") -> Any:
+        """A member whose value is its name for users; its class is imported when it is first asked for."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member
@@ -53,6 +51,7 @@ PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
 _FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
 
 
+@cache
 def backend_of(implementation: Implementation) -> Backend:
     """The functions behind an implementation.
 
@@ -62,8 +61,8 @@ def backend_of(implementation: Implementation) -> Backend:
     Returns:
         Its backend.
     """
-    assert implementation.backend is not None
-    return implementation.backend
+    backend: Backend = resolve_name(implementation.backend)()
+    return backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
