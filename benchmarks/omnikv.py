@@ -85,7 +85,7 @@ class Way:
             return None
         flat, cache = self.session.params.flat, self.over(pools)
         program, none = program_for(flat, cache), jnp.asarray((-2,), jnp.int32)
-        running = looping.begin(cache, program=program, size=self.size)
+        running = looping.begin(cache.arrays, program=program, size=self.size)
         draw = looping.draw_of(cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none)
         given = looping.loop_arguments(flat, running, draw, 1, jaxkv.Greedy())
         compiled = looping._loop.lower(*given, program=program, size=self.size).compile()

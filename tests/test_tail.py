@@ -107,7 +107,7 @@ def compiled(model, policy):
     """A pool of a short prompt's cache, and what XLA makes of the loop that draws on top of it."""
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, room=16)
     program = program_for(model.flat, cache)
-    running = looping.begin(cache, program=program, size=16)
+    running = looping.begin(cache.arrays, program=program, size=16)
     none = jnp.asarray([-2], jnp.int32)
     draw = looping.draw_of(jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none)
     given = looping.loop_arguments(model.flat, running, draw, 4, jaxkv.Greedy())
