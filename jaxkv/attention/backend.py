@@ -293,61 +293,25 @@ class Backend(abc.ABC):
         """
         raise NotImplementedError
 
-    def evict_rows(
-        self,
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        pos: Int[Array, "B P"],
-        score: Float[Array, "B P"] | None,
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        limit: Int[Array, "B K"],
-        recent: Int[Array, "B K"],
-        seen: Int[Array, " B"],
-        prompt: Int[Array, " B"],
-        *,
-        weigh: Any,
-    ) -> tuple[Array, Array, Array, Array | None, Int[Array, "B K"]]:
+    def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
         """Finds the lowest row of each segment above its limit and writes the newest row in its place.
 
         Args:
-            k: keys of the pool.
-            v: its values.
-            pos: its positions.
-            score: its scores, if it has any.
-            start: first row of each segment.
-            length: rows of each segment, the newest included.
-            limit: rows that each segment may have.
-            recent: most recent rows that stay.
-            seen: tokens seen.
-            prompt: tokens of the prompt.
+            *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
+                `prompt` of its segments, as for `pallas_kernels.evict_rows`.
             weigh: takes scores, positions, `seen` and `prompt`, gives ranks and which rows may go; hashable.
 
         Returns:
-            Keys, values, positions and scores; and 1 for each segment that lost a row, else 0.
+            Keys, values, positions and scores; and i32 `[B, K]`: 1 for each segment that lost a row, else 0.
         """
         raise NotImplementedError
 
-    def replace_rows(
-        self,
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        pos: Int[Array, "B P"],
-        score: Float[Array, "B P"] | None,
-        place: Int[Array, "B K"],
-        last: Int[Array, "B K"],
-        over: Bool[Array, "B K"],
-    ) -> tuple[Array, Array, Array, Array | None]:
+    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
         """Moves the last row of segments to another row's place.
 
         Args:
-            k: keys of the pool.
-            v: its values.
-            pos: its positions.
-            score: its scores, if it has any.
-            place: row that is overwritten.
-            last: row that is moved.
-            over: segments in which a row is moved.
+            *args: keys, values, positions and scores of a pool; the rows that are overwritten, the rows that are moved
+                and in which segments, `[B, K]`, as for `pallas_kernels.replace_rows`.
 
         Returns:
             Keys, values, positions and scores.

@@ -29,15 +29,8 @@ class Cudnn(Kernels):
         return f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {dim}: use auto"
 
     def prefill(
-        self,
-        q: Float[Array, "B K G T D"],
-        k: Float[Array, "B K S D"],
-        v: Float[Array, "B K S D"],
-        length: Int[Array, " B"],
-        first: Int[Array, " B"] | None = None,
-        *,
-        lse: bool = True,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+    ) -> tuple[Array, Array | None]:
         """Causal attention of whole prompts by cuDNN; of a part of their queries by the kernels."""
         if first is not None:
             return super().prefill(q, k, v, length, first, lse=lse)

@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from jaxkv.attention.backend import Backend, Setting
 from jaxkv.attention.xla import Walk
@@ -35,100 +35,69 @@ class Kernels(Backend):
         return None if setting.gpu else f"these kernels need a GPU, this is {setting.platform}: use xla"
 
     def prefill(
-        self,
-        q: Float[Array, "B K G T D"],
-        k: Float[Array, "B K S D"],
-        v: Float[Array, "B K S D"],
-        length: Int[Array, " B"],
-        first: Int[Array, " B"] | None = None,
-        *,
-        lse: bool = True,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+    ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel."""
         out, found = self._kernels.flash(q, k, v, _firsts(first, length), length, interpret=self.interpret)
         return out, found if lse else None
 
-    def column_sums(
-        self,
-        q: Float[Array, "B K G T D"],
-        k: Float[Array, "B K S D"],
-        lse: Float[Array, "B K G T"],
-        length: Int[Array, " B"],
-        first: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B K G S"]:
+    def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
         """Attention that each key receives from T consecutive queries of each prompt, in one kernel."""
         at = (_firsts(first, length), length)
         return self._kernels.column_sums(q, k, lse, *at, per_query_head=True, interpret=self.interpret)
 
-    def window_mean(
-        self,
-        q: Float[Array, "B K G w D"],
-        k: Float[Array, "B K S D"],
-        positions: Int[Array, "B w"],
-        length: Int[Array, " B"],
-    ) -> Float[Array, "B K S"]:
+    def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
         """Mean attention that each key receives from the last w queries: no probabilities lie in memory."""
         sums = self._kernels.window_sums(q, k, positions[:, 0], length, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
-    def attend(
-        self,
-        q: Float[Array, "B K R D"],
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        *,
-        walk: Walk,
-    ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
         """Attention of R queries per kv head over all rows of that head's segment; `walk` changes nothing."""
         return self._kernels.attend(q, k, v, start, length, interpret=self.interpret)
 
     def attend_scored(
         self,
-        q: Float[Array, "B K G D"],
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        score: Float[Array, "B P"],
-        counts: Bool[Array, " B"],
+        q: Array,
+        k: Array,
+        v: Array,
+        start: Array,
+        length: Array,
+        score: Array,
+        counts: Array,
         *,
         walk: Walk,
         widest: int | None = None,
-        other: Float[Array, "B K D"] | None = None,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
+        other: Array | None = None,
+    ) -> tuple[Array, Array]:
         """Attention of one token, and the scores; logits of `widest` rows per segment lie in memory."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         options = {"score": score, "counts": counts, "widest": widest, "interpret": self.interpret}
         out, _, score = self._kernels.attend(q, k, v, start, length, **options)
         return out, score
 
-    def packed(
-        self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
-    ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
+    def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
         """Chosen rows of one layer, gathered into a pool in one pass."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
-    def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
+    def deal(self, start: Array, length: Array, *, dim: int, itemsize: int) -> Any:
         """Table of the rows that each program of a decode step reads, cut by the segments' actual lengths."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
         return self._kernels.deal(start, length, programs=programs)
 
     def decode_token(
         self,
-        q: Float[Array, "n M K G D"],
-        kv: Float[Array, "n M two K D"],
-        angles: tuple[Float[Array, "B half"], Float[Array, "B half"]],
-        positions: Int[Array, " B"],
-        counts: Int[Array, " B"],
-        pool: tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]],
-        start: Int[Array, "L B K"],
+        q: Array,
+        kv: Array,
+        angles: tuple[Array, Array],
+        positions: Array,
+        counts: Array,
+        pool: tuple[Array, Array, Array],
+        start: Array,
         chunks: Any,
         *,
         layer: int,
-        score: Float[Array, "B P"] | None = None,
-        begin: Float[Array, "B K"] | None = None,
+        score: Array | None = None,
+        begin: Array | None = None,
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
@@ -138,15 +107,7 @@ class Kernels(Backend):
         options["picks"] = None if picks is None else self._kernels.Picks(*picks)
         return self._kernels.decode_token(*of, layer=layer, **options)
 
-    def add_norm(
-        self,
-        x: Float[Array, "M N E"],
-        added: Float[Array, "n M N E"],
-        scale: Float[Array, " E"],
-        *,
-        eps: float,
-        dtype: jnp.dtype,
-    ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
+    def add_norm(self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype) -> tuple[Array, Array]:
         """Adds parts to hidden states and takes the RMS norm of the sum, in one kernel."""
         return self._kernels.add_norm(x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret)
 
@@ -154,18 +115,9 @@ class Kernels(Backend):
         """Finds the lowest row of each segment above its limit and writes the newest row there, in one kernel."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
-    def replace_rows(
-        self,
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        pos: Int[Array, "B P"],
-        score: Float[Array, "B P"] | None,
-        place: Int[Array, "B K"],
-        last: Int[Array, "B K"],
-        over: Bool[Array, "B K"],
-    ) -> tuple[Array, Array, Array, Array | None]:
+    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
         """Moves the last row of segments to another row's place, in one kernel."""
-        return self._kernels.replace_rows(k, v, pos, score, place, last, over, interpret=self.interpret)
+        return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 
 class Interpreted(Kernels):

@@ -3,7 +3,7 @@
 from types import ModuleType
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from jaxkv.attention.backend import Setting
 from jaxkv.attention.kernels import Kernels
@@ -37,15 +37,8 @@ class Mosaic(Kernels):
         return f"{remedy}: use auto or pallas"
 
     def prefill(
-        self,
-        q: Float[Array, "B K G T D"],
-        k: Float[Array, "B K S D"],
-        v: Float[Array, "B K S D"],
-        length: Int[Array, " B"],
-        first: Int[Array, " B"] | None = None,
-        *,
-        lse: bool = True,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+    ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel of Mosaic's."""
         out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
         return out, found if lse else None

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from jaxkv.attention import columns, xla
 from jaxkv.attention.backend import Backend
@@ -21,15 +21,8 @@ class Xla(Backend):
     keeps_norms = True
 
     def prefill(
-        self,
-        q: Float[Array, "B K G T D"],
-        k: Float[Array, "B K S D"],
-        v: Float[Array, "B K S D"],
-        length: Int[Array, " B"],
-        first: Int[Array, " B"] | None = None,
-        *,
-        lse: bool = True,
-    ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
+        self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
+    ) -> tuple[Array, Array | None]:
         """Causal attention of prompts, one after the other."""
 
         def one(q, k, v, first=None):
@@ -38,14 +31,7 @@ class Xla(Backend):
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None
 
-    def column_sums(
-        self,
-        q: Float[Array, "B K G T D"],
-        k: Float[Array, "B K S D"],
-        lse: Float[Array, "B K G T"],
-        length: Int[Array, " B"],
-        first: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B K G S"]:
+    def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
         """Attention that each key receives from T consecutive queries, one prompt after the other."""
 
         def one(q, k, lse, length, first=None):
@@ -55,43 +41,28 @@ class Xla(Backend):
 
         return _each(one, q, k, lse, length, *([] if first is None else [first]))
 
-    def window_mean(
-        self,
-        q: Float[Array, "B K G w D"],
-        k: Float[Array, "B K S D"],
-        positions: Int[Array, "B w"],
-        length: Int[Array, " B"],
-    ) -> Float[Array, "B K S"]:
+    def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
         """Mean attention that each key receives from the last w queries, one kv head after the other."""
         return columns.window_mass(q, k, positions, lambda p, at: columns.mean_over_window(p, at).mean(axis=0))
 
-    def attend(
-        self,
-        q: Float[Array, "B K R D"],
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        *,
-        walk: Walk,
-    ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
         """Attention of R queries per kv head over all rows of that head's segment, in the walk's formulation."""
         return xla.over_pool(q, k, v, start, length, walk=walk)
 
     def attend_scored(
         self,
-        q: Float[Array, "B K G D"],
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        score: Float[Array, "B P"],
-        counts: Bool[Array, " B"],
+        q: Array,
+        k: Array,
+        v: Array,
+        start: Array,
+        length: Array,
+        score: Array,
+        counts: Array,
         *,
         walk: Walk,
         widest: int | None = None,
-        other: Float[Array, "B K D"] | None = None,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
+        other: Array | None = None,
+    ) -> tuple[Array, Array | Received]:
         """Attention of one token, and the scores; a `Received` where `widest` says that keys can be read once."""
         if walk is Walk.WINDOWS and widest is not None:
             return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
