@@ -25,6 +25,7 @@ LAYERS = (
     # Where arrays lie: every program asks.
     "jaxkv.sharding.letters",
     "jaxkv.sharding.mesh",
+    "jaxkv.sharding.record",
     "jaxkv.sharding.door",
     "jaxkv.sharding.collectives",
     "jaxkv.cpu_threads",
@@ -47,6 +48,7 @@ LAYERS = (
     "jaxkv.results",
     # Sizes: arguments are refused by them.
     "jaxkv.engine.stages",
+    "jaxkv.engine.lengths",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
