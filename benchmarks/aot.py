@@ -158,7 +158,7 @@ def whole_programs(device):
     from jaxkv.models.rope import angles
     from jaxkv.planning.programs import abstract_model
     from jaxkv.policies import SnapKV
-    from jaxkv.policies.protocol import Needs
+    from jaxkv.policies.scorer import Needs
 
     config = shapes.llama_3_8b()
     flat = abstract_model(config)
@@ -169,12 +169,13 @@ def whole_programs(device):
         program = shapes.program(config, flat)
 
         def decode(pools, ends, blocks, start, length, seen, token, count, program=program):
-            cache = shapes.cache_of(config, pools=pools, start=start, length=length, seen=seen)
-            return step(ends, blocks, cache, token, count, program=program)
+            cache = shapes.cache_of(pools, start=start, length=length, seen=seen)
+            return step(ends, blocks, cache, token, count, program=program)[:2]
 
         one = jax.ShapeDtypeStruct((batch,), jnp.int32)
         token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-        inputs = (given.pools, flat.ends, flat.blocks, given.start, given.length, given.seen, token, one)
+        tables = given.tables
+        inputs = (given.pools, flat.ends, flat.blocks, tables.start, tables.length, tables.seen, token, one)
         compiled = compile_for(device, decode, *inputs, donate=(0,))
         memory = compiled.memory_analysis()
         pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(given.pools))

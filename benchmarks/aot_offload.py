@@ -29,7 +29,7 @@ def measure(device):
 
     from jaxkv import OmniKV
     from jaxkv.attention import Implementation
-    from jaxkv.cache import State
+    from jaxkv.cache import State, Tables
     from jaxkv.cache.layout import Layout
     from jaxkv.cache.pools import dense_pool
     from jaxkv.engine import staged
@@ -39,7 +39,7 @@ def measure(device):
     from jaxkv.engine.program import Program
     from jaxkv.models.rope import angles
     from jaxkv.planning.programs import abstract_model
-    from jaxkv.policies.protocol import Needs
+    from jaxkv.policies.scorer import Needs
 
     config, of = shapes.llama_3_8b(), jax.ShapeDtypeStruct
     flat, slots = abstract_model(config), bucket(TOKENS)
@@ -64,7 +64,7 @@ def measure(device):
     pools = [pool_of(index) for index in range(config.layers)]
     table, one = of((config.layers, 1, heads), jnp.int32), of((1,), jnp.int32)
     state = State(prompt=one, budget=one, recent=of((config.layers, 1), jnp.int32), choosable=table)
-    rest = shapes.cache_of(config, layout=Layout.EQUAL, pools=(), start=table, length=table, seen=one, state=state)
+    tables = Tables(start=table, length=table, limit=table, seen=one, state=state)
     weights, held = weigh((flat.ends, flat.blocks)), weigh(pools)
     lines, faults, temps, most = [], [], [], 0
     for part in staged.stretches(reading, config.layers, whole=False):
@@ -76,15 +76,16 @@ def measure(device):
         if part.ask is not None:
             ahead = staged.Ahead(leaves=flat.blocks[part.ask], pool=pools[part.ask], ring=None, layer=one)
 
-        def run(mine, blocks, rest, x, loaded, chosen, count, layers, ahead, part=part):
+        def run(mine, blocks, tables, x, loaded, chosen, count, layers, ahead, part=part):
             rings = (None,) * len(part.layers)
-            given = (blocks, mine, rings, rest, x, loaded, chosen, count, layers, ahead)
-            return staged.run_stretch(*given, program=program)
+            given = (blocks, mine, rings, tables, x, loaded, chosen, count, layers, ahead)
+            specs = (config.spec_of(0),) * (len(part.layers) + (ahead is not None))
+            return staged.run_stretch(*given, program=program, specs=specs)
 
         inputs = (
             tuple(pools[index] for index in part.layers),
             tuple(flat.blocks[index] for index in part.layers),
-            rest,
+            tables,
             of((1, 1, config.embed), jnp.bfloat16),
             loaded,
             chosen,

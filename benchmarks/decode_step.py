@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.plan import bucket
 from jaxkv.policies import UniformLayers
 
@@ -62,7 +62,7 @@ class Cell:
         if not self.session.policy.parts().evicts:
             # The next turn draws the same tokens anew.
             seen, length = cache.seen - steps, cache.length - steps
-            self.cache = dataclasses.replace(cache, length=length, seen=seen, logits=logits)
+            self.cache = dataclasses.replace(cache.updated(length=length, seen=seen), logits=logits)
         return seconds
 
 

@@ -75,7 +75,7 @@ def main() -> None:
 
     say("importing jaxkv ...")
     import jaxkv
-    from jaxkv.engine.compilation import enable_compilation_cache
+    from jaxkv.compilation import enable_compilation_cache
 
     enable_compilation_cache()
     say(f"loading {MODEL} (fetched once, 93 MB) ...")

@@ -15,7 +15,7 @@ import numpy as np
 from memory import reset_peak, status_bytes
 
 import jaxkv
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine.plan import bucket, plan_prefill
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 
 MODEL = "smollm2-135m-instruct"
 POLICIES = {

@@ -22,9 +22,9 @@ import numpy as np
 import jaxkv
 from benchmarks import record
 from jaxkv.cache.bank import committed
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
-from jaxkv.engine.compilation import enable_compilation_cache
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.program import program_for, reading_state
 
@@ -46,7 +46,7 @@ def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
     reads = policy.parts().read.tokens(np.asarray(cache.seen), cache.config.layers)
     state = committed(reading_state(cache.seen, reads, cache.length))
-    return dataclasses.replace(cache, policy=policy, state=state)
+    return dataclasses.replace(cache.updated(state=state), policy=policy)
 
 
 class Way:
@@ -61,11 +61,11 @@ class Way:
             self.cache, self.away = banked(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
         self.own = {layer: self.cache.pools[layer] for layer in self.away}
-        self.cache = dataclasses.replace(self.cache, pools=())
+        self.cache = self.cache.updated(pools=())
 
     def over(self, pools):
         """The cache, with everybody's pools where it has none of its own."""
-        return dataclasses.replace(self.cache, pools=tuple(self.own.get(at, pool) for at, pool in enumerate(pools)))
+        return self.cache.updated(pools=tuple(self.own.get(at, pool) for at, pool in enumerate(pools)))
 
     def run(self, pools, steps):
         """Draws and takes back; returns pools and seconds."""

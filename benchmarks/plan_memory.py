@@ -48,7 +48,7 @@ def run(policy, batch, context, dtype):
     import numpy as np
 
     import jaxkv
-    from jaxkv.engine.compilation import enable_compilation_cache
+    from jaxkv.compilation import enable_compilation_cache
 
     enable_compilation_cache(os.environ["JAXKV_COMPILED"])
     peaks = {"imported": status_bytes("VmHWM")}

@@ -26,7 +26,7 @@ from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
 from jaxkv.analysis.recall import RecallWatcher
 from jaxkv.analysis.retained import RetainedWatcher
 from jaxkv.analysis.watching import watch
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.policies import OfficialLayers
 
 DOCUMENTS = record.ROOT / "jaxkv" / "evals" / "data" / "documents.json.gz"

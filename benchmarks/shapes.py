@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import dense_pool
 from jaxkv.engine.program import Program
@@ -111,12 +111,12 @@ def abstract_cache(config, *, batch, rows, dtype=jnp.bfloat16):
     table = of((config.layers, batch, config.kv_heads), jnp.int32)
     pool = dense_pool(rows_of, rows_of, of((batch, rows), jnp.int32))
     pools, seen = (pool,) * config.layers, of((batch,), jnp.int32)
-    return cache_of(config, pools=pools, start=table, length=table, seen=seen)
+    return cache_of(pools, start=table, length=table, seen=seen)
 
 
-def cache_of(config, *, layout=Layout.RAGGED, **arrays):
-    """A cache of no policy's, every segment at its limit."""
-    return KVCache(**arrays, limit=arrays["length"], layout=layout, policy=None, config=config)
+def cache_of(pools, **tables):
+    """A cache's arrays, every segment at its limit."""
+    return Cache(pools=pools, tables=Tables(**tables, limit=tables["length"]))
 
 
 def program(config, flat, *, layout=Layout.RAGGED, implementation=Implementation.PALLAS):

@@ -4,7 +4,6 @@ import jaxkv._beside  # noqa: F401  first: it says where two of our packages lie
 from jaxkv._warnings import UnseenQuestionWarning
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
-from jaxkv.cache.rows import Rows, append, attend
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.session import Session
 from jaxkv.evals import evaluate, report
@@ -45,6 +44,7 @@ from jaxkv.policies import (
 )
 from jaxkv.resharding import reshard
 from jaxkv.results import Generation, Stats, Stream
+from jaxkv.rows import Rows, append, attend
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
 from jaxkv.saved import load_cache
 from jaxkv.transform import compress, compress_layers

@@ -20,7 +20,7 @@ from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import looks_at_end
+from jaxkv.policies.scorer import looks_at_end
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv._values import Value, count, real
-from jaxkv.policies.select import kth_largest, sortable
+from jaxkv.policies.topk import kth_largest, sortable
 
 
 @runtime_checkable

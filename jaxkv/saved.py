@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxkv import hosts
@@ -15,9 +13,9 @@ from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.arguments import as_model, on_device, require_ours
 from jaxkv.cache import KVCache
-from jaxkv.cache.bank import host_of
+from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache
 from jaxkv.cache.encoding import UnknownClass, decode, encode
-from jaxkv.checkpoints.orbax_files import ARRAYS, CACHE, described, read_array, read_manifest, require_whole
+from jaxkv.checkpoints.orbax_files import CACHE
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -55,7 +53,8 @@ def load_cache(
     model = None if params is None else as_model(params, mesh)
     there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
     with hosts.together("jaxkv.load_cache", there):
-        cache = _read(Path(path).expanduser(), given, elsewhere=there is not None)
+        # What is to be split over devices need not fit on one of them.
+        cache = _read(Path(path).expanduser(), given, on_host=there is not None)
     if mesh is not None:
         cache = reshard(cache, mesh)
     elif model is not None and model.axes is not None:
@@ -67,23 +66,12 @@ def load_cache(
     return cache
 
 
-def _read(folder: Path, given: Method | None, *, elsewhere: bool) -> KVCache:
-    """What a folder holds, on the default device, or in its host memory where it is to go elsewhere."""
-    require_whole(folder, CACHE)
-    manifest = read_manifest(folder, CACHE)
-    entries = described(folder, manifest.get(CACHE.listed), CACHE)
-    device = next(iter(jnp.zeros(()).devices()))
-
-    def array(name: str) -> Any:
-        require(name in entries, "array", name, f"the manifest in {folder} says nothing of it: {CACHE.again}")
-        read = read_array(folder / ARRAYS, entries[name])
-        # What is to be split over devices need not fit on one of them.
-        waits = name.startswith("bank.") or elsewhere
-        return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
-
-    said = manifest.get("policy")
+def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
+    """The cache in a folder, on the default device or in its host memory, with the policy that compressed it."""
+    manifest = manifest_of(folder)
+    said = encoded_policy(manifest)
     made_by = _decoded(said) if given is None else given
-    cache = decode(manifest.get("cache"), array)
+    cache = read_cache(folder, manifest, on_host=on_host)
     require(isinstance(cache, KVCache), "cache", type(cache).__name__, f"{folder} holds no cache: {CACHE.again}")
     if given is not None:
         made_by = _agreed(given, said, cache.config.layers)

@@ -28,16 +28,16 @@ from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked
-from jaxkv.cache.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.lengths import by_length, rows_by_claims
-from jaxkv.policies.budgets import UniformLayers
+from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Observed, Scorer
 from jaxkv.policies.registry import as_policy
+from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.rows import Rows, as_counts, as_grouped, as_keys_values, known, shown
 
 
 @settled

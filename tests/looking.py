@@ -9,7 +9,7 @@ import tiny
 
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill import read_layers
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 
 CONFIG = tiny.shape(layers=3, kv_heads=2, group=3, dim=8)
 HEADS = CONFIG.heads

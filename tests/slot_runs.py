@@ -14,7 +14,7 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.engine.compilation import Clock
+from jaxkv.compilation import Clock
 from jaxkv.engine.slots import Slots
 from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
 

@@ -137,14 +137,14 @@ def program_of(policy: Method, layout: Layout, widest: int | None = None) -> Pro
     )
 
 
-def one_step(program: Program, token: Token, pool: Pool, segments: Segments, count):
+def one_step(program: Program, token: Token, pool: Pool, segments: Segments, count, norms=None):
     """A layer's step: attention, scores, eviction."""
     (pool,) = faded((pool,), count, program)
     other = None if segments.likely is None else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
     new = NewTokens(positions=segments.seen[:, None], count=count)
     # The token's angles are of no use: it is projected already.
-    by = StepAngles(angles(new.positions, program.config.rope, DIM), None)
-    rows = LayerRows(pool=pool, segments=segments, by=by, likely=other)
+    by = StepAngles(angles(new.positions, program.config.rope, DIM))
+    rows = LayerRows(pool=pool, segments=segments, by=by, likely=other, norms=norms)
     out, rows, received = attend(program, token, rows, new)
     pool = rows.pool
     if received is not None:
@@ -159,41 +159,39 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
         walk=program.layout.walk,
         widest=program.widest,
         products=None if received is None else received.products,
+        norms=rows.norms,
     )
     return out, left if program.looks_ahead else left._replace(likely=None)
 
 
 def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None):
-    """Every step's pool, segments and output; the prompt's first, without output."""
+    """Every step's pool, segments, output and key norms, if any are kept; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
     program = program_of(policy, layout, widest)
-    if program.knows_norms:
-        pool = dataclasses.replace(pool, norm=row_norms(pool.k))
+    norms = row_norms(pool.k) if program.knows_norms else None
     if program.looks_ahead:
         segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))
     count = jnp.ones((len(lengths),), jnp.int32)
 
     @jax.jit
-    def run(pool, segments, q, k, v):
+    def run(pool, segments, norms, q, k, v):
         def step(carry, new):
-            pool, segments = carry
+            pool, segments, norms = carry
             q, k, v = new
             token = Token(q=q, k=k, v=v, stored=k)
-            out, left = one_step(program, token, pool, segments, count)
-            segments = dataclasses.replace(
-                segments, length=left.length, tau=left.tau, seen=segments.seen + 1, likely=left.likely
-            )
-            return (left.pool, segments), jax.tree.leaves((left.pool, segments, out))
+            out, left = one_step(program, token, pool, segments, count, norms)
+            segments = dataclasses.replace(left.segments, likely=left.likely)
+            return (left.pool, segments, left.norms), jax.tree.leaves((left.pool, segments, out, left.norms))
 
-        return lax.scan(step, (pool, segments), (q, k, v))[1]
+        return lax.scan(step, (pool, segments, norms), (q, k, v))[1]
 
     by_step = lambda a: jnp.moveaxis(jnp.asarray(a), -2, 0)[..., None, :]  # noqa: E731
-    after = run(pool, segments, *map(by_step, (drawn.q_new, drawn.k_new, drawn.v_new)))
-    host, kind = [np.asarray(leaf) for leaf in after], jax.tree.structure((pool, segments, 0))
-    yield pool, segments, None
+    after = run(pool, segments, norms, *map(by_step, (drawn.q_new, drawn.k_new, drawn.v_new)))
+    host, kind = [np.asarray(leaf) for leaf in after], jax.tree.structure((pool, segments, 0, norms))
+    yield pool, segments, None, norms
     for t in range(STEPS):
-        pool, segments, out = jax.tree.unflatten(kind, [jnp.asarray(leaf[t]) for leaf in host])
-        yield pool, segments, np.asarray(out)[..., 0, :]
+        pool, segments, out, norms = jax.tree.unflatten(kind, [jnp.asarray(leaf[t]) for leaf in host])
+        yield pool, segments, np.asarray(out)[..., 0, :], norms
 
 
 def held(pool: Pool, segments: Segments, row: int, head: int):

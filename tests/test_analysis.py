@@ -20,8 +20,8 @@ from jaxkv.checkpoints import named_models
 from jaxkv.cli import filters, main
 from jaxkv.engine.prefill import read_layers
 from jaxkv.evals import COLOURS, TwoStage, two_stage
-from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.policies.scorer import Needs
 
 CONFIG = tiny.shape(layers=6, kv_heads=2, group=3, dim=8)
 NAME = "smollm2-135m-instruct"

@@ -224,7 +224,7 @@ def test_sums_over_a_long_prompt_take_no_more_memory():
     from jaxkv.attention import Implementation
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.models.rope import Angles, angles
-    from jaxkv.policies.protocol import Needs
+    from jaxkv.policies.scorer import Needs
 
     slots, model = 32768, tiny.tiny(tiny.MODELS["gqa4"])
     flat = model.flat

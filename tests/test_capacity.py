@@ -8,7 +8,8 @@ import pytest
 from meshes import mesh_of, model_of, positions, prompts
 
 import jaxkv
-from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, select
+from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, topk
+from jaxkv.policies.heads import within_capacity
 
 BUDGET, WINDOW, LENGTHS = 24, 8, (61, 37)
 # Scores of what is no candidate.
@@ -50,9 +51,9 @@ def test_a_device_without_rows_leaves_the_others_more():
     scores[2:, 4:] = NONE
     chosen = np.zeros((4, 30), bool)
     chosen[:2, :15], chosen[2:, :3] = True, True
-    keys = jnp.where(jnp.asarray(scores > NONE), select.sortable(jnp.asarray(scores, jnp.float32)), jnp.uint32(0))
+    keys = jnp.where(jnp.asarray(scores > NONE), topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.uint32(0))
     of = [jnp.asarray([each], jnp.int32) for each in (0, 18)]
-    mask, moved = select.within_capacity(jnp.asarray(chosen)[None], keys[None], *of, 2)
+    mask, moved = within_capacity(jnp.asarray(chosen)[None], keys[None], *of, 2)
     wanted, given = oracle(chosen, scores, 0, 18, 2)
     np.testing.assert_array_equal(np.asarray(mask)[0], wanted)
     assert int(moved[0]) == given == 12 and wanted.sum() == 36 and wanted[2:].sum() == 8
@@ -71,8 +72,8 @@ def test_the_weakest_rows_of_full_devices_go_and_the_best_of_the_others_come(hea
         chosen = heads.choose(jnp.asarray(scores, jnp.float32), jnp.ones((2, 1, 30), bool), *given)
         mine = 4 // devices
         most, floor = np.floor(capacity * mine * base + 1e-9).astype(int), np.asarray(heads.floor(*given))
-        keys = select.sortable(jnp.asarray(scores, jnp.float32))
-        mask, moved = select.within_capacity(chosen, keys, jnp.asarray(floor), jnp.asarray(most, jnp.int32), devices)
+        keys = topk.sortable(jnp.asarray(scores, jnp.float32))
+        mask, moved = within_capacity(chosen, keys, jnp.asarray(floor), jnp.asarray(most, jnp.int32), devices)
         for row in range(2):
             wanted, gone = oracle(np.asarray(chosen)[row], scores[row], floor[row], most[row], devices)
             np.testing.assert_array_equal(np.asarray(mask)[row], wanted)

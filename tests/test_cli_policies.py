@@ -24,8 +24,9 @@ from jaxkv.policies import (
     PyramidInfer,
     Selector,
 )
+from jaxkv.policies.attended import Pooling, PoolOrder
 from jaxkv.policies.registry import POLICIES, documented
-from jaxkv.policies.scorers import Pooling, PoolOrder, Position
+from jaxkv.policies.unseen import Position
 
 
 class Colour(enum.Enum):

@@ -12,8 +12,8 @@ import jaxkv
 from jaxkv.attention import Implementation, cudnn, xla
 from jaxkv.engine.prefill_layer import layer
 from jaxkv.models.rope import angles
-from jaxkv.policies.protocol import Observed
-from jaxkv.policies.scorers import WindowAttention
+from jaxkv.policies.attended import WindowAttention
+from jaxkv.policies.scorer import Observed
 
 SLOTS = 64
 

@@ -118,7 +118,7 @@ def check_steps(case, seed, group, budget, layout, lengths=LENGTHS, *, widest=No
         smallest = min(smallest, gap)
     if smallest < o.MIN_GAP:
         return False
-    for at, (pool, segments, out) in enumerate(follow(policy, drawn, lengths, layout, widest=widest)):
+    for at, (pool, segments, out, _) in enumerate(follow(policy, drawn, lengths, layout, widest=widest)):
         for row in range(len(lengths)):
             oracle = expected[row][at]
             for head in range(HEADS):
@@ -160,7 +160,7 @@ def test_the_row_that_goes_is_guessed_right_or_wrong_with_the_same_outcome():
     # Both ways of finding the nearest row ran in the cases above, and the lengths of keys kept up with the keys.
     policy, right, wrong = D2O(budget=29, allocation=UniformLayers()), 0, 0
     steps = list(follow(policy, draw(0, 1, like=0.7), LENGTHS, Layout.SHARED, widest=30))
-    for (pool, segments, _), (after, later, _) in itertools.pairwise(steps):
+    for (pool, segments, *_), (after, later, _, norms) in itertools.pairwise(steps):
         for row, head in np.ndindex(*segments.start.shape):
             before, left = (set(held(p, s, row, head)[0]) for p, s in ((pool, segments), (after, later)))
             gone = before - left
@@ -169,7 +169,7 @@ def test_the_row_that_goes_is_guessed_right_or_wrong_with_the_same_outcome():
                 guessed = int(pool.pos[row, likely])
                 right, wrong = right + (guessed in gone), wrong + (guessed not in gone)
         inside = np.asarray(after.pos) >= 0
-        np.testing.assert_allclose(np.asarray(after.norm)[inside], np.asarray(row_norms(after.k))[inside], rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(norms)[inside], np.asarray(row_norms(after.k))[inside], rtol=1e-6)
     assert right > wrong > 0
 
 
@@ -234,11 +234,10 @@ def test_a_threshold_out_of_reach_is_h2o_with_sinks(layout):
     drawn = draw(5, 2, like=0.5)
     never = D2O(budget=16, merge=Merge(threshold=np.inf), allocation=UniformLayers())
     h2o = H2O(budget=16, sinks=4, recent=0.25)
-    for (pool, segments, out), (other, _, same) in zip(
+    for (pool, segments, out, _), (other, _, same, _) in zip(
         follow(never, drawn, LENGTHS, layout), follow(h2o, drawn, LENGTHS, layout), strict=True
     ):
-        bare = dataclasses.replace(pool, norm=None)
-        for leaf, like in zip(jax.tree.leaves(bare), jax.tree.leaves(other), strict=True):
+        for leaf, like in zip(jax.tree.leaves(pool), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(leaf, like)
         assert (out is None) == (same is None) and (out is None or np.array_equal(out, same))
         assert segments.tau is not None
@@ -270,12 +269,13 @@ def test_a_finished_sequence_keeps_its_rows():
     k = jnp.asarray(drawn.k_new[:, :, :1])
     new = Token(q=jnp.asarray(drawn.q_new[..., :1, :]), k=k, v=k, stored=k)
     count = jnp.asarray([1, 0], jnp.int32)
-    _, (after, rows, tau, _) = one_step(program, new, pool, segments, count)
-    for leaf, old in zip(jax.tree.leaves(after), jax.tree.leaves(pool), strict=True):
+    norms = row_norms(pool.k) if program.knows_norms else None
+    _, left = one_step(program, new, pool, segments, count, norms)
+    for leaf, old in zip(jax.tree.leaves(left.pool), jax.tree.leaves(pool), strict=True):
         np.testing.assert_array_equal(np.asarray(leaf)[1], np.asarray(old)[1])
         assert not np.array_equal(np.asarray(leaf)[0], np.asarray(old)[0])
-    np.testing.assert_array_equal(np.asarray(tau)[1], np.asarray(segments.tau)[1])
-    np.testing.assert_array_equal(rows, segments.length)
+    np.testing.assert_array_equal(np.asarray(left.segments.tau)[1], np.asarray(segments.tau)[1])
+    np.testing.assert_array_equal(left.segments.length, segments.length)
 
 
 def test_attention_that_is_not_a_number_drops_nothing():
@@ -283,8 +283,8 @@ def test_attention_that_is_not_a_number_drops_nothing():
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    _, rows, *_ = evict(pool, full, attended, heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk)
-    np.testing.assert_array_equal(np.asarray(segments.length) - rows, [[0, 1], [1, 0]])
+    left = evict(pool, full, attended, heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk)
+    np.testing.assert_array_equal(np.asarray(segments.length) - left.segments.length, [[0, 1], [1, 0]])
 
 
 @settings(max_examples=3)
@@ -292,7 +292,7 @@ def test_attention_that_is_not_a_number_drops_nothing():
 def test_heads_together_keep_the_same_rows(seed):
     drawn, policy = draw(seed, 2), TOVA(budget=12)
     assert isinstance(policy.parts().heads, SharedHeads)
-    *_, (pool, segments, _) = follow(policy, drawn, LENGTHS, Layout.EQUAL)
+    *_, (pool, segments, *_) = follow(policy, drawn, LENGTHS, Layout.EQUAL)
     for row in range(len(LENGTHS)):
         rows = [held(pool, segments, row, head)[0] for head in range(HEADS)]
         assert rows[0] == rows[1]

@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 import jaxkv
+from jaxkv.compilation import Clock
 from jaxkv.engine import growth as rooms
-from jaxkv.engine.compilation import Clock
 from jaxkv.engine.growth import MOST_AHEAD, room_for
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import LinearLayers

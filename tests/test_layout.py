@@ -1,6 +1,7 @@
 """How the files lie: imports go one way, files stay short, each backend of Pallas has one door."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ LAYERS = (
     "jaxkv._warnings",
     "jaxkv._settings",
     "jaxkv._values",
+    "jaxkv.attention",
     # Where arrays lie: every program asks.
     "jaxkv.sharding.letters",
     "jaxkv.sharding.mesh",
@@ -31,13 +33,13 @@ LAYERS = (
     "jaxkv.cpu_threads",
     "jaxkv.hosts",
     "jaxkv.memory",
+    "jaxkv.compilation",
     # What a cache knows of its model.
     "jaxkv.models.values",
     "jaxkv.models.hub_defaults",
     "jaxkv.models.hub_keys",
     "jaxkv.models.config",
     "jaxkv.models.rope",
-    "jaxkv.attention",
     "jaxkv.cache",
     "jaxkv.policies",
     "jaxkv.models",
@@ -45,19 +47,20 @@ LAYERS = (
     "jaxkv.text",
     "jaxkv.loading",
     "jaxkv.sampling",
-    "jaxkv.results",
     # Sizes: arguments are refused by them.
     "jaxkv.engine.stages",
     "jaxkv.engine.lengths",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
+    "jaxkv.rows",
     "jaxkv.transform",
     "jaxkv.resharding",
     "jaxkv.saved",
     # Before anything is there.
     "jaxkv.planning",
     "jaxkv.exporting",
+    "jaxkv.results",
     "jaxkv.answering",
     "jaxkv.generation",
     "jaxkv.testing",
@@ -132,6 +135,12 @@ def test_imports_go_one_way(module):
     if package != "jaxkv":
         others = set(PACKAGES) - {package}
         assert not others & {target.split(".")[0] for target in targets}, f"{package} stands alone"
+
+
+def test_no_file_needs_itself():
+    """Nor by way of others, also of its own package: a circle is what imports within functions hide."""
+    needs = {module: set(imported(ast.parse(path.read_text("utf-8")), path)) for module, path in MODULES.items()}
+    graphlib.TopologicalSorter({module: names & MODULES.keys() - {module} for module, names in needs.items()}).prepare()
 
 
 def test_contributors_read_the_same_list():

@@ -84,7 +84,7 @@ def test_moments_of_the_last_queries_are_those_of_the_text_s_end(rope):
     by = angles(jnp.arange(64, dtype=jnp.int32)[None], config.rope, config.head_dim)
     rotated = np.asarray(rotate(jnp.asarray(raw, jnp.float32), by))
     last = np.stack([rotated[row][:, :, np.arange(n - window, n) % 64] for row, n in enumerate(LENGTHS)])
-    found = moments.last_moments(jnp.asarray(last), jnp.asarray(LENGTHS, jnp.int32), config, asked)
+    found = moments.last_moments(jnp.asarray(last), jnp.asarray(LENGTHS, jnp.int32), config.rope, asked)
     for row, n in enumerate(LENGTHS):
         first = max(0, n - window)
         later = dataclasses.replace(asked, skip=max(asked.skip, first))

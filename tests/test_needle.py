@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.engine import prompts
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 
 pytestmark = pytest.mark.real
 

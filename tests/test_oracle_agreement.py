@@ -15,8 +15,8 @@ from table_oracles import critical_norms
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
-from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, QueryMoments, UniformHeads, select
-from jaxkv.policies.protocol import future_of, norms_of
+from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, QueryMoments, UniformHeads, topk
+from jaxkv.policies.scorer import future_of, norms_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
 SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads
@@ -192,7 +192,7 @@ def _uniform(scores, rows, forced, n):
 def test_ties_in_top(drawn):
     seed, levels, count = drawn
     scores = _tied_scores(seed, levels)
-    mask = np.asarray(select.top(select.sortable(jnp.asarray(scores, jnp.float32)), jnp.full((HEADS,), count)))
+    mask = np.asarray(topk.top(topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.full((HEADS,), count)))
     for row, picked in zip(scores, mask, strict=True):
         assert np.flatnonzero(picked).tolist() == o.top_select(row, count, [], N)[0]
 
@@ -219,7 +219,7 @@ def test_ties_in_protected_heads(alpha, drawn):
 
 def test_minus_zero_ties_with_zero_and_order_is_kept():
     values = jnp.asarray([-jnp.inf, -3.4e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3.4e38], jnp.float32)
-    keys = np.asarray(select.sortable(values)).astype(np.int64)
+    keys = np.asarray(topk.sortable(values)).astype(np.int64)
     assert keys[4] == keys[5]
     assert (np.diff(keys) > 0).tolist() == [True, True, True, True, False, True, True, True]
     assert keys.min() > 0

@@ -29,11 +29,11 @@ from jaxkv.policies import (
     SharedHeads,
     VarianceLayers,
 )
-from jaxkv.policies.merging import Decision, Metric, Scope, ValueMerge, Weights
-from jaxkv.policies.protocol import Scorer
+from jaxkv.policies.folding import Decision, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.reading import Selector
 from jaxkv.policies.registry import POLICIES
-from jaxkv.policies.scorers import KeyNorm
+from jaxkv.policies.scorer import Scorer
+from jaxkv.policies.unseen import KeyNorm
 from jaxkv.policies.variance import Statistic
 
 GQA = tiny.MODELS["gqa3"]

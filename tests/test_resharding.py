@@ -1,6 +1,5 @@
 """Caches that move: between meshes, to one device, to disk and back. Rows are exact, answers those of before."""
 
-import dataclasses
 import functools
 
 import jax
@@ -136,7 +135,7 @@ def test_what_cannot_be_moved(as_users_call):
         jaxkv.reshard(cache, jax.make_mesh((2, 4), ("x", "model")))
     with pytest.raises(TypeError, match=r"cache=Generation: give its \.cache"):
         jaxkv.reshard(jaxkv.generate(model_of(4), [1, 2], max_new_tokens=1), None)
-    copy = dataclasses.replace(cache, seen=cache.seen + 0)
+    copy = cache.updated(seen=cache.seen + 0)
     copy.seen.delete()
     with pytest.raises(ValueError, match=r"cache='deleted'"):
         jaxkv.reshard(copy, mesh_of(2, 4))

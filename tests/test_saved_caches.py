@@ -111,7 +111,7 @@ def test_sixteen_bits_and_numbers_that_are_none(tmp_path):
     odd = np.asarray(cache.pools[0].k).copy()
     odd[0, 0, :4] = [np.nan, -0.0, np.inf, 1e-39]
     pools = (dataclasses.replace(cache.pools[0], store=Dense(k=jnp.asarray(odd), v=cache.pools[0].v)), *cache.pools[1:])
-    cache = dataclasses.replace(cache, pools=pools)
+    cache = cache.updated(pools=pools)
     cache.save(tmp_path / "odd")
     assert_same(jaxkv.load_cache(tmp_path / "odd"), cache)
 
@@ -305,8 +305,8 @@ def edit_manifest(path, edit):
         (lambda said: said.update(format="jaxkv weights"), "is a folder of jaxkv weights: read it with jaxkv.load"),
         (lambda said: said.update(format="x"), "no folder of jaxkv cache: give one that KVCache.save has written"),
         (
-            lambda said: said["arrays"].pop("pools.0.store.k"),
-            r"array='pools\.0\.store\.k': the manifest in .* says noth",
+            lambda said: said["arrays"].pop("arrays.pools.0.store.k"),
+            r"array='arrays\.pools\.0\.store\.k': the manifest in .* says noth",
         ),
         (lambda said: said.update(arrays={}), "arrays={}: none in .*; save the cache again"),
         (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),

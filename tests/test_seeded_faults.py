@@ -21,9 +21,9 @@ from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
 from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts, slots
-from jaxkv.policies import AdaptiveHeads, GroupReduce, budgets, parts, select
+from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
+from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.methods.snapkv import WindowMethod
-from jaxkv.policies.scorers import WindowAttention
 from jaxkv.sharding.record import Recorder
 
 SEEDS = range(3)
@@ -52,8 +52,8 @@ def ties():
 
 
 def highest_first(patch):
-    real = select.top
-    patch.setattr(select, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
+    real = heads.top
+    patch.setattr(heads, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
 
 
 def window_not_forced(patch):
@@ -91,7 +91,7 @@ def heads_rounded_down(patch):
 
 def layers_rounded_down(patch):
     patch.setattr(
-        budgets, "round_to_sum", lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64)
+        layers, "round_to_sum", lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64)
     )
 
 
@@ -105,8 +105,9 @@ def padding_competes(patch):
 
 
 def positions_from_length(patch):
-    real = KVCache.unnamed
-    patch.setattr(KVCache, "unnamed", lambda self: dataclasses.replace(real(self), seen=self.length[0, :, 0]))
+    real = KVCache.tables.fget
+    wrong = lambda self: dataclasses.replace(real(self), seen=real(self).length[0, :, 0])  # noqa: E731
+    patch.setattr(KVCache, "tables", property(wrong))
 
 
 def segments_one_row_early(patch):
@@ -186,11 +187,11 @@ def a_slot_keeps_a_row(patch):
     real = slots.insert
 
     def insert(running, new, slot, *, axes=None):
-        before, at = np.array(running.cache.length), int(slot.max())
+        before, at = np.array(running.cache.tables.length), int(slot.max())
         after = real(running, new, slot, axes=axes)
-        length = np.array(after.cache.length)
+        length = np.array(after.cache.tables.length)
         length[:, at] = np.maximum(length[:, at], before[:, at])
-        return dataclasses.replace(after, cache=dataclasses.replace(after.cache, length=jnp.asarray(length)))
+        return dataclasses.replace(after, cache=after.cache.updated(length=jnp.asarray(length)))
 
     patch.setattr(slots, "insert", insert)
 

@@ -23,7 +23,7 @@ from jaxkv.policies import (
     UniformHeads,
     WindowAttention,
 )
-from jaxkv.policies.select import sortable, top
+from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 
 

@@ -55,9 +55,9 @@ def test_sixteen_bits_answer_as_alone(name):
 @pytest.mark.parametrize("name", ["adakv", "omnikv", "again"])
 def test_rows_beside_the_pools_are_moved_when_any_slot_has_many(name, monkeypatch):
     """In float32, where it makes no difference: with little beside the pools they are moved many times."""
-    policy, real = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET), module.program_of
+    policy, real = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET), module.specialise
     tailed = lambda *given, **named: dataclasses.replace(real(*given, **named), tail=True)  # noqa: E731
-    monkeypatch.setattr(module, "program_of", tailed)
+    monkeypatch.setattr(module, "specialise", tailed)
     runs.check(model(), policy, runs.requests(3, 12), slots=runs.made(model(), policy, size=16))
 
 
@@ -152,10 +152,10 @@ def test_mixed_draws_what_each_sampler_draws():
 def test_inserting_copies_sequences_where_their_letters_say():
     """Several at once, one of them left out."""
     cache, *_ = tiny.run(model(), tiny.prompts(0, [20, 9, 14]), jaxkv.FullKV(), room=4)
-    whole, part = cache.unnamed(), taken(cache.unnamed(), jnp.asarray([1, 2], jnp.int32))
+    whole, part = cache.arrays, taken(cache.arrays, jnp.asarray([1, 2], jnp.int32))
     put = insert(jax.tree.map(jnp.copy, whole), part, jnp.asarray([2, -1], jnp.int32))
-    np.testing.assert_array_equal(np.asarray(put.seen), [20, 9, 9])
-    np.testing.assert_array_equal(np.asarray(put.length[:, 2]), np.asarray(whole.length[:, 1]))
+    np.testing.assert_array_equal(np.asarray(put.tables.seen), [20, 9, 9])
+    np.testing.assert_array_equal(np.asarray(put.tables.length[:, 2]), np.asarray(whole.tables.length[:, 1]))
     np.testing.assert_array_equal(np.asarray(put.pools[1].k[2]), np.asarray(whole.pools[1].k[1]))
     np.testing.assert_array_equal(np.asarray(put.pools[1].k[:2]), np.asarray(whole.pools[1].k[:2]))
 

@@ -15,7 +15,7 @@ import jaxkv
 from jaxkv import FullKV, KNorm, PyramidKV, Random, SnapKV
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import KVPressLayers, LinearLayers
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.transform import _sizes
 
 GQA = tiny.MODELS["gqa3"]

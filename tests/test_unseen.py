@@ -34,7 +34,7 @@ from jaxkv import (
     UnseenQuestionWarning,
 )
 from jaxkv.policies import KeyNorm, Scorer, WindowAttention
-from jaxkv.policies.protocol import looks_at_end
+from jaxkv.policies.scorer import looks_at_end
 
 DOCUMENT = "the quick brown fox jumps over the lazy dog and over the cat"
 SMALL = {"budget": 16, "window": 4}

@@ -27,7 +27,7 @@ from jaxkv.policies import (
     UniformHeads,
     Wrapper,
 )
-from jaxkv.policies.select import top
+from jaxkv.policies.topk import top
 
 GQA = tiny.MODELS["gqa3"]
 pytestmark = pytest.mark.usefixtures("as_users_call")
@@ -201,7 +201,7 @@ def test_scores_that_are_not_numbers_are_refused():
 
 def test_what_is_not_a_number_comes_last():
     scores = jnp.asarray([[[3.0, jnp.nan, -jnp.inf, -jnp.nan, 1.0]]])
-    keys = jaxkv.policies.select.sortable(scores)
+    keys = jaxkv.policies.topk.sortable(scores)
     assert top(keys, jnp.asarray([[2]]))[0, 0].tolist() == [True, False, False, False, True]
 
 

@@ -22,18 +22,19 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.prompts import observed
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
-from jaxkv.policies.policy import Method, Wrapper
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
+from jaxkv.policies.scorer import Needs
+from jaxkv.policies.wrapper import Wrapper
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Encoded
 
 Budget = int | float
-Policy = Method | type[Method] | str
-Policies = Mapping[str, Policy] | Sequence[Policy]
+PolicyLike = Method | type[Method] | str
+Policies = Mapping[str, PolicyLike] | Sequence[PolicyLike]
 
 
-def with_budget(policy: Policy, budget: Budget) -> Method:
+def with_budget(policy: PolicyLike, budget: Budget) -> Method:
     """A policy at another budget; one that keeps everything as it is.
 
     Args:
@@ -125,14 +126,14 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
     return Grid(names=called, budgets=budgets, cells=cells)
 
 
-def _cell(name: str, policy: Policy, budget: Budget) -> Method:
+def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
     try:
         return with_budget(policy, budget)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _name(policy: Policy) -> str:
+def _name(policy: PolicyLike) -> str:
     return policy if isinstance(policy, str) else brief(as_policy(policy))
 
 

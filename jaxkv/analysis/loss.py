@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
-from jaxkv.analysis.choosing import Budget, Grid, Policies, Policy, grid
+from jaxkv.analysis.choosing import Budget, Grid, Policies, PolicyLike, grid
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.given import place_of
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
@@ -22,14 +22,14 @@ from jaxkv.attention import probabilities
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies import AdaKV, SnapKV
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import most_of_devices, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Prompt
 
 # Uniform, safeguarded and adaptive budgets of heads: the same scores and totals.
-ALLOCATIONS: Mapping[str, Policy] = MappingProxyType(
+ALLOCATIONS: Mapping[str, PolicyLike] = MappingProxyType(
     {"uniform": SnapKV(), "safeguarded": AdaKV(), "adaptive": AdaKV(alpha=0.0)}
 )
 

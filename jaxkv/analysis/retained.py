@@ -15,7 +15,7 @@ from jaxkv.analysis.given import several, share, whole
 from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host

@@ -20,8 +20,8 @@ from jaxkv.analysis.watching import Layer, Text, Watcher, watch
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host

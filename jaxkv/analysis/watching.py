@@ -24,7 +24,7 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.mesh import Axes, missing, place
 from jaxkv.text.prompts import Encoded, Prompt, encode
 

@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Float, Int
 
-from jaxkv import hosts
 from jaxkv._errors import require
 from jaxkv._values import brief
+from jaxkv.cache.arrays import Cache, State, Tables
 from jaxkv.cache.bank import Bank, host_of
-from jaxkv.cache.encoding import encode
+from jaxkv.cache.disk import write_cache
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
-from jaxkv.checkpoints.orbax_files import CACHE, write_folder
 from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import Axes, host, lettered, place
 
@@ -45,58 +45,24 @@ class Turn(enum.Enum):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["prompt", "budget", "recent", "choosable", "tau", "rings"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
-    """What policies remember that go on after the prompt.
-
-    Attributes:
-        prompt: `i32[B]` tokens of the prompt, which protected spans refer to.
-        budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt; where nothing is dropped, tokens
-            of it that are read.
-        recent: `i32[L, B]` most recent rows that are never dropped.
-        choosable: `i32[L, B, K]` first rows of each segment that filter layers choose from, those of the prompt; rows
-            that wait in host memory are not among them. None where every layer reads everything.
-        tau: `f32[L, B, K, n]` merging's running thresholds, -inf before the first dropped row; None without merging.
-        rings: one per layer, or per filter layer, `f32[B, K, G, R, D]`: the query at position p stands in slot p % R;
-            none where nobody asks for queries of before.
-    """
-
-    prompt: Int[Array, " B"]
-    budget: Int[Array, " B"]
-    recent: Int[Array, "L B"]
-    choosable: Int[Array, "L B K"] | None = None
-    tau: Float[Array, "L B K n"] | None = None
-    rings: tuple[Float[Array, "B K G R D"], ...] = ()
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pools", "start", "length", "limit", "seen", "state", "bank", "likely", "logits", "moved"],
-    meta_fields=["layout", "policy", "config", "model", "turn", "axes", "padding"],
+    data_fields=["arrays", "bank", "logits", "moved"],
+    meta_fields=["layout", "policy", "config", "slots", "extended", "model", "turn", "axes", "padding"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Everything a model remembers of B sequences, compressed by one policy.
+    """Everything a model remembers of B sequences, compressed by one policy: arrays, and what is known of them.
 
     Attributes:
-        pools: one per layer, or a single one shared by all layers (`layout.one_pool`).
-        start: `i32[L, B, K]` first row of each segment.
-        length: `i32[L, B, K]` rows in each segment.
-        limit: `i32[L, B, K]` the policy's target size of each segment; appended rows go beyond it where the policy
-            does not drop rows.
-        seen: `i32[B]` tokens the sequence has had, and so the next position. Never derived from length.
-        state: what the policy remembers; None for policies that only act on the prompt.
+        arrays: pools of rows on the device, where these lie, and what the policy remembers.
         bank: prompts of layers whose rows wait in host memory; their pools hold what came after.
-        likely: `i32[L, B, K]` rows likely to go next, only while tokens are drawn by a program that looks ahead.
         logits: `f32[B, V]` of the next token, where a session is to draw it; not counted as the cache's.
         moved: `i32[B]` rows of each sequence that other devices' heads got, where the policy's `capacity` left no room
             for better ones; None where it never could.
         layout: how segments lie in their pool.
         policy: who compressed it.
         config: the model's shape.
+        slots: S, the bucket that its prompts were padded to.
+        extended: several tokens at once have been added since the policy chose: segments may be beyond their limits.
         model: fingerprint of the weights that made it.
         turn: where the conversation stands; where sequences stand at different turns, that of each.
         axes: of the mesh that it lies on, if it does. Each device then has the stretch of every pool that its heads lie
@@ -105,19 +71,15 @@ class KVCache:
             the last one, which nobody asks. `batch`, `kept` and the like are of the others.
     """
 
-    pools: tuple[Pool, ...]
-    start: Int[Array, "L B K"]
-    length: Int[Array, "L B K"]
-    limit: Int[Array, "L B K"]
-    seen: Int[Array, " B"]
-    state: State | None = None
+    arrays: Cache
     bank: Bank | None = None
-    likely: Int[Array, "L B K"] | None = None
     logits: Float[Array, "B V"] | None = None
     moved: Int[Array, " B"] | None = None
     layout: Layout
     policy: Any
     config: ModelConfig
+    slots: int
+    extended: bool = False
     model: str = ""
     turn: Turn | tuple[Turn, ...] = Turn.START
     axes: Axes | None = None
@@ -133,23 +95,51 @@ class KVCache:
             parts.append(f"{_range(seen[: len(seen) - self.padding])} tokens")
         if rows is not None:
             parts.append(f"{_range(rows[:, :batch])} rows in each of {layers} x {heads} heads")
-        here = (self.pools, self.start, self.length, self.limit, self.seen, self.state)
-        parts.append(f"{_bytes(here) / 1e6:.2f} MB")
+        parts.append(f"{_bytes(self.arrays) / 1e6:.2f} MB")
         if self.bank is not None:
             parts.append(f"{_bytes(self.bank) / 1e6:.2f} MB in host memory")
         turns = self.turn if isinstance(self.turn, tuple) else (self.turn,)
         parts.append("turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns)))
         return f"KVCache({'; '.join(parts)})"
 
-    def unnamed(self) -> "KVCache":
-        """The arrays on the device alone. Programs take these: they are compiled for no policy, model or turn."""
-        arrays = dataclasses.replace(self, bank=None, logits=None, moved=None)
-        return dataclasses.replace(arrays, policy=None, model="", turn=Turn.START, padding=0)
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """One pool per layer, or a single one shared by all layers (`layout.one_pool`)."""
+        return self.arrays.pools
 
-    def with_arrays(self, arrays: "KVCache") -> "KVCache":
-        """This cache, the arrays on the device replaced by what a program has made of them."""
-        given = {name: getattr(self, name) for name in ("bank", "moved", "policy", "model", "turn", "padding")}
-        return dataclasses.replace(arrays, **given)
+    @property
+    def tables(self) -> Tables:
+        """Where the rows of every segment lie, and what the policy remembers."""
+        return self.arrays.tables
+
+    @property
+    def start(self) -> Int[Array, "L B K"]:
+        """First row of each segment, `i32[L, B, K]`; on a mesh within the stretch of its device."""
+        return self.tables.start
+
+    @property
+    def length(self) -> Int[Array, "L B K"]:
+        """Rows in each segment, `i32[L, B, K]`."""
+        return self.tables.length
+
+    @property
+    def limit(self) -> Int[Array, "L B K"]:
+        """The policy's target size of each segment, `i32[L, B, K]`."""
+        return self.tables.limit
+
+    @property
+    def seen(self) -> Int[Array, " B"]:
+        """Tokens that each sequence has had, `i32[B]`, and so its next position."""
+        return self.tables.seen
+
+    @property
+    def state(self) -> State | None:
+        """What the policy remembers; None for policies that only act on the prompt."""
+        return self.tables.state
+
+    def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "KVCache":
+        """A copy with other pools, or other tables by name (`start`, `length`, `limit`, `seen`, `state`)."""
+        return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to disk, bit by bit, for `jaxkv.load_cache` in any process: whole or not at all.
@@ -164,16 +154,11 @@ class KVCache:
                 up, or its policy holds what no text says.
         """
         self.require_arrays()
-        arrays: dict[str, np.ndarray] = {}
         given = dataclasses.replace(self, policy=None)
         # Files know of no mesh: they hold what one device would.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
-        said = {"policy": encode(self.policy, None, "policy"), "cache": encode(whole, arrays)}
-        mesh = None if self.axes is None else self.axes.mesh
-        with hosts.together("KVCache.save", mesh):
-            if hosts.speaks() or not hosts.spans(mesh):
-                write_folder(Path(path).expanduser(), CACHE, said, arrays)
+        write_cache(Path(path).expanduser(), self.policy, whole, None if self.axes is None else self.axes.mesh)
 
     def require_arrays(self) -> None:
         """Refuses a cache whose arrays are gone.
@@ -304,14 +289,14 @@ def _moved(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
     """A leaf of the sequences `of`: rows of a pool from where they come, and where segments begin."""
-    if path[0].name == "start":
+    if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))
     if "P" not in letters:
         return taken
-    source = sources[path[1].idx]
+    source = sources[next(part.idx for part in path if isinstance(part, SequenceKey))]
     wide = (...,) + (None,) * (taken.ndim - 2)
-    empty = np.asarray(-1 if path[2].name == "pos" else 0, taken.dtype)
+    empty = np.asarray(-1 if path[-1] == GetAttrKey("pos") else 0, taken.dtype)
     return np.where((source >= 0)[wide], np.take_along_axis(taken, np.maximum(source, 0)[wide], axis=1), empty)
 
 

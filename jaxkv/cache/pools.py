@@ -1,7 +1,6 @@
 """Pools: rows of keys and values, a segment for each sequence and kv head, and how rows are placed and written."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.cache.stores import Dense, Store, put_cells
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["store", "pos", "score", "norm"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pool:
     """Rows of segments. Within a segment they lie in order of position until one is dropped by itself.
@@ -19,13 +18,11 @@ class Pool:
         store: keys after RoPE at their original position (before it, where the policy rolls positions), and values.
         pos: `i32[B, P]` original position of each row; -1 where no row is.
         score: `f32[B, P]` what the policy has observed of each row, if it goes on observing; 0 where no row is.
-        norm: `f32[B, P]` length of each key, only while tokens are drawn for a policy that compares keys.
     """
 
     store: Store
     pos: Int[Array, "B P"]
     score: Float[Array, "B P"] | None = None
-    norm: Float[Array, "B P"] | None = None
 
     @property
     def k(self) -> Float[Array, "B P D"]:
@@ -91,17 +88,39 @@ def append(
         The pool with the rows written.
     """
     batch, heads, count, dim = k.shape
-    offset = jnp.arange(count, dtype=jnp.int32)
-    real = offset < written[:, None]
-    row = jnp.where(real[:, None], end[..., None] + offset, pool.rows).reshape(batch, heads * count)
+    row = _behind(end, written, count, pool.rows)
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, count)).reshape(row.shape)
     flat = lambda a: a.reshape(batch, heads * count, dim)  # noqa: E731
     scores = pool.score
     if scores is not None:
         scores = put_cells(scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape))
     pos = put_cells(pool.pos, row, spread)
-    norm = None if pool.norm is None else put_cells(pool.norm, row, row_norms(flat(k).astype(pool.k.dtype)))
-    return Pool(store=pool.store.put((row, flat(k)), (row, flat(v))), pos=pos, score=scores, norm=norm)
+    return Pool(store=pool.store.put((row, flat(k)), (row, flat(v))), pos=pos, score=scores)
+
+
+def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int) -> Int[Array, "B n"]:
+    """Pool row of each of `count` new tokens behind every segment, head by head; P for those that are not written."""
+    offset = jnp.arange(count, dtype=jnp.int32)
+    real = offset < written[:, None]
+    return jnp.where(real[:, None], end[..., None] + offset, rows).reshape(end.shape[0], -1)
+
+
+def append_norms(
+    norms: Float[Array, "B P"], k: Float[Array, "B K N D"], end: Int[Array, "B K"], written: Int[Array, " B"]
+) -> Float[Array, "B P"]:
+    """Writes the lengths of N new keys behind each segment, where `append` writes the keys.
+
+    Args:
+        norms: length of each key of the pool.
+        k: new keys, in the pool's dtype.
+        end: first free row of each segment.
+        written: how many of the N tokens each sequence really has.
+
+    Returns:
+        The lengths with the new ones.
+    """
+    row = _behind(end, written, k.shape[2], norms.shape[1])
+    return put_cells(norms, row, row_norms(k).reshape(row.shape))
 
 
 def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv._errors import require
-from jaxkv.cache.kv_cache import KVCache, State
+from jaxkv.cache.arrays import Cache, State, Tables
+from jaxkv.cache.kv_cache import KVCache
 from jaxkv.cache.layout import Layout, by_sequence
 from jaxkv.cache.pools import Pool, segment_of_row
 from jaxkv.sharding.door import program
@@ -91,14 +92,10 @@ def repack(
             tau=None if state.tau is None else repeat(state.tau, 1),
             rings=tuple(repeat(ring, 0) for ring in state.rings),
         )
+    tables = Tables(start=jnp.concatenate(placed), length=length, limit=limit, seen=repeat(cache.seen, 0), state=state)
     copy = dataclasses.replace(
         cache,
-        pools=tuple(pools),
-        start=jnp.concatenate(placed),
-        length=length,
-        limit=limit,
-        seen=repeat(cache.seen, 0),
-        state=state,
+        arrays=Cache(pools=tuple(pools), tables=tables),
         logits=None if cache.logits is None else repeat(cache.logits, 0),
         moved=None if cache.moved is None else repeat(cache.moved, 0),
         padding=padding,

@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.analysis.budgets import BudgetsWatcher
-from jaxkv.analysis.choosing import Grid, Policy, checked, grid
+from jaxkv.analysis.choosing import Grid, PolicyLike, checked, grid
 from jaxkv.analysis.density import DensityWatcher
 from jaxkv.analysis.figures import Figure
 from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
@@ -29,7 +29,7 @@ from jaxkv.cli.generating import random_key, require_model
 from jaxkv.cli.numbers import argument, seed, whole
 from jaxkv.cli.policy_rows import budgets_of, spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
 
 # What each figure says, above its table; those behind the first three are of policies.
@@ -161,9 +161,9 @@ def _listed(given: str, flag: str, known: Any) -> list[str]:
     return names
 
 
-def _policies(given: str) -> dict[str, Policy]:
+def _policies(given: str) -> dict[str, PolicyLike]:
     """Policies as the command line writes them, by what was written."""
-    made: dict[str, Policy] = {}
+    made: dict[str, PolicyLike] = {}
     for each in spelled(given):
         require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
         made[each.text] = each.policy()

@@ -12,7 +12,7 @@ from jaxkv.cli.numbers import argument, seed, whole
 from jaxkv.cli.policy_rows import budgets_of, rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, task_from
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.evals.arguments import described, require_how, settings_of
 from jaxkv.evals.folder import require_folder
 from jaxkv.evals.merging import merge

@@ -13,7 +13,7 @@ from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, whole
 from jaxkv.cli.streams import to_stdout
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
 
 

@@ -18,7 +18,7 @@ from jaxkv.cli.files import Target, read_text
 from jaxkv.cli.numbers import argument, real, seed, whole
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout
-from jaxkv.engine.compilation import enable_compilation_cache
+from jaxkv.compilation import enable_compilation_cache
 from jaxkv.generation import generate
 from jaxkv.loading import load
 from jaxkv.policies import Method

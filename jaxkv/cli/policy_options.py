@@ -19,10 +19,10 @@ from jaxkv._errors import require
 from jaxkv._values import shortened
 from jaxkv.cli.numbers import real, span, whole, whole_or_real
 from jaxkv.policies import MaxPool, Merge, Method, NoPool
-from jaxkv.policies.budgets import LayerBudgets
+from jaxkv.policies.attended import Pooling
+from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
-from jaxkv.policies.scorers import Pooling
 
 # What AdaKV and CriticalKV are built on where nothing is said.
 _BASE = "snapkv"

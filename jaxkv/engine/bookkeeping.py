@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention import Received
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
 from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.evict import evict, weakest
@@ -17,45 +18,64 @@ from jaxkv.policies.checks import checked
 from jaxkv.sharding.collectives import mean_of_devices
 
 
-def segments_of(cache: KVCache, part: int | slice) -> Segments:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """What a step keeps for the next one beside the cache, where dropped keys are compared with all others on a CPU.
+
+    Attributes:
+        norms: one per pool, `f32[B, P]` length of each key.
+        likely: `i32[L, B, K]` rows likely to go next, -1 for none; None where the program does not look ahead.
+    """
+
+    norms: tuple[Float[Array, "B P"], ...]
+    likely: Int[Array, "L B K"] | None = None
+
+
+def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None) -> Segments:
     """One layer's segments, or those of several layers one after the other."""
     part = slice(part, part + 1) if isinstance(part, int) else part
-    state, start = cache.state, cache.start[part]
-    none = jnp.zeros(cache.seen.shape, jnp.int32)
+    state, start = tables.state, tables.start[part]
+    none = jnp.zeros(tables.seen.shape, jnp.int32)
     recent = jnp.zeros_like(start) if state is None else jnp.broadcast_to(state.recent[part][..., None], start.shape)
     return Segments(
         start=by_sequence(start),
-        length=by_sequence(cache.length[part]),
-        limit=by_sequence(cache.limit[part]),
+        length=by_sequence(tables.length[part]),
+        limit=by_sequence(tables.limit[part]),
         recent=by_sequence(recent),
         tau=None if state is None or state.tau is None else by_sequence(state.tau[part]),
         prompt=none if state is None else state.prompt,
-        seen=cache.seen,
-        likely=None if cache.likely is None else by_sequence(cache.likely[part]),
+        seen=tables.seen,
+        likely=None if likely is None else by_sequence(likely[part]),
         choosable=None if state is None or state.choosable is None else by_sequence(state.choosable[part]),
     )
 
 
-def within_limits(cache: KVCache, outs: list[Array], products: list[Array], program: Program) -> KVCache:
+def within_limits(
+    cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, program: Program
+) -> tuple[Cache, Scratch | None]:
     """Brings segments with a row too many back to their limits: layer by layer, or at once where layers share a pool.
 
     Args:
         cache: after one token, rows and scores included.
         outs: `[B, K]` of each layer, any number of each head's attention output.
         products: `f32[B, K, n]` of each layer, see `Received`; none if the program does not look ahead.
+        scratch: what the step before left, if the program keeps any.
         program: what is static.
 
     Returns:
-        The cache.
+        The cache, and what is left for the next step.
     """
-    layers, _, heads = cache.start.shape
-    assert program.ongoing is not None and cache.state is not None
+    tables = cache.tables
+    layers, _, heads = tables.start.shape
+    assert program.ongoing is not None and tables.state is not None
     parts = [slice(group[0], group[-1] + 1) for group in program.layout.groups(range(layers))]
-    pools, lengths, taus, likely = [], [], [], []
-    for pool, part in zip(cache.pools, parts, strict=True):
+    foreseen = None if scratch is None else scratch.likely
+    pools, norms, lengths, taus, likely = [], [], [], [], []
+    for index, (pool, part) in enumerate(zip(cache.pools, parts, strict=True)):
         left = evict(
             pool,
-            segments_of(cache, part),
+            segments_of(tables, part, foreseen),
             by_sequence(jnp.stack(outs[part])),
             heads=heads,
             ongoing=program.ongoing,
@@ -63,27 +83,27 @@ def within_limits(cache: KVCache, outs: list[Array], products: list[Array], prog
             widest=program.widest,
             axes=program.axes,
             products=by_sequence(jnp.stack(products[part])) if products else None,
+            norms=None if scratch is None else scratch.norms[index],
             implementation=program.implementation,
         )
         pools.append(left.pool)
-        lengths.append(by_layer(left.length, heads))
-        taus += [] if left.tau is None else [by_layer(left.tau, heads)]
+        norms += [] if left.norms is None else [left.norms]
+        lengths.append(by_layer(left.segments.length, heads))
+        taus += [] if left.segments.tau is None else [by_layer(left.segments.tau, heads)]
         likely.append(by_layer(left.likely, heads))
-    return dataclasses.replace(
-        cache,
-        pools=tuple(pools),
-        length=jnp.concatenate(lengths),
-        state=dataclasses.replace(cache.state, tau=jnp.concatenate(taus) if taus else None),
-        likely=None if cache.likely is None else jnp.concatenate(likely),
-    )
+    state = dataclasses.replace(tables.state, tau=jnp.concatenate(taus) if taus else None)
+    cache = cache.updated(pools=tuple(pools), length=jnp.concatenate(lengths), state=state)
+    if scratch is None:
+        return cache, None
+    return cache, Scratch(norms=tuple(norms), likely=None if foreseen is None else jnp.concatenate(likely))
 
 
-def likely_keys(cache: KVCache) -> Float[Array, "L B K D"] | None:
+def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"] | None:
     """Keys of the rows likely to go, float32, if the program looks ahead."""
-    if cache.likely is None:
+    if scratch is None or scratch.likely is None:
         return None
-    keys, _ = cache.pools[0].store.take(jnp.maximum(by_sequence(cache.likely), 0)).view()
-    return by_layer(keys.astype(jnp.float32), cache.start.shape[2])
+    keys, _ = cache.pools[0].store.take(jnp.maximum(by_sequence(scratch.likely), 0)).view()
+    return by_layer(keys.astype(jnp.float32), cache.tables.start.shape[2])
 
 
 def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
@@ -100,19 +120,18 @@ def of_whole_groups(pools: list[Pool], program: Program) -> list[Pool]:
     return [dataclasses.replace(pool, score=mean(pool.score)) for pool in pools]
 
 
-def with_scratch(cache: KVCache, program: Program) -> KVCache:
-    """What steps one after the other keep for each other beside the cache; `without_scratch` takes it off again."""
+def scratch_of(cache: Cache, program: Program) -> Scratch | None:
+    """What the first step needs of those before it beside the cache; None where programs keep nothing there."""
     if not program.knows_norms:
-        return cache
-    pools = tuple(dataclasses.replace(pool, norm=row_norms(pool.k)) for pool in cache.pools)
-    cache = dataclasses.replace(cache, pools=pools)
+        return None
+    norms = tuple(row_norms(pool.k) for pool in cache.pools)
     if not program.looks_ahead:
-        return cache
-    heads, ongoing = cache.start.shape[2], program.ongoing
+        return Scratch(norms=norms)
+    heads, ongoing, tables = cache.tables.start.shape[2], program.ongoing, cache.tables
     assert ongoing is not None
-    soon = dataclasses.replace(segments_of(cache, slice(None)), seen=cache.seen + 1)
+    soon = dataclasses.replace(segments_of(tables, slice(None)), seen=tables.seen + 1)
     row, *_ = weakest(
-        pools[0],
+        cache.pools[0],
         soon,
         heads=heads,
         ongoing=ongoing,
@@ -120,13 +139,7 @@ def with_scratch(cache: KVCache, program: Program) -> KVCache:
         widest=program.widest,
         axes=program.axes,
     )
-    return dataclasses.replace(cache, likely=by_layer(row, heads))
-
-
-def without_scratch(cache: KVCache) -> KVCache:
-    """The cache alone."""
-    pools = tuple(dataclasses.replace(pool, norm=None) for pool in cache.pools)
-    return dataclasses.replace(cache, pools=pools, likely=None)
+    return Scratch(norms=norms, likely=by_layer(row, heads))
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) -> tuple[Pool, ...]:

@@ -10,15 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
-from jaxkv.policies.select import (
-    HeadBudgets,
-    chooses_apart,
-    most_rows,
-    own_budgets,
-    sortable,
-    top,
-    within_capacity,
-)
+from jaxkv.policies.heads import HeadBudgets, chooses_apart, most_rows, own_budgets, within_capacity
+from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes

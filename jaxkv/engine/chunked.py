@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, KVCache, Tables
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.compress import Walk
@@ -85,12 +85,13 @@ def prefill(
         part[:, : mine.shape[1]] = mine
         count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
         given, counts = (place(each, letters, flat.axes) for each, letters in ((part, "B N"), (count, "B")))
-        new, cache = extend(flat, cache, given, counts, program=program)
+        new, arrays = extend(flat, cache.arrays, given, counts, program=program)
+        cache = dataclasses.replace(cache, arrays=arrays)
         logits = newest(new, logits, counts, axes=flat.axes)
         yield flat.config.layers * chunk / longest
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
-    cache = dataclasses.replace(cache, limit=jnp.copy(cache.length), state=state, model=model)
+    cache = dataclasses.replace(cache.updated(limit=jnp.copy(cache.length), state=state), model=model)
     return banked(cache, _reading(flat, policy, needed), needed, release=True), logits
 
 
@@ -107,19 +108,16 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing, read, store = jnp.zeros_like(start), policy.parts().read, policy.parts().store
     assert read is not None
-    cache = KVCache(
-        axes=axes,
-        pools=tuple(empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows),
+    tables = Tables(
         start=start,
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
         state=reading_state(lengths, read.tokens(np.asarray(lengths), config.layers), nothing, rings),
-        layout=needed.layout,
-        policy=policy,
-        config=config,
     )
-    return settle_down(cache, axes)
+    pools = tuple(empty_pool(batch, each, dim, dtype, scored=False, store=store, axes=axes) for each in rows)
+    arrays = settle_down(Cache(pools=pools, tables=tables), axes)
+    return KVCache(arrays=arrays, layout=needed.layout, policy=policy, config=config, slots=needed.slots, axes=axes)
 
 
 def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:
@@ -160,5 +158,5 @@ def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bo
             leaf.delete()
     start, length, limit, choosable = (place(table, "L B K", axes) for table in tables)
     state = dataclasses.replace(state, choosable=choosable)
-    moved = dataclasses.replace(cache, pools=tuple(pools), start=start, length=length, limit=limit, state=state)
+    moved = cache.updated(pools=tuple(pools), start=start, length=length, limit=limit, state=state)
     return dataclasses.replace(committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded))

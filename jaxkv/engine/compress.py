@@ -20,12 +20,12 @@ from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, moved_in_all
-from jaxkv.policies.budgets import LayerBudgets
+from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked, checked_tuple
+from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger, told
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.protocol import Observed, Scorer
-from jaxkv.policies.scorers import of_group
+from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes

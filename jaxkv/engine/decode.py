@@ -2,16 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, KVCache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.bookkeeping import faded, likely_keys, of_whole_groups, segments_of, within_limits
+from jaxkv.engine.bookkeeping import Scratch, faded, likely_keys, of_whole_groups, segments_of, within_limits
 from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.program import Program
@@ -24,17 +25,34 @@ from jaxkv.sharding.door import program as compiled
 from jaxkv.sharding.mesh import Axes, place
 
 
+class Step(NamedTuple):
+    """Logits and cache after a step, and what stands beside the cache.
+
+    Attributes:
+        logits: `f32[B, V]` of each sequence's last real token.
+        cache: with the new rows, unless they went to the tails.
+        tails: rows beside the pools, one for each layer, if there were any.
+        scratch: what the next step needs of this one, if the program keeps any.
+    """
+
+    logits: Float[Array, "B V"]
+    cache: Cache
+    tails: tuple[Tail, ...]
+    scratch: Scratch | None
+
+
 def step(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
-    cache: KVCache,
+    cache: Cache,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     program: Program,
     tails: tuple[Tail, ...] = (),
     written: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B V"], KVCache, tuple[Tail, ...]]:
+    scratch: Scratch | None = None,
+) -> Step:
     """Runs N new tokens per sequence through the model.
 
     Args:
@@ -46,44 +64,48 @@ def step(
         program: what is static.
         tails: rows beside the pools, one for each layer, which a single token's row joins; none if it joins the pools.
         written: rows of the tails that each sequence has.
+        scratch: what the step before left beside the cache, if the program keeps any.
 
     Returns:
-        Float32 logits of each sequence's last real token, the cache, with the new rows unless they went to the tails,
-        and the tails.
+        Logits, cache, tails and scratch after the step.
     """
     outer = program.graphs.ends(ends)
     x = outer.embed(tokens)
     ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32) if written is None else written[:, None]
+    tables = cache.tables
     new = NewTokens(
-        positions=cache.seen[:, None] + ahead,
+        positions=tables.seen[:, None] + ahead,
         count=count,
         written=written,
-        candidates=candidates_of(program, cache, tokens.shape[1]),
+        candidates=candidates_of(program, tables, tokens.shape[1]),
     )
     pools, outs, products, rings = list(faded(cache.pools, count, program)), [], [], []
-    others = likely_keys(cache)
+    others, norms = likely_keys(cache, scratch), [] if scratch is None else list(scratch.norms)
     if others is not None:
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
     chosen, after, stream = None, [], begin(x, program)
-    turned = step_angles(cache, new.positions, program)
+    turned = step_angles(cache, new.positions, program, tails[0].k.shape[2] if tails else 0)
     share = dealt_of(cache, program, new)
     for layer, leaves in enumerate(blocks):
         at = program.layout.pool_of(layer)
-        ring = None if cache.state is None else program.ring_of(layer)
+        ring = None if tables.state is None else program.ring_of(layer)
         rows = LayerRows(
             pool=pools[at],
-            segments=segments_of(cache, layer),
+            segments=segments_of(tables, layer),
             by=turned[layer],
             tail=tails[layer] if tails else None,
-            ring=None if ring is None or cache.state is None else cache.state.rings[ring],
+            ring=None if ring is None or tables.state is None else tables.state.rings[ring],
             likely=None if others is None else others[layer],
+            norms=norms[at] if norms else None,
             chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
             dealt=share(layer, pools[at]),
         )
-        block, chooses = program.graphs.block(leaves), program.chooses(layer, tokens.shape[1])
+        block, chooses = program.graphs_of(layer).block(leaves), program.chooses(layer, tokens.shape[1])
         stream, rows, out, product, choice = layer_step(block, program, stream, rows, new, chooses=chooses)
         chosen = choice if chooses else chosen
         pools[at] = rows.pool
+        if rows.norms is not None:
+            norms[at] = rows.norms
         outs.append(out)
         rings += [] if rows.ring is None else [rows.ring]
         after += [] if rows.tail is None else [rows.tail]
@@ -92,17 +114,19 @@ def step(
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         stream = Stream(x=x)
     logits = logits_of(outer, stream, tokens.shape[0], program)
-    state = None if cache.state is None else dataclasses.replace(cache.state, rings=tuple(rings))
-    cache = dataclasses.replace(cache, pools=tuple(of_whole_groups(pools, program)), state=state)
+    state = None if tables.state is None else dataclasses.replace(tables.state, rings=tuple(rings))
+    cache = cache.updated(pools=tuple(of_whole_groups(pools, program)), state=state)
     if tails:
-        return logits, cache, tuple(after)
-    cache = dataclasses.replace(cache, length=cache.length + count[:, None], seen=cache.seen + count)
+        return Step(logits, cache, tuple(after), None)
+    cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
+    if scratch is not None:
+        scratch = dataclasses.replace(scratch, norms=tuple(norms))
     if program.evicts and tokens.shape[1] == 1:
-        cache = within_limits(cache, outs, products, program)
-    return logits, cache, ()
+        cache, scratch = within_limits(cache, outs, products, scratch, program)
+    return Step(logits, cache, (), scratch)
 
 
-def dealt_of(cache: KVCache, program: Program, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
+def dealt_of(cache: Cache, program: Program, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
     """Who reads what in a step, where one kernel rotates, appends and attends.
 
     Args:
@@ -115,12 +139,13 @@ def dealt_of(cache: KVCache, program: Program, new: NewTokens) -> Callable[[int,
     """
     if program.rolling or not program.streams(new.positions.shape[1]):
         return lambda *_: None
-    layers, _, heads = cache.start.shape
-    start, length, picked, rest = cache.start, cache.length, None, None
+    tables, picked, rest = cache.tables, None, None
+    start, length = tables.start, tables.length
+    layers, _, heads = start.shape
     sparse = np.asarray([program.sparse(layer, 1) for layer in range(layers)])
     if new.candidates is not None and sparse.any():
         # What is chosen is read as if it lay before what is read anyway, from a row 0 on.
-        picked, rest, some = jnp.minimum(*new.candidates), rest_of(program, cache), sparse[:, None, None]
+        picked, rest, some = jnp.minimum(*new.candidates), rest_of(program, tables), sparse[:, None, None]
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     k = cache.pools[0].k
@@ -130,7 +155,7 @@ def dealt_of(cache: KVCache, program: Program, new: NewTokens) -> Callable[[int,
     def share(layer: int, pool: Pool) -> Dealt:
         widest = pool.rows // heads if program.layout is Layout.EQUAL else program.widest
         chosen = {"picked": picked, "rest": rest} if sparse[layer] else {}
-        return Dealt(chunks=chunks, start=cache.start, layer=layer, widest=widest, **chosen)
+        return Dealt(chunks=chunks, start=tables.start, layer=layer, widest=widest, **chosen)
 
     return share
 
@@ -140,19 +165,19 @@ def _extend(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
-    rest: KVCache,
+    tables: Tables,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     program: Program,
-) -> tuple[Float[Array, "B V"], tuple[Pool, ...], KVCache]:
-    logits, cache, _ = step(ends, blocks, dataclasses.replace(rest, pools=pools), tokens, count, program=program)
-    return logits, cache.pools, dataclasses.replace(cache, pools=())
+) -> tuple[Float[Array, "B V"], Cache]:
+    logits, cache, *_ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, program=program)
+    return logits, cache
 
 
 def extend(
-    flat: Flat, cache: KVCache, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, program: Program
-) -> tuple[Float[Array, "B V"], KVCache]:
+    flat: Flat, cache: Cache, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, program: Program
+) -> tuple[Float[Array, "B V"], Cache]:
     """`step`, compiled; the pools given are consumed.
 
     Args:
@@ -165,13 +190,11 @@ def extend(
     Returns:
         Logits and cache, as `step`.
     """
-    rest = dataclasses.replace(cache.unnamed(), pools=())
-    logits, pools, rest = _extend(flat.ends, flat.blocks, cache.pools, rest, tokens, count, program=program)
-    return logits, cache.with_arrays(dataclasses.replace(rest, pools=pools))
+    return _extend(flat.ends, flat.blocks, cache.pools, cache.tables, tokens, count, program=program)
 
 
 def read_on_top(
-    run: Callable[[KVCache, Array, Array], tuple[Array, KVCache]],
+    run: Callable[[Cache, Array, Array], tuple[Array, Cache]],
     cache: KVCache,
     tokens: Int[np.ndarray, "B n"],
     lengths: Int[np.ndarray, " B"],
@@ -181,7 +204,7 @@ def read_on_top(
     """Runs prompts on top of a cache, a block of every prompt at a time.
 
     Args:
-        run: `extend` or a step of the same form: of a cache, tokens and how many of them are real.
+        run: `extend` or a step of the same form: of a cache's arrays, tokens and how many of them are real.
         cache: with room for the prompts; given up.
         tokens: ids, padded on the right to a multiple of `size`.
         lengths: tokens of each prompt.
@@ -190,15 +213,15 @@ def read_on_top(
     Returns:
         Float32 logits of each prompt's last token, and the cache with the new rows.
     """
-    logits, axes = cache.logits, cache.axes
+    logits, axes, arrays = cache.logits, cache.axes, cache.arrays
     for first in range(0, tokens.shape[1], size):
         count = np.clip(lengths - first, 0, size).astype(np.int32)
         part = place(tokens[:, first : first + size], "B N", axes)
         placed = place(count, "B", axes)
-        after, cache = run(cache, part, placed)
+        after, arrays = run(arrays, part, placed)
         logits = after if logits is None else newest(after, logits, placed, axes=axes)
     assert logits is not None
-    return logits, cache
+    return logits, dataclasses.replace(cache, arrays=arrays)
 
 
 @compiled(static=("axes",))

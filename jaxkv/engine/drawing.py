@@ -13,7 +13,6 @@ from jaxkv.cache.bank import Traffic
 from jaxkv.engine import loop, staged
 from jaxkv.engine.growth import make_room, steps_that_fit
 from jaxkv.engine.program import Program
-from jaxkv.engine.recompress import due
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling
@@ -46,7 +45,7 @@ class Drawing:
 
         Args:
             flat: the decoder's parameters.
-            cache: consumed.
+            cache: none of whose sequences is due; consumed.
             logits: of each sequence's next token.
             program: what is static.
             sampling: how to draw.
@@ -63,23 +62,24 @@ class Drawing:
         done = self._placed(np.zeros(self._batch, bool), others=True)
         # -2 is no token: drawing then ends by its steps alone.
         self._draw = loop.draw_of(logits, done, key, np.asarray(sorted(set(eos)) or [-2], np.int32), axes=program.axes)
-        decode: Any = loop.decode if cache.bank is None else partial(staged.decode, traffic=traffic)
+        decode: Any = loop.decode
+        if cache.bank is not None:
+            decode = partial(staged.decode, bank=cache.bank, traffic=traffic)
         self._decode = partial(decode, program=program, sampling=sampling, size=size)
         self._running: loop.Running
         self._taken_back = False
-        # A question that was read before may have left more rows than a step may find.
-        self._begin(make_room(flat, cache, new, key=key) if due(cache).any() else cache)
+        self._begin(cache)
         # A run of no steps compiles and changes nothing.
         self._running, self._draw, _, _ = self._decode(flat, self._running, self._draw, 0)
         self._begin(self._settled())
 
     def _begin(self, cache: KVCache) -> None:
-        self._running = loop.begin(cache, program=self._program, size=self.size)
+        self._cache, self._running = cache, loop.begin(cache.arrays, program=self._program, size=self.size)
         # Rows drawn since the last settling, and steps before the next.
         self._held, self._fit = 0, steps_that_fit(cache)
 
     def _settled(self) -> KVCache:
-        return loop.settle(self._running, program=self._program)
+        return dataclasses.replace(self._cache, arrays=loop.settle(self._running, program=self._program))
 
     @property
     def final(self) -> bool:
@@ -114,8 +114,7 @@ class Drawing:
             self._begin(make_room(self._flat, cache, max(1, self.left), key=self._key) if full else cache)
         steps = min(steps, self._fit)
         if steps < 1:
-            policy = self._running.cache.policy
-            raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({policy})")
+            raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({self._cache.policy})")
         self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, steps)
         tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._program.config.vocab
         inside = bool((tokens < vocab).all())

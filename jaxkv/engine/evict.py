@@ -21,27 +21,27 @@ from jaxkv.cache.stores import put_cells
 from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
-from jaxkv.policies.after import ByAge, ByAttention, Rank, ranked
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.merger import Joined, Merger, Row, told
 from jaxkv.policies.parts import Keep, Ongoing
+from jaxkv.policies.rank import ByAge, ByAttention, Rank, ranked
 from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.mesh import Axes
 
 
 class Evicted(NamedTuple):
-    """What a step leaves of some segments.
+    """Pool and segments after a step's eviction; key norms, if they are kept, and the rows likely to go next.
 
     Attributes:
         pool: their pool.
-        length: `i32[B, K]` their rows.
-        tau: merging's thresholds, or None.
+        segments: with the rows and merging's thresholds that are left.
+        norms: `f32[B, P]` length of each key, if they are kept.
         likely: `i32[B, K]` the row of each most likely to go next, -1 for none.
     """
 
     pool: Pool
-    length: Int[Array, "B K"]
-    tau: Float[Array, "B K n"] | None
+    segments: Segments
+    norms: Float[Array, "B P"] | None
     likely: Int[Array, "B K"]
 
 
@@ -167,6 +167,7 @@ def evict(
     walk: Walk,
     widest: int | None = None,
     products: Float[Array, "B K n"] | None = None,
+    norms: Float[Array, "B P"] | None = None,
     axes: Axes | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Evicted:
@@ -182,6 +183,7 @@ def evict(
         walk: how their rows are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
         products: those of the likely rows' keys with all keys; the result is the same without.
+        norms: length of each key, if they are kept; the result is the same without.
         axes: of the mesh whose devices have so many heads each, if it runs on one.
         implementation: what moves rows.
 
@@ -199,14 +201,16 @@ def evict(
     if ongoing.merge is None and kernels:
         length = segments.length - over.astype(jnp.int32)
         moved = _moved(pool, victim, last, over, implementation)
-        return Evicted(moved, length, segments.tau, jnp.where(over, second, victim))
+        return Evicted(moved, dataclasses.replace(segments, length=length), norms, jnp.where(over, second, victim))
     newest = _rows_at(pool, last)
     writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
     if ongoing.merge is not None:
-        of = (victim, last, writes, products)
+        of = (victim, last, writes, products, norms)
         writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, walk=walk, axes=axes)
     length = segments.length - writes.over.astype(jnp.int32)
-    return Evicted(_written(pool, victim, last, writes), length, writes.tau, jnp.where(writes.over, second, victim))
+    pool, norms = _written(pool, norms, victim, last, writes)
+    segments = dataclasses.replace(segments, length=length, tau=writes.tau)
+    return Evicted(pool, segments, norms, jnp.where(writes.over, second, victim))
 
 
 def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
@@ -222,6 +226,7 @@ def _merging_dropped(
     last: Int[Array, "B K"],
     writes: _Writes,
     products: Float[Array, "B K n"] | None,
+    norms: Float[Array, "B P"] | None,
     *,
     heads: int,
     merge: Merger,
@@ -238,9 +243,10 @@ def _merging_dropped(
         by_key, one = metric == "k", getattr(dropped, metric)
         if by_key and products is not None:
             wrong = over & (victim != segments.likely)
-            cosine, target = nearest_of_products(pool, one, victim, products, wrong, segments)
+            assert norms is not None
+            cosine, target = nearest_of_products(pool, norms, one, victim, products, wrong, segments)
         else:
-            norm = pool.norm if by_key else None
+            norm = norms if by_key else None
             cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, walk=walk, norm=norm)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
@@ -289,7 +295,8 @@ def _by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, implementation:
     rows = (pool.k, pool.v, pool.pos, pool.score)
     k, v, pos, score, moved = kernels.evict_rows(*rows, *of, weigh=weigh, interpret=interpret)
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
-    return Evicted(pool, segments.length - moved, segments.tau, jnp.full_like(moved, -1))
+    segments = dataclasses.replace(segments, length=segments.length - moved)
+    return Evicted(pool, segments, None, jnp.full_like(moved, -1))
 
 
 def _moved(
@@ -306,8 +313,14 @@ def _moved(
     return dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
 
 
-def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes) -> Pool:
-    """The pool with the newest rows in the places of those that go, and with what was merged."""
+def _written(
+    pool: Pool,
+    norms: Float[Array, "B P"] | None,
+    victim: Int[Array, "B K"],
+    last: Int[Array, "B K"],
+    writes: _Writes,
+) -> tuple[Pool, Float[Array, "B P"] | None]:
+    """Pool and key norms with the newest rows in the places of those that go, and with what was merged."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
@@ -316,9 +329,9 @@ def _written(pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], wri
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 
-    norm, score = pool.norm, None if pool.score is None else move(pool.score, 0)
-    if norm is not None:
+    if norms is not None:
         row, new = writes.all_of("k", place)
-        norm = put_cells(norm, row, row_norms(new.astype(pool.k.dtype)))
+        norms = put_cells(norms, row, row_norms(new.astype(pool.k.dtype)))
     store = pool.store.put(writes.all_of("k", place), writes.all_of("v", place))
-    return Pool(store=store, pos=move(pool.pos, -1), score=score, norm=norm)
+    score = None if pool.score is None else move(pool.score, 0)
+    return Pool(store=store, pos=move(pool.pos, -1), score=score), norms

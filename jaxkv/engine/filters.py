@@ -13,7 +13,7 @@ from jaxkv.attention import KERNELS, Implementation
 from jaxkv.attention.xla import MASKED, Walk, inside_segments
 from jaxkv.cache.pools import Pool
 from jaxkv.policies.reading import Reading, Selector
-from jaxkv.policies.select import sortable, top
+from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 

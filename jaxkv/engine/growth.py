@@ -3,6 +3,8 @@
 Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofold: shapes, and so programs, repeat.
 """
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
@@ -83,6 +85,23 @@ def steps_that_fit(cache: KVCache) -> int:
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
     # What fills a mesh's groups stands still, wherever it was copied.
     return int(min(free.min(), (parts.every or 1) - beyond(cache)[: cache.batch].max()))
+
+
+def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
+    """Compresses sequences that hold more rows than a step may find, after a question was read.
+
+    Args:
+        flat: the decoder's parameters.
+        cache: any cache; given up.
+        new: tokens to be drawn.
+        key: for policies that draw.
+
+    Returns:
+        A cache none of whose sequences is due.
+    """
+    if due(cache).any():
+        return make_room(flat, cache, new, key=key)
+    return dataclasses.replace(cache, extended=False)
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:

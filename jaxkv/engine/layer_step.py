@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import attention
 from jaxkv.attention import Received
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, append
+from jaxkv.cache.pools import Pool, append, append_norms
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.filters import Chosen
@@ -26,7 +26,7 @@ from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest, picks
 from jaxkv.engine.stream import Stream, entered, left
 from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled, whole_token
 from jaxkv.models.decoder import Block
-from jaxkv.models.rope import angles, rotate
+from jaxkv.models.rope import rotate
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +75,7 @@ class LayerRows:
         tail: rows beside the pool, which then is only read; None if rows join the pool.
         ring: the queries that the layer remembers, if any.
         likely: keys of the rows likely to go, if the program looks ahead.
+        norms: `f32[B, P]` length of each key, if the program keeps them.
         chosen: the tokens of before that are read, beside those that need not be chosen; None for all.
         loaded: the chosen rows, if they do not lie in the pool.
         dealt: who reads what, where a kernel rotates, appends and attends.
@@ -86,6 +87,7 @@ class LayerRows:
     tail: Tail | None = None
     ring: Float[Array, "B K G R D"] | None = None
     likely: Float[Array, "B K D"] | None = None
+    norms: Float[Array, "B P"] | None = None
     chosen: Chosen | None = None
     loaded: Loaded | None = None
     dealt: Dealt | None = None
@@ -180,7 +182,10 @@ def attend(
     # A single token simply joins the rows before it is its turn to look at them.
     begun = scores_of(token.stored, token.v, program)
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
-    rows, length = dataclasses.replace(rows, pool=pool), rows.segments.length + new.count[:, None]
+    norms = rows.norms
+    if norms is not None:
+        norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
+    rows, length = dataclasses.replace(rows, pool=pool, norms=norms), rows.segments.length + new.count[:, None]
     if rows.chosen is not None:
         rest = over_rest(program, token.q, pool, rows.segments, length)
         return attention.merge(*_over_chosen(program, token, rows), *rest), rows, None
@@ -290,7 +295,7 @@ def _scores(
 
 def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """A token's row joins the tail, and the token attends to the pool and to the tail."""
-    tail, written, length = rows.tail, new.written, rows.segments.length
+    tail, written = rows.tail, new.written
     assert tail is not None and written is not None
     # A sequence that has ended writes nothing, and has a row to read all the same: no softmax over none.
     batch, heads, size, dim = tail.k.shape
@@ -302,9 +307,8 @@ def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> 
     # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
     keys = tail.k
-    if rows.by.rows is not None:
-        config, places = program.config, length[:, :1] + jnp.arange(size, dtype=jnp.int32)
-        keys = rotate(keys, angles(places, config.rope, config.head_dim))
+    if rows.by.tail is not None:
+        keys = rotate(keys, rows.by.tail)
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     drawn = jnp.broadcast_to(held[:, None], (batch, heads))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, Tables
 from jaxkv.cache.pools import Pool, append
-from jaxkv.engine.bookkeeping import with_scratch, without_scratch
+from jaxkv.engine.bookkeeping import scratch_of
 from jaxkv.engine.decode import step
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.program import Program
@@ -35,7 +35,7 @@ def _one_command_buffer() -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Running:
-    """A cache while tokens are drawn on top of it.
+    """A cache's arrays while tokens are drawn on top of them.
 
     Attributes:
         cache: its pools stand still while there are tails.
@@ -43,7 +43,7 @@ class Running:
         written: `i32[B]` rows of the tails that each sequence has.
     """
 
-    cache: KVCache
+    cache: Cache
     tails: tuple[Tail, ...]
     written: Int[Array, " B"]
 
@@ -52,11 +52,12 @@ class Running:
         if self.tails:
             return dataclasses.replace(self, written=self.written - rows)
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
-        cache, length = self.cache, self.cache.length - rows[None, :, None]
-        return dataclasses.replace(self, cache=dataclasses.replace(cache, length=length, seen=cache.seen - rows))
+        tables = self.cache.tables
+        length, seen = tables.length - rows[None, :, None], tables.seen - rows
+        return dataclasses.replace(self, cache=self.cache.updated(length=length, seen=seen))
 
 
-def begin(cache: KVCache, *, program: Program, size: int) -> Running:
+def begin(cache: Cache, *, program: Program, size: int) -> Running:
     """Makes ready to draw.
 
     Args:
@@ -67,14 +68,14 @@ def begin(cache: KVCache, *, program: Program, size: int) -> Running:
     Returns:
         What `decode` takes.
     """
-    config, batch, axes = program.config, cache.seen.shape[0], None if inside() else program.axes
-    shape = (batch, cache.start.shape[2], size, config.head_dim)
+    config, axes, (_, batch, heads) = program.config, None if inside() else program.axes, cache.tables.start.shape
+    shape = (batch, heads, size, config.head_dim)
     zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))  # noqa: E731
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
     return Running(cache=cache, tails=tails, written=jnp.zeros((batch,), jnp.int32))
 
 
-def settle(running: Running, *, program: Program, which: Bool[Array, " B"] | None = None) -> KVCache:
+def settle(running: Running, *, program: Program, which: Bool[Array, " B"] | None = None) -> Cache:
     """Moves the tails' rows behind their segments.
 
     Args:
@@ -87,30 +88,27 @@ def settle(running: Running, *, program: Program, which: Bool[Array, " B"] | Non
     """
     if not running.tails:
         return running.cache
-    cache, written = running.cache, running.written
+    tables, written = running.cache.tables, running.written
     written = written if which is None else jnp.where(which, written, 0)
-    pools = _settle(cache.pools, cache.start, cache.length, cache.seen, running.tails, written, program=program)
-    length, seen = cache.length + written[None, :, None], cache.seen + written
-    return dataclasses.replace(cache, pools=pools, length=length, seen=seen)
+    pools = _settle(running.cache.pools, tables, running.tails, written, program=program)
+    return running.cache.updated(pools=pools, length=tables.length + written[None, :, None], seen=tables.seen + written)
 
 
 @compiled(static=("program",), donate=("pools",), on="program")
 def _settle(
     pools: tuple[Pool, ...],
-    start: Int[Array, "L B K"],
-    length: Int[Array, "L B K"],
-    seen: Int[Array, " B"],
+    tables: Tables,
     tails: tuple[Tail, ...],
     written: Int[Array, " B"],
     *,
     program: Program,
 ) -> tuple[Pool, ...]:
     moved = list(pools)
-    text = seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
+    text = tables.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
     for layer, tail in enumerate(tails):
         at = program.layout.pool_of(layer)
         dtype = moved[at].k.dtype
-        end = start[layer] + length[layer]
+        end = tables.start[layer] + tables.length[layer]
         moved[at] = append(moved[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
     return tuple(moved)
 
@@ -220,13 +218,12 @@ def decode(
     Returns:
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
-    written, rest, moving, out, ran = _loop(
+    written, tables, moving, out, ran = _loop(
         *loop_arguments(flat, running, draw, steps, sampling, idle), program=program, size=size
     )
     tails, pools = (written, running.cache.pools) if running.tails else ((), written)
     fed, draw = moving
-    cache = running.cache.with_arrays(dataclasses.replace(rest, pools=pools))
-    return Running(cache=cache, tails=tails, written=fed), draw, out, ran
+    return Running(cache=Cache(pools=pools, tables=tables), tails=tails, written=fed), draw, out, ran
 
 
 def loop_arguments(
@@ -240,11 +237,11 @@ def loop_arguments(
     """Arguments of the compiled loop that are not static, in its order; the third is donated if the loop is run."""
     cache, moving = running.cache, (running.written, draw)
     written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
-    rest = dataclasses.replace(cache.unnamed(), pools=())
     # Those that fill a mesh's groups have ended, too.
-    many = cache.seen.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
+    many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
     most = many - 1 if idle is None else idle
-    return flat.ends, flat.blocks, written, read, rest, moving, jnp.int32(steps), jnp.int32(most), argument(sampling)
+    counts = jnp.int32(steps), jnp.int32(most)
+    return flat.ends, flat.blocks, written, read, cache.tables, moving, *counts, argument(sampling)
 
 
 @compiled(static=("program", "size"), donate=("written",), on="program", compiler=_one_command_buffer())
@@ -253,7 +250,7 @@ def _loop(
     blocks: tuple[Leaves, ...],
     written: tuple[Any, ...],
     read: tuple[Pool, ...],
-    rest: KVCache,
+    tables: Tables,
     moving: tuple[Int[Array, " B"], Draw],
     steps: Int[Array, ""],
     idle: Int[Array, ""],
@@ -263,7 +260,7 @@ def _loop(
     size: int,
 ) -> tuple[
     tuple[Any, ...],
-    KVCache,
+    Tables,
     tuple[Int[Array, " B"], Draw],
     Int[Array, "B size"],
     Int[Array, ""],
@@ -272,11 +269,8 @@ def _loop(
     fed, draw = moving
     batch = fed.shape[0]
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
-    if program.tail:
-        standing = dataclasses.replace(rest, pools=read)
-        store: Any = (written, rest.state)
-    else:
-        store = with_scratch(dataclasses.replace(rest, pools=written), program)
+    cache = Cache(pools=read if program.tail else written, tables=tables)
+    store: Any = (written, tables.state) if program.tail else (cache, scratch_of(cache, program))
 
     def going(carry):
         index, _, draw, _, _ = carry
@@ -285,23 +279,23 @@ def _loop(
 
     def body(carry):
         index, store, draw, fed, out = carry
-        token, done = drawn(draw, standing.seen + fed if program.tail else store.seen, sampling, program.axes)
+        seen = tables.seen + fed if program.tail else store[0].tables.seen
+        token, done = drawn(draw, seen, sampling, program.axes)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         count = (~done).astype(jnp.int32)
         one = partial(step, ends, blocks, tokens=token[:, None], count=count, program=program)
         if program.tail:
             tails, state = store
-            cache = dataclasses.replace(standing, state=state)
-            logits, cache, tails = one(cache, tails=tails, written=fed)
-            store = tails, cache.state
+            made = one(cache.updated(state=state), tails=tails, written=fed)
+            store = made.tails, made.cache.tables.state
         else:
-            logits, store, _ = one(store)
-        return index + 1, store, draw.after(logits, done), fed + count, out
+            made = one(store[0], scratch=store[1])
+            store = made.cache, made.scratch
+        return index + 1, store, draw.after(made.logits, done), fed + count, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
-    if not program.tail:
-        store = without_scratch(store)
-        return store.pools, dataclasses.replace(store, pools=()), (jnp.zeros_like(fed), draw), out, index
-    tails, state = store
-    return tails, dataclasses.replace(rest, state=state), (fed, draw), out, index
+    if program.tail:
+        tails, state = store
+        return tails, dataclasses.replace(tables, state=state), (fed, draw), out, index
+    return store[0].pools, store[0].tables, (jnp.zeros_like(fed), draw), out, index

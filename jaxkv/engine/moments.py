@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
-from jaxkv.policies.protocol import FutureQueries, QueryMoments
+from jaxkv.models.values import Rope
+from jaxkv.policies.scorer import FutureQueries, QueryMoments
 
 
 class _Sums(NamedTuple):
@@ -48,30 +48,30 @@ def prompt_moments(
         return _joined(sums, _sums_of(block.unrotated_queries(part), counts, asked))
 
     blocks = (length.max() + size - 1) // size
-    return _turned(lax.fori_loop(0, blocks, add, nothing), length, config, asked)
+    return _turned(lax.fori_loop(0, blocks, add, nothing), length, block.spec.rope, asked)
 
 
 def last_moments(
-    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], config: ModelConfig, asked: FutureQueries
+    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, asked: FutureQueries
 ) -> QueryMoments:
     """Computes mean and covariance of the last w queries of each text, which come rotated.
 
     Args:
         q: the queries of positions `seen - w` to `seen`; those of negative positions may hold anything finite.
         seen: tokens of each text.
-        config: the model's shape.
+        rope: the layer's rotary embedding.
         asked: the settings.
 
     Returns:
         The moments of each query head.
     """
     position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
-    by = angles(jnp.maximum(position, 0), config.rope, config.head_dim)
+    by = angles(jnp.maximum(position, 0), rope, q.shape[-1])
     # Cosine and sine carry the attention factor: divided by its square they turn back and undo it.
     square = by.cos**2 + by.sin**2
     back = Angles(cos=by.cos / square, sin=-by.sin / square)
     sums = _sums_of(rotate(q, back), position >= asked.skip, asked)
-    return _turned(sums, seen, config, asked)
+    return _turned(sums, seen, rope, asked)
 
 
 def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries) -> _Sums:
@@ -97,10 +97,10 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
     return _Sums(number, mean, one.outer + other.outer + between)
 
 
-def _turned(sums: _Sums, seen: Int[Array, " B"], config: ModelConfig, asked: FutureQueries) -> QueryMoments:
+def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQueries) -> QueryMoments:
     """Moments under the mean rotation of the positions after the text."""
     ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
-    each = angles(ahead, config.rope, config.head_dim)
+    each = angles(ahead, rope, sums.mean.shape[-1])
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))
     mean = rotate(sums.mean[..., None, :], by)[..., 0, :]
     if sums.outer is None:

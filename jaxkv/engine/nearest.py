@@ -57,6 +57,7 @@ def nearest(
 
 def nearest_of_products(
     pool: Pool,
+    norms: Float[Array, "B P"],
     of: Float[Array, "B K D"],
     but: Int[Array, "B K"],
     products: Float[Array, "B K n"],
@@ -67,6 +68,7 @@ def nearest_of_products(
 
     Args:
         pool: their pool.
+        norms: length of each of its keys.
         of: the key of each segment that is compared.
         but: its row.
         products: what attention found while it read the keys, in the rows of `attention.columns.span`.
@@ -76,7 +78,6 @@ def nearest_of_products(
     Returns:
         As `nearest`.
     """
-    assert pool.norm is not None
     first, width = span(segments.start, pool.rows, products.shape[-1])
     at = lambda a, b, s: lax.dynamic_slice(a, (b, s, *(0,) * (a.ndim - 2)), (1, 1, *a.shape[2:]))  # noqa: E731
 
@@ -91,7 +92,7 @@ def nearest_of_products(
     _, products = lax.while_loop(lambda state: state[0].any(), mend, (wrong, products))
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = inside_segments(row, segments.start, segments.length)
-    pos, norm = (windows(leaf, first, width) for leaf in (pool.pos, pool.norm))
+    pos, norm = (windows(leaf, first, width) for leaf in (pool.pos, norms))
     cosine, _, found = _most(_cosines(products, of, norm), pos, row, inside & (row != but[..., None]))
     return cosine, found
 

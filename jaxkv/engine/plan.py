@@ -19,11 +19,11 @@ from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import by_length
 from jaxkv.engine.stages import Prefilling, moment_bytes
 from jaxkv.models.config import ModelConfig
+from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.registry import as_policy
-from jaxkv.policies.select import capacity_of, most_rows
 from jaxkv.sharding.mesh import NAMES
 
 # Prompts are padded to these lengths, so that shapes repeat: powers of two, then four steps to the octave.

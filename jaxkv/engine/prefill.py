@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._values import namespace, typed
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, State
+from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed
 from jaxkv.engine import chunked
 from jaxkv.engine.compress import Compressed, Walk, compress
@@ -22,11 +22,11 @@ from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.program import reading_state
-from jaxkv.engine.prompts import Prompts, embed, pool_rows_of, run_layer, table_of
+from jaxkv.engine.prompts import Prompts, embed, pool_rows_of, run_layer, tables_of
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import settle_down
 
@@ -50,9 +50,9 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
         A layer; its hidden states are given up to the next one.
     """
     x = embed(flat.ends, tokens, graphs=flat.graphs)
-    table = table_of(flat, tokens.shape[1])
+    tables = tables_of(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
-        out = run_layer(flat, index, x, length, table, needs, Implementation.XLA)
+        out = run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
         x = out.x
         yield out
         # One layer at a time, where whoever looks lets go of it as well.
@@ -176,19 +176,17 @@ def read(
     elif prompts.reading is not None:
         assert told.reads is not None
         state = reading_state(prompts.length, told.reads, made.length, tuple(prompts.rings))
+    seen = jnp.copy(prompts.length)
+    tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state)
     cache = KVCache(
-        axes=flat.axes,
-        pools=made.pools,
-        start=made.start,
-        length=made.length,
-        limit=limit,
-        seen=jnp.copy(prompts.length),
-        state=state,
+        arrays=Cache(pools=made.pools, tables=tables),
+        moved=made.moved,
         layout=needed.layout,
         policy=policy,
         config=flat.config,
+        slots=needed.slots,
         model=model,
-        moved=made.moved,
+        axes=flat.axes,
     )
     return prompts, settle_down(cache, flat.axes)
 

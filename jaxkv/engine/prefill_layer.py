@@ -15,7 +15,7 @@ from jaxkv.engine.moments import prompt_moments
 from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
-from jaxkv.policies.protocol import Needs, QueryMoments
+from jaxkv.policies.scorer import Needs, QueryMoments
 from jaxkv.sharding.collectives import mean_of_devices
 
 

@@ -19,14 +19,14 @@ from jaxkv.attention import (
 )
 from jaxkv.cache import KVCache, State
 from jaxkv.cache.layout import Layout
-from jaxkv.engine.plan import bucket, widest
+from jaxkv.engine.plan import widest
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
-from jaxkv.sharding.mesh import Axes, host
+from jaxkv.sharding.mesh import Axes
 
 
 def reading_state(
@@ -89,6 +89,10 @@ class Program:
         """Of the mesh that it runs on, if it does."""
         return self.graphs.axes
 
+    def graphs_of(self, layer: int) -> Graphs:
+        """The decoder's static half for one layer: equal where layers are alike."""
+        return self.graphs.of(self.config.spec_of(layer))
+
     @property
     def scored(self) -> bool:
         """Whether the attention that rows receive enters their scores."""
@@ -140,7 +144,7 @@ class Program:
 
 
 def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
-    """The program that decodes on top of a cache, where that lies.
+    """The program that decodes on top of a cache, where that lies; no array is looked at.
 
     Args:
         flat: the decoder's parameters.
@@ -150,29 +154,26 @@ def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Imp
     Returns:
         What is static about it.
     """
-    parts = cache.policy.parts()
-    known = parts.ongoing is not None and cache.layout.one_pool and cache.state is not None
-    return program_of(
+    return specialise(
         flat,
-        parts,
+        cache.policy.parts(),
         cache.pools[0].k.dtype,
-        slots=0 if cache.state is None else bucket(int(host(cache.state.prompt).max())),
-        holds=int(host(cache.length).max()) if known else 0,
+        slots=cache.slots,
+        extended=cache.extended,
         banked=cache.bank is not None,
-        platform=jax.default_backend() if flat.axes is None else flat.axes.platform,
         implementation=implementation,
     )
 
 
-def program_of(
+def specialise(
     flat: Flat,
     parts: Parts,
     dtype: jnp.dtype,
     *,
     slots: int,
-    holds: int = 0,
+    extended: bool = False,
     banked: bool = False,
-    platform: str,
+    platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Program:
     """The program that decodes on top of caches of a policy.
@@ -182,9 +183,9 @@ def program_of(
         parts: of the policy.
         dtype: of pools.
         slots: the prompts' bucket, for policies that remember prompts.
-        holds: rows of the fullest segment where layers share a pool, if they are more than the policy keeps.
+        extended: segments may hold more rows than the policy keeps: several tokens at once have been added to them.
         banked: rows wait in host memory.
-        platform: where it will run.
+        platform: where it will run; by default where the model lies.
         implementation: what computes attention over the cache's segments.
 
     Returns:
@@ -192,10 +193,10 @@ def program_of(
     """
     ongoing, most = parts.ongoing, None
     reading = parts.reading(flat.config.layers, slots)
-    if ongoing is not None and parts.layout.one_pool:
+    if ongoing is not None and parts.layout.one_pool and not extended:
         most = widest(parts, slots, flat.config.layers)
-        # Several tokens at once are only added: until rows have gone for them, segments are wider than that.
-        most = None if most is not None and holds >= most else most
+    if platform is None:
+        platform = jax.default_backend() if flat.axes is None else flat.axes.platform
     # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
     settled = not banked and (reading is None or not reading.include_generated)
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))

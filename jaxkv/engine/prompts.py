@@ -21,12 +21,12 @@ from jaxkv.engine.compress import Source, observe, unordered
 from jaxkv.engine.lengths import ByLength, Table, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan, ring_rows
 from jaxkv.engine.prefill_layer import LayerOut, layer
-from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
+from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.policies.reading import Reading
+from jaxkv.policies.scorer import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 
@@ -37,14 +37,16 @@ def embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[A
     return graphs.ends(ends).embed(tokens)
 
 
-@partial(jax.jit, static_argnames=("slots", "config"))
-def _angles(*, slots: int, config: ModelConfig) -> Angles:
-    return angles(jnp.arange(slots, dtype=jnp.int32)[None], config.rope, config.head_dim)
+@partial(jax.jit, static_argnames=("slots", "rope", "dim"))
+def _angles(*, slots: int, rope: Rope, dim: int) -> Angles:
+    return angles(jnp.arange(slots, dtype=jnp.int32)[None], rope, dim)
 
 
-def table_of(flat: Flat, slots: int) -> Angles:
-    """Angles of the first positions, where the model lies."""
-    return settle_down(_angles(slots=slots, config=flat.config), flat.axes)
+def tables_of(flat: Flat, slots: int) -> dict[Rope, Angles]:
+    """Angles of the first positions for each rotary embedding that layers have, where the model lies."""
+    ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
+    dim = flat.config.head_dim
+    return {rope: settle_down(_angles(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
 
 
 # The device never waits for the host with that many; more would only hold memory.
@@ -56,16 +58,22 @@ _top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
 
 
 def run_layer(
-    flat: Flat, index: int, x: Array, length: Array, table: Angles, needs: Needs, implementation: Implementation
+    flat: Flat,
+    index: int,
+    x: Array,
+    length: Array,
+    tables: dict[Rope, Angles],
+    needs: Needs,
+    implementation: Implementation,
 ) -> LayerOut:
     """One block over whole prompts; hidden states are given up."""
-    last = index == len(flat.blocks) - 1
+    last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
         x,
         length,
-        table,
-        graphs=flat.graphs,
+        tables[graphs.spec.rope],
+        graphs=graphs,
         needs=needs,
         last=last,
         implementation=implementation,
@@ -138,7 +146,7 @@ class Prompts(Source):
         self.remembered = _remembering(parts.ongoing, self.reading, layers)
         self.ahead = _ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
-        self.table = table_of(flat, needed.slots)
+        self.angles = tables_of(flat, needed.slots)
         self.kept_rows, self.recents = told.rows, told.recent
         self.totals = pool_rows_of(flat, needed)
         self.held: dict[int, Unpacked] = {}
@@ -147,7 +155,7 @@ class Prompts(Source):
     def candidates(self, index: int) -> Candidates:
         """Runs a layer. Its rows are held until they are packed, or put away into host memory."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
-        out = run_layer(self.flat, index, self.x, length, self.table, parts.needs, self.implementation)
+        out = run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
         self.x = out.x
         k = out.k if out.unrotated is None else out.unrotated
         rows = Unpacked(k, out.v, self.prompts.inside)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,22 +11,24 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, is_traced, namespace
-from jaxkv.cache import KVCache
+from jaxkv.cache import KVCache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
+from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.choosing import Candidates, moved_in_all
 from jaxkv.engine.compress import ROWS, Source, compress, finished
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
+from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.policies.after import ranked
+from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked
+from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.protocol import Observed, Scorer, future_of, norms_of
-from jaxkv.policies.scorers import of_group
-from jaxkv.policies.select import HeadBudgets, capacity_of, most_rows
+from jaxkv.policies.rank import ranked
+from jaxkv.policies.scorer import Observed, Scorer, future_of, norms_of
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
@@ -50,24 +51,21 @@ class _Static(Value):
         return self.graphs.axes
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pool", "start", "length", "tau", "ring", "seen", "prompt", "layer", "key"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """One layer as it stands: segments `[B, K]`, and what the policy remembers of it."""
+    """One layer as programs are given it: its pool and queries, the tables of all layers, its index, a random key."""
 
     pool: Pool
-    start: Int[Array, "B K"]
-    length: Int[Array, "B K"]
-    tau: Float[Array, "B K n"] | None
+    tables: Tables
     ring: Float[Array, "B K G R D"] | None
-    seen: Int[Array, " B"]
-    prompt: Int[Array, " B"]
     layer: Int[Array, ""]
     key: PRNGKeyArray
+
+    @property
+    def segments(self) -> Segments:
+        """Where its rows lie."""
+        return segments_of(self.tables.of_layers(self.layer[None]), 0)
 
 
 def due(cache: KVCache) -> Any:
@@ -118,6 +116,7 @@ class _Held(Source):
         self.flat, self.cache, self.key, self.room = flat, cache, key, room
         self.indices, self.wants, self.axes = range(len(room)), _rows(parts, cache), flat.axes
         assert cache.state is not None
+        self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(cache.state, rings=()))
         self.fixed, xp = fixed, namespace(self.wants)
         forced = parts.keep.counts(_there(cache.seen), _there(cache.state.prompt))
         # What those that stay anyway leave of each layer's rows.
@@ -137,7 +136,7 @@ class _Held(Source):
 
     def candidates(self, index: int) -> Candidates:
         """One layer's rows, by the scores they have, or asked for anew."""
-        return _candidates(self.flat.blocks[index], self._layer(index), static=self.static)
+        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """What the policy says of the text so far."""
@@ -164,19 +163,18 @@ class _Held(Source):
 
     def rows(self, index: int) -> Unpacked:
         """One layer's rows, taken out of their segments."""
-        return _unpacked(self.flat.blocks[index], self._layer(index), static=self.static)
+        return _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
+
+    def _static(self, index: int) -> _Static:
+        return dataclasses.replace(self.static, graphs=self.flat.graphs_of(index))
 
     def _layer(self, index: int) -> _Layer:
         cache, state = self.cache, self.cache.state
         assert state is not None
         return _Layer(
             pool=cache.pools[cache.layout.pool_of(index)],
-            start=cache.start[index],
-            length=cache.length[index],
-            tau=None if state.tau is None else state.tau[index],
+            tables=self.tables,
             ring=state.rings[index] if state.rings else None,
-            seen=cache.seen,
-            prompt=state.prompt,
             layer=jnp.int32(index),
             key=self.key,
         )
@@ -210,16 +208,15 @@ def recompress(
     target = made.length
     if parts.heads.uniform:
         target = place(_spread(held.wants, target), "L B K", flat.axes, jnp.int32)
-    made_anew = dataclasses.replace(
-        cache,
+    made_anew = cache.updated(
         pools=made.pools,
         start=made.start,
         length=made.length,
         limit=jnp.where(now[:, None], target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
-        moved=moved_in_all(cache.moved, made.moved),
     )
-    return settle_down(made_anew, flat.axes)
+    moved = moved_in_all(cache.moved, made.moved)
+    return settle_down(dataclasses.replace(made_anew, moved=moved, extended=False), flat.axes)
 
 
 def _widest(cache: KVCache) -> int:
@@ -259,11 +256,12 @@ def _rows(parts: Parts, cache: KVCache) -> Any:
 
 def _taken(layer: _Layer, static: _Static) -> Unpacked:
     """Rows in order of position, in slots of which the first ones hold one."""
-    pool, (batch, heads) = layer.pool, layer.start.shape
+    pool, segments = layer.pool, layer.segments
+    batch, heads = segments.start.shape
     slots = min(static.slots, static.layout.widest(pool.rows, heads))
     index = jnp.arange(slots, dtype=jnp.int32)
-    inside = index < layer.length[..., None]
-    row = jnp.where(inside, layer.start[..., None] + index, 0).reshape(batch, heads * slots)
+    inside = index < segments.length[..., None]
+    row = jnp.where(inside, segments.start[..., None] + index, 0).reshape(batch, heads * slots)
     last = jnp.iinfo(jnp.int32).max
     pos = jnp.where(inside, jnp.take_along_axis(pool.pos, row, axis=1).reshape(inside.shape), last)
     order = jnp.argsort(pos, axis=-1)
@@ -276,7 +274,7 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
         inside=inside,
         score=score,
         positions=jnp.take_along_axis(pos, order, axis=-1),
-        tau=layer.tau,
+        tau=segments.tau,
     )
 
 
@@ -291,22 +289,23 @@ def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
 
 def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
     """Scores and mass by the policy's scorer, asked again: the last queries over the rows there are."""
-    (batch, heads), k, scorer = layer.length.shape, rows.k, static.scorer
+    segments, k, scorer = layer.segments, rows.k, static.scorer
+    batch, heads = segments.length.shape
     window, future, moments = scorer.queries, future_of(scorer), None
     norms, totals = _value_norms(leaves, rows, static) if norms_of(scorer) else (None, None)
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
     else:
-        position = (layer.seen - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
+        position = (segments.seen - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
         slot = position % layer.ring.shape[3]
         remembered = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3)
         q = remembered.astype(k.dtype)
         if future is not None:
-            moments = last_moments(remembered, layer.seen, static.graphs.block(leaves).config, future)
+            moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)
     # Where heads hold rows of their own number, each is a sequence of its own to the scorer.
     fold = not static.heads.uniform
     flat = (lambda a: a.reshape(batch * heads, 1, *a.shape[2:])) if fold else (lambda a: a)
-    length = layer.length.reshape(-1) if fold else layer.length[:, 0]
+    length = segments.length.reshape(-1) if fold else segments.length[:, 0]
     seen = Observed(
         q=flat(q),
         q_positions=(length - window)[:, None] + jnp.arange(window, dtype=jnp.int32),
@@ -350,18 +349,18 @@ def _value_norms(leaves: Leaves, rows: Unpacked, static: _Static) -> tuple[Array
 def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
     """A layer's rows, as a choice among them sees them."""
     rows, ongoing = _taken(layer, static), static.ongoing
-    pos, seen = rows.positions, layer.seen
+    pos, segments = rows.positions, layer.segments
     assert pos is not None
     if ongoing.rank is None:
         scores, _ = _observed(leaves, layer, rows, static)
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
-        scores = ranked(ongoing.rank, score, seen[:, None, None] - pos)
+        scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
     return Candidates(
         scores=scores,
         inside=rows.inside,
-        forced=ongoing.keep.protected(pos, layer.prompt[:, None, None]),
+        forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
         positions=pos,
-        seen=seen,
+        seen=segments.seen,
         norms=value_norms(static.graphs.block(leaves), rows.v) if static.heads.needs_norms else None,
     )

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv._errors import require
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, KVCache
 from jaxkv.engine.loop import Draw
 from jaxkv.sampling import Mixed, Sampling, mixed
 from jaxkv.sharding.mesh import settle_down
@@ -20,13 +20,13 @@ class Sequences:
     """Arrays of some sequences: their cache, how each is sampled, and how many rows wait beside its pools.
 
     Attributes:
-        cache: pools, segments and what the policy remembers; without logits.
+        cache: pools, where their rows lie, and what the policy remembers.
         draw: logits, random key, end tokens and tokens left of each.
         sampling: the sampler of each.
         written: `i32[B]` rows of the tails that each has, where the program keeps tails.
     """
 
-    cache: KVCache
+    cache: Cache
     draw: Draw
     sampling: Mixed
     written: Int[jax.Array, " B"]
@@ -80,5 +80,5 @@ def sequences_of(
         ends=jnp.asarray(np.tile(ends, (batch, 1))),
     )
     written, alike = jnp.asarray(np.zeros(batch, np.int32)), mixed([sampling] * batch)
-    made = Sequences(cache=cache.unnamed(), draw=draw, sampling=alike, written=written)
+    made = Sequences(cache=cache.arrays, draw=draw, sampling=alike, written=written)
     return settle_down(made, cache.axes)

@@ -16,13 +16,13 @@ from jaxkv._settings import own_settings, settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
+from jaxkv.compilation import Clocks
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine import staged
-from jaxkv.engine.compilation import Clocks
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
-from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room
+from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
 from jaxkv.engine.plan import PrefillPlan, bucket, check_memory, plan_prefill
 from jaxkv.engine.program import implementations_for, program_for
 from jaxkv.engine.recompress import due, recompress
@@ -274,9 +274,10 @@ class Session:
         program = program_for(flat, cache, self.implementations.decode)
         run: Any = partial(decoding.extend, flat, program=program)
         if cache.bank is not None:
-            run = partial(staged.step, flat, program=program, traffic=self.read)
+            run = partial(staged.step, flat, program=program, bank=cache.bank, traffic=self.read)
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
+            cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
                 # A long question leaves nothing behind but what the policy keeps of it.
@@ -360,15 +361,17 @@ class Session:
         logits = cache.logits
         require(logits is not None, "cache", "without logits", "give what a session's prefill, extend or draw returned")
         assert logits is not None
+        flat, key = self.params.flat, self.key if given is None else given
         with self.clocks.making:
+            cache = ready_to_draw(flat, cache, new, key=key)
             return Drawing(
-                self.params.flat,
+                flat,
                 cache,
                 logits,
-                program=program_for(self.params.flat, cache, self.implementations.decode),
+                program=program_for(flat, cache, self.implementations.decode),
                 sampling=sampling,
                 eos=tuple(eos),
-                key=self.key if given is None else given,
+                key=key,
                 new=new,
                 size=min(_BLOCK, bucket(new)),
                 traffic=self.drawn,

@@ -14,13 +14,13 @@ from jaxkv import arguments, memory
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv._values import plain
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache, KVCache
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.plan import QUERY_BLOCK, bucket, buckets
-from jaxkv.engine.program import program_of
+from jaxkv.engine.program import specialise
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
@@ -101,14 +101,8 @@ class Slots:
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self._parts, self._every = parts, parts.every
-        self._program = program_of(
-            params.flat,
-            parts,
-            params.dtype,
-            slots=bucket(max_prompt),
-            platform=jax.default_backend() if self._axes is None else self._axes.platform,
-            implementation=session.implementations.decode,
-        )
+        decode = session.implementations.decode
+        self._program = specialise(params.flat, parts, params.dtype, slots=bucket(max_prompt), implementation=decode)
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
         # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
         self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
@@ -401,11 +395,21 @@ class Slots:
     def _again(self, slot: int) -> None:
         """Compresses one slot's sequence again, as its policy does after so many tokens."""
         one = self.take(slot).arrays
-        cache = self._compressed(one.cache, self._keys[slot])
-        self._put(dataclasses.replace(one, cache=cache.unnamed()), slot)
+        cache = self._compressed(self._handle(one.cache), self._keys[slot])
+        self._put(dataclasses.replace(one, cache=cache.arrays), slot)
         self._beyond[slot] = beyond(cache)[self._group_of(slot)]
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
         """A cache compressed once more, in pools of the same size."""
-        named = dataclasses.replace(cache, policy=self.session.policy)
-        return recompress(self.session.params.flat, named, key=key, room=self._every or 1, fixed=self._fixed)
+        return recompress(self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed)
+
+    def _handle(self, arrays: Cache) -> KVCache:
+        """A cache of arrays taken out of a slot."""
+        return KVCache(
+            arrays=arrays,
+            layout=self._parts.layout,
+            policy=self.session.policy,
+            config=self.session.params.config,
+            slots=bucket(self.shape.prompt),
+            axes=self._axes,
+        )

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import Walk
-from jaxkv.cache import KVCache
+from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.filters import Chosen, asking, choose, gathered, over_gathered, rows_of
 from jaxkv.engine.program import Program
@@ -18,24 +18,24 @@ from jaxkv.engine.tokens import NewTokens, in_blocks
 Loaded = Float[Array, "B T 2 K D"]
 
 
-def candidates_of(program: Program, cache: KVCache, tokens: int) -> tuple[Int[Array, " B"], Int[Array, " B"]] | None:
+def candidates_of(program: Program, tables: Tables, tokens: int) -> tuple[Int[Array, " B"], Int[Array, " B"]] | None:
     """What filter layers choose from in a step.
 
     Args:
         program: what is static.
-        cache: before the new tokens.
+        tables: before the new tokens.
         tokens: new ones at a time.
 
     Returns:
         Tokens at positions below which can be chosen, and how many are: the prompt's, and the policy's; all so far
         where generated ones have to be chosen, or a prompt comes in chunks. None where nobody chooses.
     """
-    reading, state = program.reading, cache.state
+    reading, state = program.reading, tables.state
     if reading is None or state is None:
         return None
     if tokens > 1:
-        return cache.seen, jnp.full_like(cache.seen, reading.width)
-    return (cache.seen if reading.include_generated else state.prompt), state.budget
+        return tables.seen, jnp.full_like(tables.seen, reading.width)
+    return (tables.seen if reading.include_generated else state.prompt), state.budget
 
 
 def chosen_at(
@@ -68,12 +68,12 @@ def chosen_at(
     )
 
 
-def rest_of(program: Program, cache: KVCache) -> Int[Array, "L B K"]:
+def rest_of(program: Program, tables: Tables) -> Int[Array, "L B K"]:
     """For each segment the row, counted from its first, from which on all are read, chosen or not."""
-    reading, state = program.reading, cache.state
+    reading, state = program.reading, tables.state
     assert reading is not None and state is not None and state.choosable is not None
     # All rows before the new one have to be chosen where generated ones do.
-    return cache.length if reading.include_generated else state.choosable
+    return tables.length if reading.include_generated else state.choosable
 
 
 def picks_of(

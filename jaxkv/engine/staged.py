@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache import KVCache
+from jaxkv.cache import Bank, Cache, Tables
 from jaxkv.cache.bank import Traffic, fetch_rows, fetch_whole
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
@@ -28,6 +28,7 @@ from jaxkv.engine.stream import Stream
 from jaxkv.engine.tokens import NewTokens, StepAngles
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import angles
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling, argument
 from jaxkv.sharding.door import program as compiled
@@ -116,21 +117,12 @@ def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " 
     return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
 
 
-def _tables(cache: KVCache, layers: Int[Array, " n"]) -> KVCache:
-    """The tables of a few layers."""
-    state = cache.state
-    assert state is not None and state.choosable is not None
-    state = dataclasses.replace(state, recent=state.recent[layers], choosable=state.choosable[layers])
-    start, length, limit = (table[layers] for table in (cache.start, cache.length, cache.limit))
-    return dataclasses.replace(cache, state=state, start=start, length=length, limit=limit)
-
-
-@compiled(static=("program",), donate=("pools",), on="program")
+@compiled(static=("program", "specs"), donate=("pools",), on="program")
 def run_stretch(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
     rings: tuple[Float[Array, "B K G R D"] | None, ...],
-    rest: KVCache,
+    tables: Tables,
     x: Float[Array, "B N E"],
     loaded: Float[Array, "B n T 2 K D"] | None,
     chosen: Chosen | None,
@@ -139,6 +131,7 @@ def run_stretch(
     ahead: Ahead | None,
     *,
     program: Program,
+    specs: tuple[LayerSpec, ...],
 ) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[Float[Array, "B K G R D"] | None, ...], Chosen | None]:
     """Runs a stretch of layers, and asks the filter that comes next. Stretches that are alike share a program.
 
@@ -146,7 +139,7 @@ def run_stretch(
         blocks: the layers' parameters.
         pools: their pools; donated.
         rings: the queries that they remember, if any.
-        rest: the cache before the step, without pools.
+        tables: of all layers before the step.
         x: hidden states.
         loaded: chosen rows of these layers, if they are offloaded.
         chosen: which those are.
@@ -154,77 +147,80 @@ def run_stretch(
         layers: which layers these are.
         ahead: the filter, if one is asked.
         program: what is static.
+        specs: what these layers are, and behind them the filter.
 
     Returns:
         Hidden states, pools, rings, and the filter's choice or None.
     """
     tokens = x.shape[1]
     new = NewTokens(
-        positions=rest.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32),
+        positions=tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32),
         count=count,
-        candidates=candidates_of(program, rest, tokens),
+        candidates=candidates_of(program, tables, tokens),
     )
-    after, remembering, mine = [], [], _tables(rest, layers)
-    by = StepAngles(angles(new.positions, program.config.rope, program.config.head_dim), None)
+    after, remembering, mine = [], [], tables.of_layers(layers)
+    turned = partial(angles, new.positions, head_dim=program.config.head_dim)
+    by = {spec.rope: StepAngles(turned(rope=spec.rope)) for spec in dict.fromkeys(specs)}
     for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
         rows = LayerRows(
             pool=pool,
             segments=segments_of(mine, index),
-            by=by,
+            by=by[specs[index].rope],
             ring=ring,
             chosen=None if loaded is None else chosen,
             loaded=None if loaded is None else loaded[:, index],
         )
-        stream, rows, *_ = layer_step(program.graphs.block(leaves), program, Stream(x=x), rows, new)
+        stream, rows, *_ = layer_step(program.graphs.of(specs[index]).block(leaves), program, Stream(x=x), rows, new)
         x = stream.x
         after.append(rows.pool)
         remembering.append(rows.ring)
     choice = None
     if ahead is not None:
-        filtering = program.graphs.block(ahead.leaves)
-        q = filtering.queries(filtering.normed(x), by.new)
+        filtering = program.graphs.of(specs[-1]).block(ahead.leaves)
+        q = filtering.queries(filtering.normed(x), by[specs[-1].rope].new)
         queries = None if ahead.ring is None else remembered(ahead.ring, q, new.positions, count)
-        segments = segments_of(_tables(rest, ahead.layer), 0)
+        segments = segments_of(tables.of_layers(ahead.layer), 0)
         choice = chosen_at(program, ahead.pool, segments, q, queries, new)
     return x, tuple(after), tuple(remembering), choice
 
 
 def step(
     flat: Flat,
-    cache: KVCache,
+    cache: Cache,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     program: Program,
+    bank: Bank,
     traffic: Traffic,
-) -> tuple[Float[Array, "B V"], KVCache]:
+) -> tuple[Float[Array, "B V"], Cache]:
     """Runs N new tokens per sequence through the model; several at once read everything.
 
     Args:
         flat: the decoder's parameters.
-        cache: with a bank, and room for N rows behind every segment; its pools are donated.
+        cache: with room for N rows behind every segment; its pools are donated.
         tokens: ids, padded on the right.
         count: how many of the N are real; 0 leaves a sequence's cache as it is.
         program: what is static.
+        bank: the rows that wait in host memory.
         traffic: counts transfers.
 
     Returns:
         Float32 logits of each sequence's last real token, and the cache with the new rows.
     """
-    reading, graphs, bank = program.reading, program.graphs, cache.bank
-    assert reading is not None and cache.state is not None and bank is not None
+    reading, graphs, tables, state = program.reading, program.graphs, cache.tables, cache.tables.state
+    assert reading is not None and state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
     cut = stretches(reading, program.config.layers, whole=whole)
-    rest = dataclasses.replace(cache.unnamed(), pools=())
     pools = list(cache.pools)
     rings: list[Array | None] = [None] * len(pools)
-    for layer, ring in zip(reading.filters, cache.state.rings, strict=False):
+    for layer, ring in zip(reading.filters, state.rings, strict=False):
         rings[layer] = ring
-    there = cache.axes or next(iter(cache.seen.devices()))
+    there = program.axes or next(iter(tables.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
-    nothing = place(np.zeros((len(cache.seen), 1), np.int32), "B T", cache.axes)
-    everything = Chosen(positions=nothing, count=cache.state.prompt)
-    fetch = partial(fetch_whole, bank, like=cache.seen, traffic=traffic)
+    nothing = place(np.zeros((len(tables.seen), 1), np.int32), "B T", program.axes)
+    everything = Chosen(positions=nothing, count=state.prompt)
+    fetch = partial(fetch_whole, bank, like=tables.seen, traffic=traffic)
     layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
     chosen: Chosen | None = None
     for part in cut:
@@ -248,7 +244,7 @@ def step(
             tuple(flat.blocks[layer] for layer in part.layers),
             tuple(pools[layer] for layer in part.layers),
             tuple(rings[layer] for layer in part.layers),
-            rest,
+            tables,
             x,
             loaded,
             chosen if part.loaded else None,
@@ -256,14 +252,15 @@ def step(
             _numbers(part.layers, there),
             ahead,
             program=program,
+            specs=tuple(map(program.config.spec_of, (*part.layers, *(() if part.ask is None else (part.ask,))))),
         )
         for layer, pool, ring in zip(part.layers, moved, remembering, strict=True):
             pools[layer], rings[layer] = pool, ring
         chosen = choice if part.ask is not None else chosen
-    state = dataclasses.replace(cache.state, rings=tuple(ring for ring in rings if ring is not None))
+    state = dataclasses.replace(state, rings=tuple(ring for ring in rings if ring is not None))
     logits = _logits(flat.ends, x, count, graphs=graphs)
-    seen, length = _advanced(cache.seen, cache.length, count, axes=cache.axes)
-    return logits, dataclasses.replace(cache, pools=tuple(pools), state=state, seen=seen, length=length)
+    seen, length = _advanced(tables.seen, tables.length, count, axes=program.axes)
+    return logits, cache.updated(pools=tuple(pools), state=state, seen=seen, length=length)
 
 
 def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int) -> Iterator[Array]:
@@ -291,6 +288,7 @@ def decode(
     program: Program,
     sampling: Sampling,
     size: int,
+    bank: Bank,
     traffic: Traffic,
 ) -> tuple[Running, Draw, Int[np.ndarray, "B size"], int]:
     """`loop.decode`, its loop in Python.
@@ -303,25 +301,26 @@ def decode(
         program: as there.
         sampling: as there.
         size: as there.
+        bank: the rows that wait in host memory.
         traffic: counts transfers.
 
     Returns:
         As there.
     """
-    cache, batch, axes = running.cache, draw.done.shape[0], running.cache.axes
-    draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.seen.devices())))
+    cache, batch, axes = running.cache, draw.done.shape[0], program.axes
+    draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
-        _, _, nothing = _draw(draw, cache.seen, argument(sampling), axes=axes)
+        _, _, nothing = _draw(draw, cache.tables.seen, argument(sampling), axes=axes)
         nothing = nothing * 0
-        logits, cache = step(flat, cache, nothing[:, None], nothing, program=program, traffic=Traffic())
+        logits, cache = step(flat, cache, nothing[:, None], nothing, program=program, bank=bank, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, cache=cache), draw, out, 0
     ran, ended = 0, host(draw.done)
     while ran < steps and not ended.all():
-        token, done, count = _draw(draw, cache.seen, argument(sampling), axes=axes)
+        token, done, count = _draw(draw, cache.tables.seen, argument(sampling), axes=axes)
         fed = jnp.maximum(token, 0)[:, None]
-        logits, cache = step(flat, cache, fed, count, program=program, traffic=traffic)
+        logits, cache = step(flat, cache, fed, count, program=program, bank=bank, traffic=traffic)
         draw = draw.after(logits, done)
         # Only now, with the step under way.
         out[:, ran], ended = host(token), host(done)

@@ -13,7 +13,7 @@ from jaxkv.attention import Implementation
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.protocol import Needs
+from jaxkv.policies.scorer import Needs
 
 # Slots of each prompt that go through the projections and the MLP at once, where they are no more tokens than `most`.
 _BLOCKS, _LEAST = (2048, 1024, 512), 256

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.cache import KVCache
+from jaxkv.cache import Cache
 from jaxkv.engine.plan import QUERY_BLOCK
 from jaxkv.engine.program import Program
 from jaxkv.models.decoder import Block
@@ -103,33 +103,43 @@ class StepAngles(NamedTuple):
     Attributes:
         new: those of the new tokens.
         rows: those of places within the cache, for keys that are rotated when they are read; else None.
+        tail: likewise those of rows beside the pool.
     """
 
     new: Angles
-    rows: Angles | None
+    rows: Angles | None = None
+    tail: Angles | None = None
 
 
-def step_angles(cache: KVCache, positions: Int[Array, "B N"], program: Program) -> list[StepAngles]:
+def step_angles(cache: Cache, positions: Int[Array, "B N"], program: Program, tail: int = 0) -> list[StepAngles]:
     """The angles of a step, made once for all layers that share them.
 
     Args:
         cache: before the new tokens.
         positions: their positions in the text.
         program: what is static.
+        tail: rows beside each segment of a pool.
 
     Returns:
         For each layer those of positions in the text; of places within the cache where the policy rolls positions.
     """
     config = program.config
-    made = partial(angles, rope=config.rope, head_dim=config.head_dim)
+    ropes = [config.spec_of(layer).rope for layer in range(config.layers)]
+    made = partial(angles, head_dim=config.head_dim)
     if not program.rolling:
-        return [StepAngles(made(positions), None)] * config.layers
-    heads = cache.start.shape[2]
+        by_rope = {rope: StepAngles(made(positions, rope)) for rope in dict.fromkeys(ropes)}
+        return [by_rope[rope] for rope in ropes]
+    tables, heads = cache.tables, cache.tables.start.shape[2]
     sizes = [pool.rows // heads for pool in cache.pools]
-    by_size = {size: made(jnp.arange(size, dtype=jnp.int32)[None]) for size in sorted(set(sizes))}
+    distinct = dict.fromkeys(zip(sizes, ropes, strict=True))
+    of_rows = {(size, rope): made(jnp.arange(size, dtype=jnp.int32)[None], rope) for size, rope in distinct}
     # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
-    places = [length[:, :1] + positions - cache.seen[:, None] for length in cache.length]
-    return [StepAngles(made(place), by_size[size]) for place, size in zip(places, sizes, strict=True)]
+    lengths = [length[:, :1] for length in tables.length]
+    ahead, behind = positions - tables.seen[:, None], jnp.arange(tail, dtype=jnp.int32)
+    return [
+        StepAngles(made(length + ahead, rope), of_rows[size, rope], made(length + behind, rope) if tail else None)
+        for length, size, rope in zip(lengths, sizes, ropes, strict=True)
+    ]
 
 
 def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:

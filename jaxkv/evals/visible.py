@@ -25,8 +25,8 @@ from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.methods import FullKV
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Needs
 from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.mesh import host, missing, place
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, Pool
+from jaxkv.cache import Cache, KVCache, Pool, Tables
 from jaxkv.engine import loop
 from jaxkv.engine.compress import finished
 from jaxkv.engine.decode import extend
@@ -56,9 +56,17 @@ class Setting:
         """Of the mesh that they run on, if they do."""
         return self.flat.axes
 
-    def cache(self, pools: tuple[Pool, ...], rest: KVCache) -> KVCache:
+    def handle(self, pools: tuple[Pool, ...], tables: Tables) -> KVCache:
         """A cache of a program's arguments."""
-        return dataclasses.replace(rest, pools=pools, policy=self.policy)
+        arrays, flat = Cache(pools=pools, tables=tables), self.flat
+        return KVCache(
+            arrays=arrays,
+            layout=self.needed.layout,
+            policy=self.policy,
+            config=flat.config,
+            slots=self.needed.slots,
+            axes=flat.axes,
+        )
 
 
 class Beside(NamedTuple):
@@ -67,16 +75,16 @@ class Beside(NamedTuple):
     tails: tuple[Tail, ...]
     written: Int[Array, " B"]
 
-    def around(self, cache: KVCache) -> Running:
+    def around(self, pools: tuple[Pool, ...], tables: Tables) -> Running:
         """A cache with them, ready to draw."""
-        return Running(cache=cache, tails=self.tails, written=self.written)
+        return Running(cache=Cache(pools=pools, tables=tables), tails=self.tails, written=self.written)
 
 
 class Prompted(NamedTuple):
     """Behind a prompt: its cache, the next token's logits, and whether all scores were numbers."""
 
     pools: tuple[Pool, ...]
-    cache: KVCache
+    cache: Tables
     logits: Float[Array, "B V"]
     ordered: Bool[Array, ""]
     beside: Beside | None
@@ -86,7 +94,7 @@ class Extended(NamedTuple):
     """Behind more tokens."""
 
     pools: tuple[Pool, ...]
-    cache: KVCache
+    cache: Tables
     logits: Float[Array, "B V"]
 
 
@@ -94,7 +102,7 @@ class Drawn(NamedTuple):
     """Behind tokens drawn; of them -1 behind a sequence's end."""
 
     pools: tuple[Pool, ...]
-    cache: KVCache
+    cache: Tables
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
     drawn: Int[Array, "B steps"]
@@ -105,7 +113,7 @@ class DrawnBeside(NamedTuple):
     """The same where new rows gather beside pools that are only read."""
 
     beside: Beside
-    cache: KVCache
+    cache: Tables
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
     drawn: Int[Array, "B steps"]
@@ -116,14 +124,14 @@ class Moved(NamedTuple):
     """Pools whose rows have moved, and where they lie."""
 
     pools: tuple[Pool, ...]
-    cache: KVCache
+    cache: Tables
 
 
 class Settled(NamedTuple):
     """Pools with what lay beside them, and nothing there."""
 
     pools: tuple[Pool, ...]
-    cache: KVCache
+    cache: Tables
     beside: Beside
 
 
@@ -142,12 +150,11 @@ def prompt(
     flat = setting.flat.around(ends, blocks)
     of = (flat, tokens, length, told, setting.policy, setting.needed)
     prompts, cache = finished(read(*of, key=_key(key), implementation=setting.implementation))
-    pools, rest = _apart(cache)
     logits, nothing = logits_of(ends, prompts.x, graphs=flat.graphs), None
     if setting.program.tail:
-        begun = loop.begin(cache, program=setting.program, size=setting.steps)
+        begun = loop.begin(cache.arrays, program=setting.program, size=setting.steps)
         nothing = Beside(begun.tails, begun.written)
-    return Prompted(pools, rest, logits, prompts.ordered(), nothing)
+    return Prompted(cache.pools, cache.tables, logits, prompts.ordered(), nothing)
 
 
 @program(static=("setting",), donate=("pools", "cache"), on="setting")
@@ -155,7 +162,7 @@ def question(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
-    cache: KVCache,
+    cache: Tables,
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
@@ -164,8 +171,8 @@ def question(
 ) -> Extended:
     """Reads a few more tokens; logits stay where a sequence has none of them."""
     flat = setting.flat.around(ends, blocks)
-    after, whole = extend(flat, setting.cache(pools, cache), tokens, count, program=setting.program)
-    return Extended(*_apart(whole), jnp.where(count[:, None] > 0, after, logits))
+    after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, program=setting.program)
+    return Extended(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
 
 
 @program(static=("setting",), donate=("pools", "cache"), on="setting")
@@ -173,7 +180,7 @@ def again(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
-    cache: KVCache,
+    cache: Tables,
     key: UInt[Array, " two"],
     *,
     setting: Setting,
@@ -183,7 +190,8 @@ def again(
     stretches = 1 if flat.axes is None else flat.axes.size("K")
     fixed = Fixed(rows=setting.needed.pool_rows(mine, stretches), slots=setting.longest)
     room = np.asarray(setting.needed.room)
-    return Moved(*_apart(recompress(flat, setting.cache(pools, cache), key=_key(key), room=room, fixed=fixed)))
+    made = recompress(flat, setting.handle(pools, cache), key=_key(key), room=room, fixed=fixed)
+    return Moved(made.pools, made.tables)
 
 
 @program(static=("setting",), donate=("pools", "cache"), on="setting")
@@ -191,7 +199,7 @@ def draw(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
-    cache: KVCache,
+    cache: Tables,
     logits: Float[Array, "B V"],
     done: Bool[Array, " B"],
     key: UInt[Array, " two"],
@@ -203,9 +211,9 @@ def draw(
 ) -> Drawn:
     """Draws tokens; each becomes a row before the next one is drawn."""
     none = jnp.zeros_like(cache.seen)
-    running = Running(cache=setting.cache(pools, cache), tails=(), written=none)
+    running = Running(cache=Cache(pools=pools, tables=cache), tails=(), written=none)
     after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
-    return Drawn(*_apart(after.cache), now.logits, now.done, out, ran)
+    return Drawn(after.cache.pools, after.cache.tables, now.logits, now.done, out, ran)
 
 
 @program(static=("setting",), donate=("beside", "cache"), on="setting")
@@ -214,7 +222,7 @@ def draw_beside(
     blocks: tuple[Leaves, ...],
     beside: Beside,
     pools: tuple[Pool, ...],
-    cache: KVCache,
+    cache: Tables,
     logits: Float[Array, "B V"],
     done: Bool[Array, " B"],
     key: UInt[Array, " two"],
@@ -225,18 +233,17 @@ def draw_beside(
     setting: Setting,
 ) -> DrawnBeside:
     """Draws tokens whose rows gather beside the pools."""
-    running = beside.around(setting.cache(pools, cache))
+    running = beside.around(pools, cache)
     after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
     written = Beside(after.tails, after.written)
-    return DrawnBeside(written, _apart(after.cache)[1], now.logits, now.done, out, ran)
+    return DrawnBeside(written, after.cache.tables, now.logits, now.done, out, ran)
 
 
 @program(static=("setting",), donate=("beside", "pools", "cache"), on="setting")
-def settle(beside: Beside, pools: tuple[Pool, ...], cache: KVCache, *, setting: Setting) -> Settled:
+def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, setting: Setting) -> Settled:
     """Moves rows from beside the pools into them."""
-    running = beside.around(setting.cache(pools, cache))
-    moved, rest = _apart(loop.settle(running, program=setting.program))
-    return Settled(moved, rest, Beside(beside.tails, jnp.zeros_like(beside.written)))
+    moved = loop.settle(beside.around(pools, cache), program=setting.program)
+    return Settled(moved.pools, moved.tables, Beside(beside.tails, jnp.zeros_like(beside.written)))
 
 
 def _drawn(
@@ -254,10 +261,6 @@ def _drawn(
     flat, now = setting.flat.around(ends, blocks), loop.draw_of(logits, done, _key(key), eos, axes=setting.axes)
     of: dict[str, Any] = {"program": setting.program, "sampling": sampling, "size": setting.steps}
     return loop.decode(flat, running, now, steps, **of)
-
-
-def _apart(cache: KVCache) -> tuple[tuple[Pool, ...], KVCache]:
-    return cache.pools, dataclasses.replace(cache.unnamed(), pools=())
 
 
 def _key(data: UInt[Array, " two"]) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.models.hub_keys import read
-from jaxkv.models.values import Experts, Rope, check_numbers, whole
+from jaxkv.models.values import Experts, LayerSpec, Rope, check_numbers, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class ModelConfig:
         kv_heads: kv heads, K.
         head_dim: D; even.
         norm_eps: epsilon of every norm.
-        rope: the rotary embedding.
+        rope: the rotary embedding, where all layers have one.
+        kinds: what layers are in turn, where they differ: layer i is `kinds[i % len(kinds)]`; empty for `rope` in all.
         max_positions: longest sequence the model was made for, new tokens included.
         tied: the output matrix is the embedding.
         qkv_bias: query, key and value projections carry a bias (Qwen2).
@@ -49,6 +50,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float = 1e-5
     rope: Rope = Rope()
+    kinds: tuple[LayerSpec, ...] = ()
     max_positions: int = 2048
     tied: bool = False
     qkv_bias: bool = False
@@ -70,6 +72,9 @@ class ModelConfig:
             whole("bos or eos", each, least=0)
         object.__setattr__(self, "eos", tuple(map(int, self.eos)))
         require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
+        object.__setattr__(self, "kinds", tuple(self.kinds))
+        known = all(isinstance(each, LayerSpec) for each in self.kinds)
+        require(known, "kinds", self.kinds, "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))")
         require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
         given = self.experts is None or isinstance(self.experts, Experts)
@@ -83,6 +88,17 @@ class ModelConfig:
     def alternates(self) -> bool:
         """Whether a block is RMS norm, attention, sum, RMS norm, dense gated MLP, sum: kernels add and norm for it."""
         return self.gated and self.experts is None and not (self.layer_norm or self.parallel)
+
+    def spec_of(self, layer: int) -> LayerSpec:
+        """What a layer is besides its weights.
+
+        Args:
+            layer: its index.
+
+        Returns:
+            Its spec, equal for layers that are alike.
+        """
+        return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
 
     @property
     def group(self) -> int:

@@ -1,5 +1,6 @@
 """The decoder as a Flax NNX module: parameters and the mathematics of one block, no cache and no loop."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import GatedMLP, GeluMLP, LayerNorm, RMSNorm, _value, empty, products, project
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
+from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.collectives import first, total
 from jaxkv.sharding.mesh import Axes
 
@@ -44,6 +46,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
         self.axes: Axes | None = None
+        self.spec = LayerSpec()
         self.attention_norm = _norm(config, dtype)
         self.attention = Attention(config, dtype=dtype)
         self.mlp_norm: Any = None if config.shared_norm else _norm(config, dtype)
@@ -62,7 +65,13 @@ class Block(nnx.Module):
         attention, norm = self.attention, self.attention.q_norm
         # Without a norm on the way, what is rotated in float32 anyway is narrowed once.
         q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
-        return jnp.moveaxis(q if norm is None else norm(q), 1, 3)
+        return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
+
+    def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """Queries whose products with keys, times 1 / sqrt(D), are the layer's logits: attention knows that scale."""
+        if self.spec.scale is None:
+            return q
+        return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys, not yet rotated and float32 where nothing has narrowed them, and values of N tokens."""
@@ -83,10 +92,10 @@ class Block(nnx.Module):
             )
         )
         if attention.q_norm is None or attention.k_norm is None:
-            return q, kv
+            return self._scaled(q), kv
         narrow = kv.sum(axis=0).astype(normed.dtype)
         kv = jnp.stack([attention.k_norm(narrow[:, 0]), narrow[:, 1]], axis=1)
-        return attention.q_norm(q.sum(axis=0).astype(normed.dtype))[None], kv[None]
+        return self._scaled(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[None]
 
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
         """Adds the attention's output and the MLP to the residual stream."""
@@ -203,10 +212,10 @@ class Flat:
     Attributes:
         ends: the leaves before and after the blocks.
         blocks: one tuple of leaves per block, all of the same structure.
-        graphs: `(ends, block)` graph definitions, hashable, passed as static arguments.
+        graphs: graph definitions of ends and of the first block, hashable, passed as static arguments.
         config: the decoder's shape.
         axes: of the mesh that its parameters lie on, if they do.
-        compiled: signatures of what has been compiled for it ahead of its use.
+        compiled: signatures of prefills that have run, so that their programs are compiled.
         took: seconds that batches of these signatures took in `generate`.
         filled: signatures of batches that have been run filled up with copies instead.
         moved: the whole model with these parameters on a mesh, once it was asked for.
@@ -225,8 +234,15 @@ class Flat:
         self.blocks: tuple[Leaves, ...] = tuple(tuple(jax.tree.leaves(state)) for _, state in parts)
         self.axes = Axes.of(self.ends[0])
         self.graphs = Graphs(
-            Graph(ends_graph, jax.tree.structure(ends)), Graph(parts[0][0], jax.tree.structure(parts[0][1])), self.axes
+            Graph(ends_graph, jax.tree.structure(ends)),
+            Graph(parts[0][0], jax.tree.structure(parts[0][1])),
+            self.axes,
+            self.config.spec_of(0),
         )
+
+    def graphs_of(self, layer: int) -> "Graphs":
+        """Static halves for one layer's programs: equal where layers are alike."""
+        return self.graphs.of(self.config.spec_of(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a model, or what is pickled of it, leaves this behind: it takes its own arrays apart."""
@@ -263,16 +279,25 @@ class Graph:
 
 
 class Graphs(tuple):
-    """Two `Graph`s, of the ends and of a block, and the axes of the mesh that they run on, if they do."""
+    """Two `Graph`s, of the ends and of a block; the axes of the mesh that they run on, if they do; the block's spec."""
 
-    def __new__(cls, ends: Graph, block: Graph, axes: Axes | None = None):
+    def __new__(cls, ends: Graph, block: Graph, axes: Axes | None, spec: LayerSpec):
         """Puts them together."""
-        return super().__new__(cls, (ends, block, axes))
+        return super().__new__(cls, (ends, block, axes, spec))
 
     @property
     def axes(self) -> Axes | None:
         """Those of the mesh."""
         return self[2]
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What the block is besides its weights."""
+        return self[3]
+
+    def of(self, spec: LayerSpec) -> "Graphs":
+        """The same for blocks of another spec."""
+        return Graphs(self[0], self[1], self.axes, spec)
 
     def ends(self, leaves: Leaves) -> Ends:
         """Embedding, final norm and output matrix around a device's parameters."""
@@ -281,8 +306,9 @@ class Graphs(tuple):
         return bound
 
     def block(self, leaves: Leaves) -> Block:
-        """One block around a device's parameters, of which it knows the shape."""
+        """One block around a device's parameters, of which it knows shape and spec."""
         bound = self[1].bind(leaves)
+        bound.spec = self.spec
         if self.axes is not None:
             bound.axes, bound.config = self.axes, bound.config.on_one_of(self.axes.size("K"), self.axes.size("H"))
         return bound

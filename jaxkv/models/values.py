@@ -105,6 +105,23 @@ class YarnRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What one layer is besides its weights: layers of equal specs share compiled programs.
+
+    Attributes:
+        rope: the rotary embedding of its queries and keys.
+        scale: factor on products of queries and keys; None for 1 / sqrt(D).
+    """
+
+    rope: Rope = Rope()
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        require(isinstance(self.rope, Rope), "rope", self.rope, "give a Rope, such as Rope(theta=10000.0)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """The MLPs of a mixture, of which each token is taken through a few.
 

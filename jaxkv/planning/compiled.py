@@ -96,8 +96,8 @@ class CompiledPlan:
             a session prefills on a GPU. Beside a program lies what the engine holds at that time and does not give
             it: the weights of other layers, hidden states, one layer's keys and values with their scores (of policies
             whose layers share a pool those of all layers below), and what is kept of the layers below. All layers are
-            walked; of calls that differ in numbers alone the one at which most lies there is compiled. A GPU with memory to spare lets some layers
-            be under way at once: that comes on top, and gives way.
+            walked; of calls that differ in numbers alone the one at which most lies there is compiled. A GPU with
+            memory to spare lets some layers be under way at once: that comes on top, and gives way.
         programs: all of them.
         weights: bytes of a GPU's parameters, which are in both peaks.
         kernels: how many kernels ptxas has looked at; None where there was no ptxas.

@@ -1,7 +1,17 @@
 """Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
 
-from jaxkv.policies.after import Again, Append, ByAge, ByAttention, Evict, Rank
-from jaxkv.policies.budgets import (
+from jaxkv.policies.attended import (
+    AvgPool,
+    CumulativeAttention,
+    LastAttention,
+    MaxPool,
+    NoPool,
+    PoolOrder,
+    WindowAttention,
+)
+from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.layers import (
     EntropyLayers,
     ExponentialLayers,
     GeometricLayers,
@@ -13,7 +23,6 @@ from jaxkv.policies.budgets import (
     UniformLayers,
 )
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
-from jaxkv.policies.merging import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.methods import (
     D2O,
     H2O,
@@ -40,25 +49,14 @@ from jaxkv.policies.methods import (
     StreamingLLM,
 )
 from jaxkv.policies.parts import Keep, Parts
-from jaxkv.policies.policy import Method, Policy, Wrapper
-from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.policy import Method, Policy
+from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import (
-    AvgPool,
-    CumulativeAttention,
-    KeyNorm,
-    LastAttention,
-    MaxPool,
-    NoPool,
-    PoolOrder,
-    Position,
-    Uniform01,
-    WindowAttention,
-)
-from jaxkv.policies.select import AdaptiveHeads, ProtectedHeads, SharedHeads, TwoStageHeads, UniformHeads
-from jaxkv.policies.unseen import FutureAttention, KeyDifference, WorstAttention
+from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.unseen import FutureAttention, KeyDifference, KeyNorm, Position, Uniform01, WorstAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
+from jaxkv.policies.wrapper import Wrapper
 
 __all__ = [
     "AdaKV",

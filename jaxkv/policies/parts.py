@@ -15,13 +15,13 @@ from jaxkv._errors import require
 from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, namespace, real, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
-from jaxkv.policies.after import After, Again, Append, Evict, Rank
 from jaxkv.policies.asked import Span, as_budget, as_spans
-from jaxkv.policies.budgets import Counts, LayerBudgets, Table, UniformLayers
+from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
+from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.protocol import Needs, Scorer, check_scorer, future_of, norms_of
+from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.select import HeadBudgets, UniformHeads, own_budgets, shares_positions
+from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,18 @@
 """Policies: values with a method's names and defaults, whose `parts()` are all that the engine reads."""
 
 import dataclasses
-import functools
 import inspect
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
-from jaxkv._values import Value, normalise, typed
-from jaxkv.policies.after import After, Again, Append, Evict, Rank
+from jaxkv._values import Value, normalise
 from jaxkv.policies.asked import Span, as_budget, as_spans
-from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.heads import HeadBudgets, UniformHeads
+from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.parts import Keep, Parts
-from jaxkv.policies.protocol import Scorer
-from jaxkv.policies.select import HeadBudgets, UniformHeads
+from jaxkv.policies.rank import After, Again, Append, Evict, Rank
+from jaxkv.policies.scorer import Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,77 +172,3 @@ class Policy(Method):
         """As given."""
         names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
         return self.compose(**{name: getattr(self, name) for name in names})
-
-
-_SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
-
-
-def check_shared(policy: Method, inner: Method | None) -> None:
-    """Refuses a field of every policy that a wrapper and its base give in two ways.
-
-    Args:
-        policy: the wrapper.
-        inner: its base.
-
-    Raises:
-        ValueError: naming the field and what the base says.
-    """
-    for name, default in _SHARED.items():
-        mine = getattr(policy, name)
-        its = default if inner is None else getattr(inner, name)
-        same = typed(mine) in (typed(default), typed(its))
-        require(same, name, mine, f"the base says {its!r}: give it there only")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrapper(Method):
-    """Another policy with some of its parts replaced; subclasses write `wrap`.
-
-    Attributes:
-        base: the policy whose parts are used, with budget, spans and what goes on while decoding; or its name or class,
-            for one that takes those from here.
-    """
-
-    base: Method | type[Method] | str | None = None
-
-    usual: ClassVar[str] = ""
-
-    @functools.cached_property
-    def inner(self) -> Method:
-        """The base, or the usual one."""
-        # Here, because the registry knows all policies, wrappers among them.
-        from jaxkv.policies.registry import as_policy
-
-        if self.base is None and not self.usual:
-            raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
-        given = {name: getattr(self, name) for name in _SHARED}
-        options = {name: value for name, value in given.items() if typed(value) != typed(_SHARED[name])}
-        return as_policy(self.usual if self.base is None else self.base, field="base", options=options)
-
-    def _check(self) -> None:
-        inner, its = self.inner, self.inner.parts()
-        remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
-        require(its.scorer is not None and its.read is None, "base", inner, remedy)
-        self.check_base(inner, its)
-        check_shared(self, inner)
-
-    def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases that this policy cannot work on.
-
-        Args:
-            base: the base.
-            parts: its parts.
-        """
-
-    def wrap(self, base: Parts) -> Parts:
-        """The base's parts with this policy's in place of some: `dataclasses.replace(base, heads=...)`."""
-        raise TypeError(f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)")
-
-    def parts(self) -> Parts:
-        """The base's, as `wrap` leaves them."""
-        return self.wrap(self.inner.parts())
-
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """This policy on the base that the model makes of its own."""
-        its = self.inner.for_model(layers, found)
-        return self if its is self.inner else dataclasses.replace(self, base=its)

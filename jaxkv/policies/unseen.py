@@ -3,15 +3,17 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv._values import Value, count, flag, real
-from jaxkv.policies.protocol import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
-from jaxkv.policies.scorers import AvgPool
-from jaxkv.sharding.collectives import most_of_devices
+from jaxkv.policies.attended import AvgPool
+from jaxkv.policies.rank import ByAge, Rank
+from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.sharding.collectives import most_of_devices, own
 
 # Rows whose products with a covariance are in memory at a time.
 _BLOCK = 512
@@ -189,3 +191,47 @@ class WorstAttention(Scorer, Value):
         raised = jnp.maximum(most, mean / jnp.maximum(before, 1).astype(jnp.float32))
         share = seen.norms / jnp.where(seen.norm_totals > 0, seen.norm_totals, 1.0)
         return raised * share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position(Scorer, Value):
+    """Later rows matter more: what is left of a budget goes to the most recent ones."""
+
+    @property
+    def rank(self) -> Rank:
+        """The oldest row is the weakest."""
+        return ByAge()
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """The position itself; exact in float32 up to 2**24."""
+        batch, heads, slots = seen.k.shape[:3]
+        return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyNorm(Scorer, Value):
+    """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Minus the norm."""
+        return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform01(Scorer, Value):
+    """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
+
+    @property
+    def draws(self) -> bool:
+        """They are nothing but draws."""
+        return True
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Uniform draws in [0, 1)."""
+        batch, heads, slots = seen.k.shape[:3]
+        key = jax.random.fold_in(seen.key, seen.layer)
+        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
+        # Of all heads, also where a device has some of them: a head's draws are the same everywhere.
+        whole = heads if seen.axes is None else heads * seen.axes.size("K")
+        draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
+        return jnp.broadcast_to(draws.T, (batch, heads, slots))

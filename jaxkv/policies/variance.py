@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
 from jaxkv._values import choice, halved, is_traced, namespace, plain, real
-from jaxkv.policies.budgets import Counts, Exact, Reals, Table, finite, round_remainders, round_to_sum
+from jaxkv.policies.layers import Counts, Exact, Reals, Table, finite, round_remainders, round_to_sum
 
 # No layer falls below this share of the prompt, as in the published code.
 _LEAST = 100

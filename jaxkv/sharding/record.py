@@ -45,7 +45,7 @@ class Call:
 _RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)
 _called = Primitive("called")
 _called.multiple_results = True
-_called.def_abstract_eval(lambda *given, number, gives, sizes: list(gives))
+_called.def_abstract_eval(lambda *given, gives, sizes: list(gives))
 
 
 def recorder() -> "Recorder | None":
@@ -79,7 +79,6 @@ class Recorder:
         self._results.append(
             _called.bind(
                 *arrays,
-                number=len(self.calls),
                 gives=tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves),
                 sizes=tuple(weigh(leaf) for leaf in (*lying, *leaves)),
             )

@@ -4,10 +4,11 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
+from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.select import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.wrapper import Wrapper
 
 _ALPHA, _CAPACITY = 0.2, 1.5
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import KeyNorm, Position, Uniform01
+from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
 
 
 @register

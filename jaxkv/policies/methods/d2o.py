@@ -5,13 +5,13 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import flag, typed
-from jaxkv.policies.budgets import LayerBudgets
+from jaxkv.policies.attended import CumulativeAttention
+from jaxkv.policies.folding import Decision, Merge, Scope, Weights
+from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
-from jaxkv.policies.merging import Decision, Merge, Scope, Weights
 from jaxkv.policies.methods.heavy import HeavyMethod
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import CumulativeAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
 
 # The published code's.

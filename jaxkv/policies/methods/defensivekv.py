@@ -3,11 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv.policies.budgets import GlobalLayers
+from jaxkv.policies.heads import AdaptiveHeads
+from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.select import AdaptiveHeads
 from jaxkv.policies.unseen import WorstAttention
 
 

@@ -4,11 +4,12 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.budgets import GlobalLayers, UniformLayers
+from jaxkv.policies.heads import AdaptiveHeads, TwoStageHeads, UniformHeads, own_budgets
+from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method, Wrapper
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.select import AdaptiveHeads, TwoStageHeads, UniformHeads, own_budgets
+from jaxkv.policies.wrapper import Wrapper
 
 
 @register

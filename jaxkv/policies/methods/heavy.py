@@ -5,12 +5,12 @@ import enum
 from typing import Any, ClassVar
 
 from jaxkv._values import choice, count, flag, real
+from jaxkv.policies.attended import CumulativeAttention, LastAttention
+from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.protocol import Scorer
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import CumulativeAttention, LastAttention
-from jaxkv.policies.select import SharedHeads, UniformHeads
+from jaxkv.policies.scorer import Scorer
 
 
 class Mode(enum.Enum):

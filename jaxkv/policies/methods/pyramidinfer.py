@@ -4,12 +4,12 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.attended import NoPool, Pooling
+from jaxkv.policies.heads import SharedHeads
+from jaxkv.policies.layers import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import NoPool, Pooling
-from jaxkv.policies.select import SharedHeads
 
 
 @register

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv.policies.budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.layers import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
 

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import choice, count
-from jaxkv.policies.budgets import LayerBudgets, UniformLayers
+from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
+from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

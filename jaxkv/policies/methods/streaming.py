@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import count, flag
-from jaxkv.policies.after import ByAge
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
+from jaxkv.policies.rank import ByAge
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorers import Position
+from jaxkv.policies.unseen import Position
 
 
 @register

@@ -1,4 +1,4 @@
-"""What a policy and the model say to each other: what scoring may see, and what it gives."""
+"""The protocol Scorer: what scoring may see of a layer, what it asks for, and what it gives."""
 
 import dataclasses
 import enum
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._values import Value, count, flag, is_whole
 from jaxkv.attention import Implementation
-from jaxkv.policies.after import Rank
+from jaxkv.policies.rank import Rank
 from jaxkv.sharding.mesh import Axes
 
 

@@ -1,9 +1,8 @@
-"""Which rows matter: scores per kv head and position, higher stays. Always float32."""
+"""Scores by the attention that rows receive, and pooling over neighbours. Float32 per kv head and row; higher stays."""
 
 import dataclasses
 import enum
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -12,9 +11,9 @@ from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv._values import Value, choice, count, flag
 from jaxkv.attention import Implementation
-from jaxkv.policies.after import ByAge, ByAttention, Rank
-from jaxkv.policies.protocol import GroupReduce, Observed, Scorer, group_of, sees_query_heads
-from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
+from jaxkv.policies.rank import ByAttention, Rank
+from jaxkv.policies.scorer import GroupReduce, Observed, Scorer, group_of, sees_query_heads
+from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
 from jaxkv.sharding.mesh import Axes
 
 
@@ -225,47 +224,3 @@ def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None)
 
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
     return jnp.arange(slots, dtype=jnp.int32) < end
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Position(Scorer, Value):
-    """Later rows matter more: what is left of a budget goes to the most recent ones."""
-
-    @property
-    def rank(self) -> Rank:
-        """The oldest row is the weakest."""
-        return ByAge()
-
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """The position itself; exact in float32 up to 2**24."""
-        batch, heads, slots = seen.k.shape[:3]
-        return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyNorm(Scorer, Value):
-    """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
-
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Minus the norm."""
-        return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform01(Scorer, Value):
-    """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
-
-    @property
-    def draws(self) -> bool:
-        """They are nothing but draws."""
-        return True
-
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Uniform draws in [0, 1)."""
-        batch, heads, slots = seen.k.shape[:3]
-        key = jax.random.fold_in(seen.key, seen.layer)
-        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
-        # Of all heads, also where a device has some of them: a head's draws are the same everywhere.
-        whole = heads if seen.axes is None else heads * seen.axes.size("K")
-        draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
-        return jnp.broadcast_to(draws.T, (batch, heads, slots))
