@@ -109,7 +109,6 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
     config = session.params.config
     batch = planned(session, encoded, new)
     every, needed = batch.encoded, batch.asked
-    session.compile_ahead(batch.needed, len(every.ids))
     with bar(request.progress, config.layers, "prefill") as shown:
         cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
     spare = len(cache.seen) * config.kv_heads * sum(needed.room) * cache.row_bytes

@@ -71,7 +71,6 @@ def prefill(
     arguments.require_fits(params.config, session.policy, encoded.lengths, 0, None)
     needed = session.plan(encoded.lengths)
     arguments.warn_unseen(session.policy, encoded, needed.budget)
-    session.compile_ahead(needed, len(encoded.ids))
     with bar(progress, params.config.layers, "prefill") as shown:
         cache = session.prefill(encoded, needed=needed, tick=shown.update)
     return dataclasses.replace(cache, logits=None)

@@ -30,6 +30,7 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, unordered
 from jaxkv.engine.compress import compress as compress_all
+from jaxkv.engine.lengths import by_length, rows_by_claims
 from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -163,20 +164,17 @@ class _Sizes:
 @lru_cache(maxsize=256)
 def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
     lengths = np.arange(1, slots + 1)
-    forced = parts.keep.counts(lengths)
-    budget = parts.budgets(lengths, forced, strict=False)
+    told = by_length(parts, lengths, layers, strict=False)
     # A sequence of no tokens keeps none.
     whole = lambda counts: np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)  # noqa: E731
-    if parts.claims:
-        most = int(parts.layers.bound(budget, lengths, layers=layers).max())
-        return _Sizes(capacity=(min(most, layers * slots),), budget=whole(budget), forced=whole(forced))
-    rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
-    rows = np.minimum(rows, lengths)
-    recent = parts.recents(rows, lengths, forced)
-    capacity = tuple(rows.max(axis=1).tolist())
+    budget, forced = whole(told.budget), whole(told.forced)
+    if told.rows is None or told.recent is None:
+        most = int(parts.layers.bound(np.asarray(told.budget), lengths, layers=layers).max())
+        return _Sizes(capacity=(min(most, layers * slots),), budget=budget, forced=forced)
+    capacity = tuple(told.rows.max(axis=1).tolist())
     if parts.layout.one_pool:
         capacity = (sum(capacity),)
-    return _Sizes(capacity=capacity, budget=whole(budget), forced=whole(forced), rows=whole(rows), recent=whole(recent))
+    return _Sizes(capacity=capacity, budget=budget, forced=forced, rows=whole(told.rows), recent=whole(told.recent))
 
 
 class _Given(Source):
@@ -298,10 +296,7 @@ def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, 
 
     def host(claims, budget, length, forced):
         claims, budget, length, forced = (np.asarray(each) for each in (claims, budget, length, forced))
-        numbers = (each.astype(np.int64) for each in (budget, length, forced))
-        budget, length, forced = numbers
-        rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=claims)
-        return np.stack([rows, parts.recents(rows, length, forced, claims, budget)]).astype(np.int32)
+        return np.stack(rows_by_claims(parts, budget, length, forced, claims))
 
     given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
     if known(*given):

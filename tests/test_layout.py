@@ -27,6 +27,7 @@ LAYERS = (
     # Where arrays lie: every program asks.
     "jaxkv.sharding.letters",
     "jaxkv.sharding.mesh",
+    "jaxkv.sharding.record",
     "jaxkv.sharding.door",
     "jaxkv.sharding.collectives",
     "jaxkv.cpu_threads",
@@ -48,6 +49,7 @@ LAYERS = (
     "jaxkv.sampling",
     # Sizes: arguments are refused by them.
     "jaxkv.engine.stages",
+    "jaxkv.engine.lengths",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",

@@ -1,5 +1,7 @@
 """What is asked of the compiler: a prefill's programs and what lies beside them, as the engine really calls them."""
 
+import functools
+
 import jax
 import pytest
 import tiny
@@ -11,18 +13,22 @@ from jaxkv.planning.gpus import gpu_named
 from jaxkv.planning.programs import Work, abstract_model
 from jaxkv.planning.ptxas import said
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.walk import prefill_calls
+from jaxkv.planning.walk import SMALL
 from jaxkv.sharding.door import Door
+from jaxkv.sharding.record import weigh
 
 SHAPE = tiny.shape(layers=3, kv_heads=2, group=2, dim=8)
 BATCH, TOKENS, NEW, BUDGET = 2, 64, 8, 40
-# Programs of numbers alone, which the engine calls besides.
-SMALL = {"unordered", "placed", "_ring"}
+# Programs that are given weights, as the first of their arguments.
+WEIGHTED = {"embed", "layer", "logits_of"}
 POLICIES = {
     "full": jaxkv.FullKV(),
     "adakv": jaxkv.AdaKV(budget=BUDGET),
     "h2o": jaxkv.H2O(budget=BUDGET),
     "d2o": jaxkv.D2O(budget=BUDGET),
+    "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=BUDGET)),
+    "pyramidinfer": jaxkv.PyramidInfer(budget=BUDGET),
+    "criticalkv": jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=BUDGET)),
 }
 
 
@@ -41,52 +47,45 @@ class Called:
         return {each.unsafe_buffer_pointer(): each.nbytes for each in lying}
 
     def called(self, door: Door, args, more):
-        if door._fn.__name__ not in SMALL:
-            there = {at: size for at, size in self.live().items() if at not in self.before}
-            for leaf in jax.tree.leaves(args):
-                if isinstance(leaf, jax.Array):
-                    there.pop(leaf.unsafe_buffer_pointer(), None)
-            shapes = [leaf.shape for leaf in jax.tree.leaves(args)]
-            self.calls.append((door._fn.__name__, shapes, sum(there.values())))
+        there = {at: size for at, size in self.live().items() if at not in self.before}
+        for leaf in jax.tree.leaves(args):
+            if isinstance(leaf, jax.Array):
+                there.pop(leaf.unsafe_buffer_pointer(), None)
+        self.calls.append((door.__name__, [leaf.shape for leaf in jax.tree.leaves(args)], sum(there.values())))
         return self.run(door, *args, **more)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_prefill_calls_what_the_compiler_is_asked_for(name, as_users_call, monkeypatch):
-    model, policy = tiny.tiny(SHAPE), POLICIES[name]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((model.flat.ends, model.flat.blocks)))
-    session, ids = jaxkv.Session(model, policy), tiny.prompts(0, [TOKENS] * BATCH)
+def work_of(policy) -> Work:
+    given = {"policy": policy, "batch": BATCH, "tokens": TOKENS, "new": NEW}
+    return Work(flat=abstract_model(SHAPE, "float32"), implementation=Implementation.XLA, **given)
+
+
+@functools.cache
+def calls_of(name) -> list[tuple[str, list, int]]:
+    """What a real prefill calls."""
+    session, ids = jaxkv.Session(tiny.tiny(SHAPE), POLICIES[name]), tiny.prompts(0, [TOKENS] * BATCH)
     session.prefill(ids, new=NEW)
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         real = Called(patched)
         session.prefill(ids, new=NEW)
-
-    traced, trace = [], Door.trace
-    with monkeypatch.context() as patched:
-        note = lambda door, *args, **more: traced.append((door, args)) or trace(door, *args, **more)  # noqa: E731
-        patched.setattr(Door, "trace", note)
-        given = {"policy": policy, "batch": BATCH, "tokens": TOKENS, "new": NEW}
-        work = Work(flat=abstract_model(SHAPE, "float32"), implementation=Implementation.XLA, **given)
-        asked = list(prefill_calls(work))
-    wanted = [(door._fn.__name__, [leaf.shape for leaf in jax.tree.leaves(args)]) for door, args in traced]
-    happened = [(name, shapes) for name, shapes, _ in real.calls]
-    # The engine walks all layers, the plan the upper two.
-    assert all(each in happened for each in wanted), [each for each in wanted if each not in happened]
-    assert {name for name, _ in happened} == {name for name, _ in wanted}
-    # What lies beside a program is most around the top layer.
-    most = dict[str, int]()
-    for program, _, beside in real.calls:
-        most[program] = max(beside, most.get(program, 0))
-    top = [call.name for call in asked].index("top layer")
-    assert len(asked) - top >= 3
-    for call, (door, args) in zip(asked[top + 1 :], traced[top + 1 :], strict=True):
-        mine = call.beside - weights + sum(4 * leaf.size for leaf in _weights_of(args, work))
-        assert mine == pytest.approx(most[door._fn.__name__], rel=0.02, abs=500), call.name
+    return real.calls
 
 
-def _weights_of(args, work: Work) -> list:
-    own = {id(leaf) for leaf in jax.tree.leaves((work.flat.ends, work.flat.blocks))}
-    return [leaf for leaf in jax.tree.leaves(args) if id(leaf) in own]
+def check_record(name):
+    """Every call of a real prefill is recorded, in order, with the same shapes; and what lies beside it."""
+    work, happened = work_of(POLICIES[name]), calls_of(name)
+    recorded, weights = work.prefill.calls, weigh((work.flat.ends, work.flat.blocks))
+    given = [(call.name, [leaf.shape for leaf in jax.tree.leaves(call.arguments)]) for call in recorded]
+    assert given == [(program, shapes) for program, shapes, _ in happened]
+    for call, (program, _, beside) in zip(recorded, happened, strict=True):
+        resident = weights - weigh(call.arguments[0] if call.name in WEIGHTED else ())
+        # A program of numbers is called while what was observed is still at hand.
+        assert program in SMALL or call.beside - resident == pytest.approx(beside, rel=0.02, abs=500), program
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prefill_calls_what_is_recorded(name, as_users_call):
+    check_record(name)
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import oracles as o
 import pytest
@@ -10,6 +11,7 @@ import slot_runs
 import test_eviction as eviction
 import test_invariants as invariants
 import test_oracle_agreement as agreement
+import test_planning_compiled as recording
 import test_session
 import test_tail
 import tiny
@@ -23,6 +25,7 @@ from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompt
 from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
 from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.sharding.record import Recorder
 
 SEEDS = range(3)
 
@@ -195,6 +198,25 @@ def a_slot_keeps_a_row(patch):
     patch.setattr(slots, "insert", insert)
 
 
+def a_record_misses_a_call(patch):
+    """A program is called past the recorder, and becomes a part of the walk."""
+    real = Recorder.call
+
+    def call(self, door, args, options):
+        return door.__wrapped__(*args, **options) if door.__name__ == "_choose" else real(self, door, args, options)
+
+    patch.setattr(Recorder, "call", call)
+
+
+def every_call_is_recorded():
+    # Plans are of shapes, which are no arrays.
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        recording.check_record("adakv")
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
 def in_slots():
     model, policy, given = tiny.tiny(tiny.TWO_LAYERS), BY_NAME["full"].make(20), slot_runs.requests(0, 8)
     tokens, _ = slot_runs.answered(slot_runs.made(model, policy), given)
@@ -210,6 +232,7 @@ FAULTS = (
     (scores_stay_behind, lambda: steps("h2o")),
     (values_stay_behind, lambda: steps("h2o")),
     (a_slot_keeps_a_row, in_slots),
+    (a_record_misses_a_call, every_call_is_recorded),
     (nothing_is_forgotten, lambda: steps("fading")),
     (single_rows_are_dropped, lambda: steps("d2o-plain")),
     (nothing_waits_for_reads, lambda: test_tail.check_in_place(H2O(budget=16))),

@@ -44,6 +44,16 @@ def test_its_pieces_give_what_generate_gives(name):
     assert np.asarray(answered.seen).tolist() == [37 + 12, 21 + 12]
 
 
+@pytest.mark.parametrize("name", ["every", "evicting"])
+def test_what_was_compiled_ahead_is_not_compiled_again(name):
+    # A shape of no other test's: what is compiled here has not been compiled before.
+    session = Session(tiny.tiny(tiny.shape(layers=2, kv_heads=2, group=2, dim=20)), POLICIES[name])
+    session.compile_ahead(session.plan(np.asarray([37, 21]), 12), 2)
+    assert session.clocks.making.programs > 0
+    session.prefill(IDS, new=12)
+    assert session.clocks.prefill.programs == 0
+
+
 def test_draws_go_on_where_the_last_one_ended():
     session = Session(tiny.tiny(GQA), FullKV())
     cache = session.prefill(IDS)

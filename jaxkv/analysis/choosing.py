@@ -15,7 +15,7 @@ from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.choosing import Candidates, choose, choose_over_layers, of_prompt
 from jaxkv.engine.compress import observe
-from jaxkv.engine.lengths import Table, by_length
+from jaxkv.engine.lengths import Table, by_length, rows_by_claims
 from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
@@ -210,9 +210,7 @@ class _Chooser:
         elif self.waiting:
             parts, told = self.parts, self.told
             claims = np.stack([host(layer.claim) for layer in self.waiting])
-            given = (told.budget, self.lengths, told.forced)
-            rows = parts.layers.rows(*given, layers=len(claims), window=parts.keep.window, weights=claims)
-            self._choose(rows, parts.recents(rows, self.lengths, told.forced, claims, told.budget))
+            self._choose(*rows_by_claims(parts, told.budget, self.lengths, told.forced, claims))
         return np.stack(self.masks)
 
     def _choose_over_layers(self) -> None:

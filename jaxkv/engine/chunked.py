@@ -44,33 +44,6 @@ def _program(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Im
     return program, chunk
 
 
-def compile_ahead(
-    flat: Flat,
-    batch: int,
-    policy: Method,
-    needed: PrefillPlan,
-    *,
-    implementation: Implementation = Implementation.XLA,
-) -> None:
-    """Compiles what `prefill` will call, by running it over a chunk of no tokens; once per model and shape.
-
-    Args:
-        flat: the decoder's parameters.
-        batch: B.
-        policy: with a `prefill_ratio`.
-        needed: the plan.
-        implementation: what computes attention.
-    """
-    program, chunk = _program(flat, policy, needed, implementation)
-    signature = (program, flat.ends[0].dtype, batch, chunk, needed.slots, needed.room)
-    if signature in flat.compiled:
-        return
-    cache = _empty(flat, np.ones(batch, np.int32), policy, needed)
-    nothing = jnp.zeros((batch, chunk), jnp.int32)
-    jax.block_until_ready(extend(flat, cache.arrays, nothing, nothing[:, 0], program=program))
-    flat.compiled.add(signature)
-
-
 def prefill(
     flat: Flat,
     tokens: Int[np.ndarray, "B S"],

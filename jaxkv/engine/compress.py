@@ -192,7 +192,9 @@ def _chosen(
     if parts.layers.joint:
         return choose_over_layers(seen, rows[0], recent[0], due, heads=parts.heads, axes=source.axes)
     chosen = list[Choice]()
-    for at, layer in enumerate(seen):
+    for at in range(len(group)):
+        # Its scores are let go as soon as it has been chosen from.
+        layer = seen.pop(0)
         chosen.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes))
         below = chosen[-1].mask[:, 0] if parts.nested else None
     return chosen

@@ -16,6 +16,7 @@ from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
+from jaxkv.engine.lengths import by_length
 from jaxkv.engine.stages import Prefilling, moment_bytes
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.heads import capacity_of, most_rows
@@ -212,13 +213,10 @@ def plan_prefill(
     parts = as_policy(policy).for_model(config.layers, None).parts()
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
-    forced = parts.keep.counts(length)
-    budget = parts.budgets(length, forced)
     layers, heads = config.layers, config.kv_heads
-    rows = None
-    if not parts.layers.from_scores:
-        rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=None)
-        rows = np.minimum(rows, length)
+    told = by_length(parts, length, layers)
+    # What layers compete for depends on the prompts' content.
+    rows = None if parts.layers.from_scores or told.rows is None else np.array(told.rows)
     reading = parts.reading(layers, slots)
     away = () if reading is None else reading.offloaded
     if rows is not None:
@@ -235,8 +233,8 @@ def plan_prefill(
         layout=parts.layout,
         share=capacity_of(parts.heads),
         rows=rows,
-        budget=budget,
-        forced=forced,
+        budget=np.asarray(told.budget),
+        forced=np.asarray(told.forced),
         cache_bytes=0,
         full_bytes=times * int(length.sum()) * layers * heads * 2 * config.head_dim * jnp.dtype(dtype).itemsize,
         slack_bytes=0,
@@ -331,16 +329,15 @@ def _capacity(parts: Parts, buckets: tuple[int, ...], layers: int, heads: int) -
         low = _below(top) + 1
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        forced = parts.keep.counts(lengths)
-        budget = parts.budgets(lengths, forced, strict=False)
-        if parts.layers.from_scores:
+        told = by_length(parts, lengths, layers, strict=False)
+        if parts.layers.from_scores or told.rows is None:
+            budget = np.asarray(told.budget)
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
             reach = parts.layers.bound(np.minimum(budget + between, top), lengths, layers=layers)
             shared = max(shared, min(int(reach.max()), layers * top))
             continue
-        rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
-        rows = np.minimum(rows, lengths)
+        rows = np.asarray(told.rows)
         # Between samples a layer's rows grow by at most the step (one row a token), and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -17,15 +16,13 @@ from jaxkv._values import namespace, typed
 from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, State, Tables
 from jaxkv.cache.bank import Bank, committed
-from jaxkv.cache.packing import Unpacked, pack
 from jaxkv.engine import chunked
-from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, of_prompt
-from jaxkv.engine.compress import Compressed, Walk, compress, counted, merged, observe, unordered
+from jaxkv.engine.compress import Compressed, Walk, compress
 from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.program import reading_state
-from jaxkv.engine.prompts import Prompts, embed, observed, pool_rows_of, run_layer, tables_of
+from jaxkv.engine.prompts import Prompts, embed, pool_rows_of, run_layer, tables_of
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -89,68 +86,6 @@ def signature_of(
     return flat.graphs, flat.ends[0].dtype, batch, needed.slots, pool_rows_of(flat, needed), key, implementation
 
 
-def compile_ahead(
-    flat: Flat,
-    batch: int,
-    policy: Method,
-    needed: PrefillPlan,
-    *,
-    implementation: Implementation = Implementation.XLA,
-) -> None:
-    """Compiles what `prefill` will call, by running it over sequences of no tokens; once per model and shape.
-
-    Args:
-        flat: the decoder's parameters.
-        batch: B.
-        policy: the compression.
-        needed: the plan.
-        implementation: what computes attention.
-    """
-    if in_chunks(policy):
-        chunked.compile_ahead(flat, batch, policy, needed, implementation=implementation)
-        return
-    pool_rows, parts = pool_rows_of(flat, needed), policy.parts()
-    signature = signature_of(flat, batch, policy, needed, implementation=implementation)
-    if signature in flat.compiled:
-        return
-    length = jnp.zeros((batch,), jnp.int32)
-    forced = jnp.zeros((batch, needed.slots), bool)
-    x = embed(flat.ends, jnp.zeros((batch, needed.slots), jnp.int32), graphs=flat.graphs)
-    tables = tables_of(flat, needed.slots)
-    for index in sorted({0, flat.config.layers - 1}):
-        out = run_layer(flat, index, x, length, tables, parts.needs, implementation)
-        x = out.x
-    mask, layer = jnp.zeros(out.k.shape[:3], bool), of_prompt(None, forced, length)
-    rows = Unpacked(out.k, out.v, layer.inside)
-    if parts.scorer is not None:
-        seen = observed(flat, out, parts.scorer, length, 0, jax.random.key(0), implementation)
-        scores, mass, claim = observe(seen, forced, scorer=parts.scorer, layers=parts.layers, axes=flat.axes)
-        unordered(scores, length, axes=flat.axes)
-        norms = out.norms if parts.heads.needs_norms else None
-        layer = dataclasses.replace(layer, scores=scores, norms=norms, claim=claim)
-        # Where layers build on one another the lowest one has nothing below it.
-        for allowed in (None, forced) if parts.nested else (None,):
-            mask = _chosen(layer, length, allowed, parts, flat).mask
-        scored = parts.ongoing is not None and parts.ongoing.scored
-        rows = rows._replace(mass=mass, score=mass if scored else None)
-        if parts.merge is not None:
-            rows = merged(rows, mask, jax.random.key(0), merge=parts.merge, axes=flat.axes)
-    counted([mask] * (flat.config.layers if needed.layout.one_pool else 1))
-    if not needed.layout.one_pool:
-        for count in set(pool_rows):
-            of: dict[str, Any] = {"layout": needed.layout, "store": parts.store, "implementation": implementation}
-            pack(rows, mask, rows=count, **of, axes=flat.axes)
-    jax.block_until_ready(logits_of(flat.ends, x, graphs=flat.graphs))
-    flat.compiled.add(signature)
-
-
-def _chosen(layer: Candidates, length: Array, allowed: Array | None, parts: Parts, flat: Flat) -> Choice:
-    """Choice among the rows of one layer, or where layers compete of as many layers like it as the model has."""
-    if parts.layers.joint:
-        return choose_over_layers([layer] * flat.config.layers, length, length, heads=parts.heads, axes=flat.axes)[0]
-    return choose(layer, length, length, allowed, heads=parts.heads, axes=flat.axes)
-
-
 def prefill(
     flat: Flat,
     tokens: Int[np.ndarray, "B S"],
@@ -195,7 +130,9 @@ def prefill(
         assert prompts.reading is not None
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
-    return cache, logits_of(flat.ends, prompts.x, graphs=flat.graphs)
+    logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
+    flat.compiled.add(signature_of(flat, len(lengths), policy, needed, implementation=implementation))
+    return cache, logits
 
 
 def read(

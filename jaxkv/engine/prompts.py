@@ -1,6 +1,5 @@
 """Prompts on their way through the model, a layer at a time: what `compress` chooses from."""
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from jaxkv.cache.bank import put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, observe, unordered
-from jaxkv.engine.lengths import ByLength, Table
+from jaxkv.engine.lengths import ByLength, Table, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan, ring_rows
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -193,16 +192,10 @@ class Prompts(Source):
         return on_devices(rows), on_devices(recents)
 
     def _of_claims(self, claims: list[Array | None]) -> tuple[Table, Table]:
-        """Rows of each layer, and the most recent of them: exact, in 64 bits, wherever the numbers are."""
-        parts, told, traced = self.parts, self.told, is_traced(self.length)
-        known = [claim for claim in claims if claim is not None]
-        with jax.enable_x64(True) if traced else contextlib.nullcontext():
-            weights: Any = jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
-            budget, length, forced = (each.astype(np.int64) for each in (told.budget, self.lengths, told.forced))
-            given = (budget, length, forced)
-            rows = parts.layers.rows(*given, layers=len(claims), window=parts.keep.window, weights=weights)
-            recents = parts.recents(rows, length, forced, weights, budget)
-            return rows.astype(np.int32), recents.astype(np.int32)
+        """Rows of each layer, and the most recent of them, from what layers claim: on the host, or traced."""
+        known, told = [claim for claim in claims if claim is not None], self.told
+        weights: Any = jnp.stack(known) if is_traced(self.length) else np.stack([host(claim) for claim in known])
+        return rows_by_claims(self.parts, told.budget, self.lengths, told.forced, weights)
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """As many as the plan says, whatever is kept."""

@@ -224,7 +224,7 @@ class Session:
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
-        """Compiles what `prefill` will call, so that it has not to wait; once per model and shape.
+        """Compiles what `prefill` will call, by a prefill of made-up prompts whose cache is let go.
 
         Args:
             needed: the prefill's plan.
@@ -233,8 +233,11 @@ class Session:
         params, implementation = self.params, self.implementations.prefill
         with self.clocks.making:
             copies = missing(batch, params.axes)
-            of = (params.flat, batch + copies, self.policy, needed.with_copies(copies) if copies else needed)
-            prefilling.compile_ahead(*of, implementation=implementation)
+            batch, needed = batch + copies, needed.with_copies(copies) if copies else needed
+            tokens = np.arange(batch * needed.slots, dtype=np.int32) % params.config.vocab
+            lengths = np.full(batch, needed.slots)
+            of = (params.flat, tokens.reshape(batch, -1), lengths, self.policy, needed)
+            jax.block_until_ready(finished(prefilling.prefill(*of, key=self.key, implementation=implementation)))
 
     @settled
     def extend(

@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.engine.lengths import ByLength, by_length
+from jaxkv.engine.lengths import ByLength, by_length, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
 from jaxkv.engine.program import specialise
 from jaxkv.exporting.programs import Setting
@@ -84,10 +84,9 @@ def table(parts: Parts, layers: int, slots: int) -> Table:
 
 def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], layers: int) -> ByLength:
     known = by_length(parts, lengths, layers)
-    if parts.layers.from_scores:
+    if parts.claims:
         # What is refused whatever layers claim.
-        of = (known.budget, lengths, known.forced)
-        parts.layers.rows(*of, layers=layers, window=parts.keep.window, weights=np.ones((layers, len(lengths))))
+        rows_by_claims(parts, known.budget, lengths, known.forced, np.ones((layers, len(lengths))))
     return known
 
 

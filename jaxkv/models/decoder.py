@@ -215,7 +215,7 @@ class Flat:
         graphs: graph definitions of ends and of the first block, hashable, passed as static arguments.
         config: the decoder's shape.
         axes: of the mesh that its parameters lie on, if they do.
-        compiled: signatures of what has been compiled for it ahead of its use.
+        compiled: signatures of prefills that have run, so that their programs are compiled.
         took: seconds that batches of these signatures took in `generate`.
         filled: signatures of batches that have been run filled up with copies instead.
         moved: the whole model with these parameters on a mesh, once it was asked for.

@@ -95,9 +95,9 @@ class CompiledPlan:
             layer, the top layer, the policy's scoring, choosing and merging, packing, logits; all prompts together, as
             a session prefills on a GPU. Beside a program lies what the engine holds at that time and does not give
             it: the weights of other layers, hidden states, one layer's keys and values with their scores (of policies
-            whose layers share a pool those of all layers below), and what is kept of the layers below. The layer below
-            the top one and the top one are looked at, where that is most. A GPU with memory to spare lets some layers
-            be under way at once: that comes on top, and gives way.
+            whose layers share a pool those of all layers below), and what is kept of the layers below. All layers are
+            walked; of calls that differ in numbers alone the one at which most lies there is compiled. A GPU with
+            memory to spare lets some layers be under way at once: that comes on top, and gives way.
         programs: all of them.
         weights: bytes of a GPU's parameters, which are in both peaks.
         kernels: how many kernels ptxas has looked at; None where there was no ptxas.

@@ -1,25 +1,31 @@
 """The engine's own programs, traced for arrays that are shapes alone, on devices that need not be there."""
 
 import dataclasses
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxkv._values import is_traced
 from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, KVCache, Pool, State, Tables
+from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop
+from jaxkv.engine.compress import finished
 from jaxkv.engine.growth import first_room
-from jaxkv.engine.plan import PrefillPlan, plan_prefill, ring_rows
-from jaxkv.engine.program import program_for, reading_state
+from jaxkv.engine.lengths import by_length
+from jaxkv.engine.plan import PrefillPlan, plan_prefill
+from jaxkv.engine.prefill import logits_of, read
+from jaxkv.engine.program import program_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
 from jaxkv.sampling import Greedy
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
+from jaxkv.sharding.record import Call, record
 
 # Tokens that one call of the compiled loop draws at most, as `Session` has it.
 BLOCK = 256
@@ -46,6 +52,13 @@ def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | 
         return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
 
     return Flat(nnx.merge(graph, jax.tree_util.tree_map_with_path(there, leaves)))
+
+
+class Prefilled(NamedTuple):
+    """A prefill on shapes: the calls of its programs, in order, and the cache that it leaves."""
+
+    calls: list[Call]
+    cache: KVCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +101,30 @@ class Work:
         options: dict[str, Any] = {"dtype": self.dtype, "implementation": self.implementation}
         return plan_prefill(self.flat.config, self.policy, lengths.tolist(), room=room, **options)
 
+    @cached_property
+    def prefill(self) -> Prefilled:
+        """The engine's prefill of these prompts, run on shapes."""
+        flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
+        told = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.layers)
+
+        def walk(tokens: Any, lengths: Any, told: Any, key: Any) -> Any:
+            given = (flat, tokens, lengths, told, self.policy, needed)
+            prompts, cache = finished(read(*given, key=key, implementation=self.implementation))
+            logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
+            # What prompts are made of is held until they are done.
+            return cache, logits, [leaf for leaf in jax.tree.leaves(vars(prompts)) if is_traced(leaf)]
+
+        calls, (cache, *_) = record(
+            walk,
+            of((self.batch, needed.slots), jnp.int32),
+            of((self.batch,), jnp.int32),
+            jax.tree.map(lambda numbers: numbers.astype(np.int32), told),
+            of((), jax.random.key(0).dtype),
+            resident=(flat.ends, flat.blocks),
+            sharding=self.sharding,
+        )
+        return Prefilled(calls, cache)
+
     def placed(self, tree: Any) -> Any:
         """Arrays and shapes as shapes; off a mesh with where they lie."""
         return jax.tree.map(lambda leaf: self._shape(leaf), tree)
@@ -96,42 +133,6 @@ class Work:
         of = jax.ShapeDtypeStruct
         shape = leaf if isinstance(leaf, of) else of(np.shape(leaf), leaf.dtype)
         return shape if self.sharding is None else shape.update(sharding=self.sharding)
-
-
-def cache_after(work: Work) -> KVCache:
-    """What a prefill would leave: pools as the plan sizes them, shapes alone, and tables of numbers."""
-    flat, policy, batch = work.flat, work.policy, work.batch
-    config, of, parts = flat.config, jax.ShapeDtypeStruct, policy.parts()
-    layers, heads, ongoing, needed = config.layers, config.kv_heads, parts.ongoing, work.planned
-
-    def pool(mine: int) -> Pool:
-        row: Any = of((batch, mine * work.stretches, config.head_dim), work.dtype)
-        scored = ongoing is not None and ongoing.scored
-        pos: Any = of(row.shape[:2], jnp.int32)
-        score: Any = of(row.shape[:2], jnp.float32) if scored else None
-        return Pool(store=jax.eval_shape(parts.store.of, row, row), pos=pos, score=score)
-
-    def rings(rows: int, count: int) -> Any:
-        ring = of((batch, heads, config.group, ring_rows(rows), config.head_dim), jnp.float32)
-        return (ring,) * count if rows else ()
-
-    table: Any = np.ones((layers, batch, heads), np.int32)
-    seen: Any = np.full(batch, work.tokens, np.int32)
-    state, reading = None, parts.reading(layers, needed.slots)
-    if ongoing is not None:
-        count = 0 if ongoing.merge is None else ongoing.merge.thresholds
-        tau: Any = np.ones((*table.shape, count), np.float32) if count else None
-        recent: Any = np.ones((layers, batch), np.int32)
-        state = State(prompt=seen, budget=seen, recent=recent, tau=tau, rings=rings(ongoing.queries, layers))
-    elif reading is not None and parts.read is not None:
-        reads, kept = parts.read.tokens(seen, layers), rings(reading.ring, len(reading.filters))
-        state = reading_state(seen, reads, jnp.asarray(table), kept)
-    pools = tuple(pool(mine) for mine in needed.pool_rows(heads, work.stretches))
-    tables = Tables(start=table, length=table, limit=table, seen=seen, state=state)
-    arrays = Cache(pools=pools, tables=tables)
-    return KVCache(
-        arrays=arrays, layout=needed.layout, policy=policy, config=config, slots=needed.slots, axes=flat.axes
-    )
 
 
 def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
@@ -143,7 +144,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     Returns:
         The loop, traced; the pools, as shapes.
     """
-    flat, cache = work.flat, cache_after(work)
+    flat, cache = work.flat, work.prefill.cache
     program = program_for(flat, cache, work.implementation)
     if flat.axes is None:
         # Tails are for this machine's processor, which is asked where no mesh says what the program is for.

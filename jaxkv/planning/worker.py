@@ -15,9 +15,10 @@ from jaxkv.planning import hlo
 from jaxkv.planning.compiled import CompiledProgram, Sent
 from jaxkv.planning.programs import Work, abstract_model, traced_loop
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.walk import prefill_calls, weigh
+from jaxkv.planning.walk import prefill_calls
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.record import weigh
 
 
 @contextlib.contextmanager

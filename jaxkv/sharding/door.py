@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jaxkv.sharding.letters import hints_of, known, letters_at
 from jaxkv.sharding.mesh import Axes, inside, leaf_placed, spec_of_letters, tree_placed
+from jaxkv.sharding.record import recorder
 
 
 class Door:
@@ -43,7 +44,10 @@ class Door:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Runs the program."""
+        """Runs the program; where a recorder is at work, notes the call and gives what traced arrays come out."""
+        noting = recorder()
+        if noting is not None:
+            return noting.call(self, args, options)
         axes = self._axes(options)
         if axes is None or inside():
             traced = self._nested and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
@@ -63,6 +67,20 @@ class Door:
         options = {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes), "statics": statics}
         run = self._run if axes is not None else lambda a, b, **_: self._fn(**a, **b, **dict(statics))
         return lambda *flat: run(*jax.tree.unflatten(tree, flat), **options), told, len(jax.tree.leaves(sides[0]))
+
+    def arguments_placed(self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any) -> tuple[Any, ...]:
+        """Shapes of arguments where their letters say; off a mesh where `sharding` says."""
+        axes, hints = self._axes(options), hints_of(self._fn)
+        if axes is None:
+            return jax.tree.map(lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args)
+        named = self._signature.bind_partial(*args).arguments
+        return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
+
+    def results_placed(self, out: Any, options: dict[str, Any]) -> Any:
+        """Shapes of results where their letters say."""
+        axes, shape = self._axes(options), lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        out = jax.tree.map(shape, out)
+        return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
 
     def trace(self, *args: Any, **options: Any) -> Any:
         """The program, traced for these arguments; shapes will do, of devices too that are not there."""
