@@ -166,11 +166,11 @@ def whole_programs(device):
     for tokens, batch in ((8192, 8), (131072, 1)):
         rows = config.kv_heads * (tokens + 256)
         given = shapes.abstract_cache(config, batch=batch, rows=rows)
-        program = shapes.program(config, flat)
+        spec = shapes.spec_of(config, flat)
 
-        def decode(pools, ends, blocks, start, length, seen, token, count, program=program):
+        def decode(pools, ends, blocks, start, length, seen, token, count, spec=spec):
             cache = shapes.cache_of(pools, start=start, length=length, seen=seen)
-            return step(ends, blocks, cache, token, count, program=program)[:2]
+            return step(ends, blocks, cache, token, count, spec=spec)[:2]
 
         one = jax.ShapeDtypeStruct((batch,), jnp.int32)
         token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)

@@ -36,7 +36,7 @@ def measure(device):
     from jaxkv.engine.filters import Chosen
     from jaxkv.engine.plan import bucket
     from jaxkv.engine.prefill_layer import layer
-    from jaxkv.engine.program import Program
+    from jaxkv.engine.spec import Spec
     from jaxkv.models.rope import angles
     from jaxkv.planning.programs import abstract_model
     from jaxkv.policies.scorer import Needs
@@ -45,7 +45,7 @@ def measure(device):
     flat, slots = abstract_model(config), bucket(TOKENS)
     policy = OmniKV(filter_layers=(2, 8, 18), budget=2048, offload=True)
     reading = policy.parts().reading(config.layers, slots)
-    program = Program(
+    spec = Spec(
         graphs=flat.graphs,
         config=config,
         layout=Layout.EQUAL,
@@ -79,8 +79,8 @@ def measure(device):
         def run(mine, blocks, tables, x, loaded, chosen, count, layers, ahead, part=part):
             rings = (None,) * len(part.layers)
             given = (blocks, mine, rings, tables, x, loaded, chosen, count, layers, ahead)
-            specs = (config.spec_of(0),) * (len(part.layers) + (ahead is not None))
-            return staged.run_stretch(*given, program=program, specs=specs)
+            kinds = (config.spec_of(0),) * (len(part.layers) + (ahead is not None))
+            return staged.run_stretch(*given, spec=spec, kinds=kinds)
 
         inputs = (
             tuple(pools[index] for index in part.layers),

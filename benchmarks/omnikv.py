@@ -26,7 +26,7 @@ from jaxkv.compilation import enable_compilation_cache
 from jaxkv.engine import loop as looping
 from jaxkv.engine.chunked import banked
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.program import program_for, reading_state
+from jaxkv.engine.spec import reading_state, spec_for
 
 MODEL = "smollm2-135m-instruct"
 ROOM = 64
@@ -84,11 +84,11 @@ class Way:
         if self.cache.bank is not None:
             return None
         flat, cache = self.session.params.flat, self.over(pools)
-        program, none = program_for(flat, cache), jnp.asarray((-2,), jnp.int32)
-        running = looping.begin(cache.arrays, program=program, size=self.size)
+        spec, none = spec_for(flat, cache), jnp.asarray((-2,), jnp.int32)
+        running = looping.begin(cache.arrays, spec=spec, size=self.size)
         draw = looping.draw_of(cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none)
         given = looping.loop_arguments(flat, running, draw, 1, jaxkv.Greedy())
-        compiled = looping._loop.lower(*given, program=program, size=self.size).compile()
+        compiled = looping._loop.lower(*given, spec=spec, size=self.size).compile()
         return float(compiled.cost_analysis()["bytes accessed"])
 
 

@@ -11,7 +11,7 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import dense_pool
-from jaxkv.engine.program import Program
+from jaxkv.engine.spec import Spec
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
@@ -119,6 +119,6 @@ def cache_of(pools, **tables):
     return Cache(pools=pools, tables=Tables(**tables, limit=tables["length"]))
 
 
-def program(config, flat, *, layout=Layout.RAGGED, implementation=Implementation.PALLAS):
+def spec_of(config, flat, *, layout=Layout.RAGGED, implementation=Implementation.PALLAS):
     """What a decode step is compiled for."""
-    return Program(graphs=flat.graphs, config=config, layout=layout, rolling=False, implementation=implementation)
+    return Spec(graphs=flat.graphs, config=config, layout=layout, rolling=False, implementation=implementation)

@@ -19,8 +19,8 @@ from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import merged
 from jaxkv.engine.evict import evict
 from jaxkv.engine.layer_step import LayerRows, attend
-from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
+from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import NewTokens, StepAngles, Token
 from jaxkv.models.rope import angles
 from jaxkv.policies import KeyNorm
@@ -124,10 +124,10 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     return pool, segments
 
 
-def program_of(policy: Method, layout: Layout, widest: int | None = None) -> Program:
+def spec_of(policy: Method, layout: Layout, widest: int | None = None) -> Spec:
     """What a step is compiled for; of the model nothing is used here."""
     model = tiny.tiny(tiny.MODELS["mha"])
-    return Program(
+    return Spec(
         graphs=model.flat.graphs,
         config=model.config,
         layout=layout,
@@ -137,15 +137,15 @@ def program_of(policy: Method, layout: Layout, widest: int | None = None) -> Pro
     )
 
 
-def one_step(program: Program, token: Token, pool: Pool, segments: Segments, count, norms=None):
+def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count, norms=None):
     """A layer's step: attention, scores, eviction."""
-    (pool,) = faded((pool,), count, program)
+    (pool,) = faded((pool,), count, spec)
     other = None if segments.likely is None else pool.store.take(jnp.maximum(segments.likely, 0)).view()[0]
     new = NewTokens(positions=segments.seen[:, None], count=count)
     # The token's angles are of no use: it is projected already.
-    by = StepAngles(angles(new.positions, program.config.rope, DIM))
+    by = StepAngles(angles(new.positions, spec.config.rope, DIM))
     rows = LayerRows(pool=pool, segments=segments, by=by, likely=other, norms=norms)
-    out, rows, received = attend(program, token, rows, new)
+    out, rows, received = attend(spec, token, rows, new)
     pool = rows.pool
     if received is not None:
         pool = with_received(pool, received, segments.start, count > 0)
@@ -155,21 +155,21 @@ def one_step(program: Program, token: Token, pool: Pool, segments: Segments, cou
         now,
         out[:, :, 0, 0, 0],
         heads=HEADS,
-        ongoing=program.ongoing,
-        walk=program.layout.walk,
-        widest=program.widest,
+        ongoing=spec.ongoing,
+        walk=spec.layout.walk,
+        widest=spec.widest,
         products=None if received is None else received.products,
         norms=rows.norms,
     )
-    return out, left if program.looks_ahead else left._replace(likely=None)
+    return out, left if spec.looks_ahead else left._replace(likely=None)
 
 
 def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None):
     """Every step's pool, segments, output and key norms, if any are kept; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
-    program = program_of(policy, layout, widest)
-    norms = row_norms(pool.k) if program.knows_norms else None
-    if program.looks_ahead:
+    spec = spec_of(policy, layout, widest)
+    norms = row_norms(pool.k) if spec.knows_norms else None
+    if spec.looks_ahead:
         segments = dataclasses.replace(segments, likely=jnp.full_like(segments.start, -1))
     count = jnp.ones((len(lengths),), jnp.int32)
 
@@ -179,7 +179,7 @@ def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None
             pool, segments, norms = carry
             q, k, v = new
             token = Token(q=q, k=k, v=v, stored=k)
-            out, left = one_step(program, token, pool, segments, count, norms)
+            out, left = one_step(spec, token, pool, segments, count, norms)
             segments = dataclasses.replace(left.segments, likely=left.likely)
             return (left.pool, segments, left.norms), jax.tree.leaves((left.pool, segments, out, left.norms))
 

@@ -11,7 +11,7 @@ import oracles as o
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, prefilled, program_of
+from stepping import DIM, HEADS, LENGTHS, SLOTS, draw, follow, held, one_step, prefilled, spec_of
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.cache.layout import Layout
@@ -265,12 +265,12 @@ def test_the_sum_of_rows_weighted_by_merging_is_that_of_the_prompt():
 def test_a_finished_sequence_keeps_its_rows():
     drawn, policy = draw(1, 2), D2O(budget=16, allocation=UniformLayers())
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
-    program = program_of(policy, Layout.EQUAL)
+    spec = spec_of(policy, Layout.EQUAL)
     k = jnp.asarray(drawn.k_new[:, :, :1])
     new = Token(q=jnp.asarray(drawn.q_new[..., :1, :]), k=k, v=k, stored=k)
     count = jnp.asarray([1, 0], jnp.int32)
-    norms = row_norms(pool.k) if program.knows_norms else None
-    _, left = one_step(program, new, pool, segments, count, norms)
+    norms = row_norms(pool.k) if spec.knows_norms else None
+    _, left = one_step(spec, new, pool, segments, count, norms)
     for leaf, old in zip(jax.tree.leaves(left.pool), jax.tree.leaves(pool), strict=True):
         np.testing.assert_array_equal(np.asarray(leaf)[1], np.asarray(old)[1])
         assert not np.array_equal(np.asarray(leaf)[0], np.asarray(old)[0])

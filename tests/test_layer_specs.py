@@ -10,7 +10,7 @@ from meshes import mesh_of, model_of
 
 import jaxkv
 from jaxkv.engine import loop
-from jaxkv.engine.program import Program
+from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, named_parameters
 from jaxkv.models.rope import inverse_frequencies
 from jaxkv.models.values import LayerSpec, LinearRope, Rope
@@ -114,7 +114,7 @@ def test_alike_layers_share_programs():
     assert len({alike.graphs_of(layer) for layer in range(3)}) == 1
 
 
-@pytest.mark.parametrize("where", (Flat, Program), ids=("prefill", "decode"))
+@pytest.mark.parametrize("where", (Flat, Spec), ids=("prefill", "decode"))
 def test_a_spec_of_another_layer_is_found(where, monkeypatch, request):
     # Programs compiled before the fault would hide it, those compiled with it outlive it.
     loop._loop.clear_cache()

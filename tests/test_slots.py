@@ -48,7 +48,7 @@ def test_sixteen_bits_answer_as_alone(name):
     policy = again.POLICIES["snapkv"] if name == "again" else BY_NAME[name].policy(BUDGET)
     half = tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16")
     slots = runs.made(half, policy)
-    assert slots._program.tail
+    assert slots._spec.tail
     runs.check(half, policy, runs.requests(3, 12), slots=slots)
 
 

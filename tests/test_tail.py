@@ -14,7 +14,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.engine import loop as looping
 from jaxkv.engine import session as sessions
-from jaxkv.engine.program import program_for
+from jaxkv.engine.spec import spec_for
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
 from jaxkv.policies import GiniLayers
@@ -33,7 +33,7 @@ POLICIES = {
 
 def drawn(model, cache, calls, monkeypatch, *, tail, eos=-2):
     """Draws so many tokens at a time, in the loop of either kind; gives tokens, final logits and the cache."""
-    monkeypatch.setattr(sessions, "program_for", lambda *given: dataclasses.replace(program_for(*given), tail=tail))
+    monkeypatch.setattr(sessions, "spec_for", lambda *given: dataclasses.replace(spec_for(*given), tail=tail))
     # A drawing gives up its cache.
     drawing = jaxkv.Session(model, cache.policy).drawing(jax.tree.map(jnp.copy, cache), new=16, eos=(eos,))
     tokens = [drawing.draw(steps) for steps in calls]
@@ -71,7 +71,7 @@ def test_sixteen_bits_decode_close_to_thirty_two():
     half = _cast(model)
     for each in (model, half):
         cache, _, _ = tiny.run(each, tiny.prompts(1, LENGTHS), jaxkv.FullKV(), room=16)
-        assert program_for(each.flat, cache).tail == (each is half)
+        assert spec_for(each.flat, cache).tail == (each is half)
         after, text = jaxkv.Session(each).draw(cache, 6, sampling=_Noise(), key=0)
         results.append(np.asarray(after.logits))
         texts.append(text)
@@ -106,14 +106,14 @@ def test_rows_are_dropped_in_place(policy):
 def compiled(model, policy):
     """A pool of a short prompt's cache, and what XLA makes of the loop that draws on top of it."""
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, room=16)
-    program = program_for(model.flat, cache)
-    running = looping.begin(cache.arrays, program=program, size=16)
+    spec = spec_for(model.flat, cache)
+    running = looping.begin(cache.arrays, spec=spec, size=16)
     none = jnp.asarray([-2], jnp.int32)
     draw = looping.draw_of(jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none)
     given = looping.loop_arguments(model.flat, running, draw, 4, jaxkv.Greedy())
     leaves, structure = jax.tree.flatten(given)
     first, end = (len(jax.tree.leaves(given[:count])) for count in (2, 3))
-    loop = partial(looping._loop.__wrapped__, program=program, size=16)
+    loop = partial(looping._loop.__wrapped__, spec=spec, size=16)
     run = lambda *each: loop(*jax.tree.unflatten(structure, each))  # noqa: E731
     # What it writes is donated, as it is by the library.
     return cache.pools[0], jax.jit(run, donate_argnums=tuple(range(first, end))).lower(*leaves).compile().as_text()

@@ -12,8 +12,8 @@ from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
 from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.evict import evict, weakest
-from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
+from jaxkv.engine.spec import Spec
 from jaxkv.policies.checks import checked
 from jaxkv.sharding.collectives import mean_of_devices
 
@@ -52,7 +52,7 @@ def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] |
 
 
 def within_limits(
-    cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, program: Program
+    cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, spec: Spec
 ) -> tuple[Cache, Scratch | None]:
     """Brings segments with a row too many back to their limits: layer by layer, or at once where layers share a pool.
 
@@ -61,15 +61,15 @@ def within_limits(
         outs: `[B, K]` of each layer, any number of each head's attention output.
         products: `f32[B, K, n]` of each layer, see `Received`; none if the program does not look ahead.
         scratch: what the step before left, if the program keeps any.
-        program: what is static.
+        spec: what is static.
 
     Returns:
         The cache, and what is left for the next step.
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
-    assert program.ongoing is not None and tables.state is not None
-    parts = [slice(group[0], group[-1] + 1) for group in program.layout.groups(range(layers))]
+    assert spec.ongoing is not None and tables.state is not None
+    parts = [slice(group[0], group[-1] + 1) for group in spec.layout.groups(range(layers))]
     foreseen = None if scratch is None else scratch.likely
     pools, norms, lengths, taus, likely = [], [], [], [], []
     for index, (pool, part) in enumerate(zip(cache.pools, parts, strict=True)):
@@ -78,13 +78,13 @@ def within_limits(
             segments_of(tables, part, foreseen),
             by_sequence(jnp.stack(outs[part])),
             heads=heads,
-            ongoing=program.ongoing,
-            walk=program.layout.walk,
-            widest=program.widest,
-            axes=program.axes,
+            ongoing=spec.ongoing,
+            walk=spec.layout.walk,
+            widest=spec.widest,
+            axes=spec.axes,
             products=by_sequence(jnp.stack(products[part])) if products else None,
             norms=None if scratch is None else scratch.norms[index],
-            implementation=program.implementation,
+            implementation=spec.implementation,
         )
         pools.append(left.pool)
         norms += [] if left.norms is None else [left.norms]
@@ -112,22 +112,22 @@ def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], coun
     return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
 
 
-def of_whole_groups(pools: list[Pool], program: Program) -> list[Pool]:
+def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
     """Pools after a step: scores count what all query heads of each kv head paid, not only those of the device."""
-    if not program.scored:
+    if not spec.scored:
         return pools
-    mean = lambda score: mean_of_devices(score, "G", program.axes)  # noqa: E731
+    mean = lambda score: mean_of_devices(score, "G", spec.axes)  # noqa: E731
     return [dataclasses.replace(pool, score=mean(pool.score)) for pool in pools]
 
 
-def scratch_of(cache: Cache, program: Program) -> Scratch | None:
+def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
     """What the first step needs of those before it beside the cache; None where programs keep nothing there."""
-    if not program.knows_norms:
+    if not spec.knows_norms:
         return None
     norms = tuple(row_norms(pool.k) for pool in cache.pools)
-    if not program.looks_ahead:
+    if not spec.looks_ahead:
         return Scratch(norms=norms)
-    heads, ongoing, tables = cache.tables.start.shape[2], program.ongoing, cache.tables
+    heads, ongoing, tables = cache.tables.start.shape[2], spec.ongoing, cache.tables
     assert ongoing is not None
     soon = dataclasses.replace(segments_of(tables, slice(None)), seen=tables.seen + 1)
     row, *_ = weakest(
@@ -135,16 +135,16 @@ def scratch_of(cache: Cache, program: Program) -> Scratch | None:
         soon,
         heads=heads,
         ongoing=ongoing,
-        walk=program.layout.walk,
-        widest=program.widest,
-        axes=program.axes,
+        walk=spec.layout.walk,
+        widest=spec.widest,
+        axes=spec.axes,
     )
     return Scratch(norms=norms, likely=by_layer(row, heads))
 
 
-def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) -> tuple[Pool, ...]:
+def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple[Pool, ...]:
     """Pools before `count` new tokens of each sequence: of older attention, what the policy lets count on."""
-    decay = decay_of(program)
+    decay = decay_of(spec)
     if decay is None or decay == 1:
         return pools
 
@@ -155,15 +155,15 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], program: Program) ->
     return tuple(dataclasses.replace(pool, score=less(pool.score)) for pool in pools)
 
 
-def decay_of(program: Program) -> float | None:
+def decay_of(spec: Spec) -> float | None:
     """What of a row's score is left at each new token; None where attention does not enter it."""
-    rank = program.ongoing.rank if program.ongoing is not None and program.scored else None
+    rank = spec.ongoing.rank if spec.ongoing is not None and spec.scored else None
     return None if rank is None else rank.decay
 
 
-def scores_of(new_k: Float[Array, "B K N D"], new_v: Float[Array, "B K N D"], program: Program) -> Array | None:
+def scores_of(new_k: Float[Array, "B K N D"], new_v: Float[Array, "B K N D"], spec: Spec) -> Array | None:
     """The scores that new rows begin with, `f32[B, K, N]`; None where a pool has none."""
-    ongoing = program.ongoing
+    ongoing = spec.ongoing
     if ongoing is None or not ongoing.scored or ongoing.rank is None:
         return None
     return checked(ongoing.rank, "begin", ongoing.rank.begin(new_k, new_v), new_k.shape[:3], "new row, [B, K, N]")

@@ -14,7 +14,7 @@ from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.compress import Walk
 from jaxkv.engine.decode import extend, newest
 from jaxkv.engine.plan import PrefillPlan, ring_rows
-from jaxkv.engine.program import Program, reading_state
+from jaxkv.engine.spec import Spec, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
@@ -27,13 +27,13 @@ def _reading(flat: Flat, policy: Method, needed: PrefillPlan) -> Reading:
     return reading
 
 
-def _program(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Implementation) -> tuple[Program, int]:
+def _spec(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Implementation) -> tuple[Spec, int]:
     """What runs a chunk, and its tokens."""
     read, reading = policy.parts().read, _reading(flat, policy, needed)
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
-    program = Program(
+    spec = Spec(
         graphs=flat.graphs,
         config=flat.config,
         layout=needed.layout,
@@ -41,7 +41,7 @@ def _program(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Im
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
     )
-    return program, chunk
+    return spec, chunk
 
 
 def prefill(
@@ -74,7 +74,7 @@ def prefill(
     References:
         OmniKV, appendix D.10: each chunk chooses `prefill_ratio` tokens for each of its own, all queries alike.
     """
-    program, chunk = _program(flat, policy, needed, implementation)
+    spec, chunk = _spec(flat, policy, needed, implementation)
     cache = _empty(flat, lengths, policy, needed)
     longest = int(np.max(lengths))
     shape = (len(lengths), flat.config.vocab)
@@ -85,7 +85,7 @@ def prefill(
         part[:, : mine.shape[1]] = mine
         count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
         given, counts = (place(each, letters, flat.axes) for each, letters in ((part, "B N"), (count, "B")))
-        new, arrays = extend(flat, cache.arrays, given, counts, program=program)
+        new, arrays = extend(flat, cache.arrays, given, counts, spec=spec)
         cache = dataclasses.replace(cache, arrays=arrays)
         logits = newest(new, logits, counts, axes=flat.axes)
         yield flat.config.layers * chunk / longest

@@ -14,13 +14,13 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import Scratch, faded, likely_keys, of_whole_groups, segments_of, within_limits
 from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, layer_step
 from jaxkv.engine.ordering import behind
-from jaxkv.engine.program import Program
 from jaxkv.engine.sparse import candidates_of, rest_of
+from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, begin
 from jaxkv.engine.stream import logits as logits_of
 from jaxkv.engine.tokens import NewTokens, step_angles
 from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.sharding.door import program as compiled
+from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 
 
@@ -47,7 +47,7 @@ def step(
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
-    program: Program,
+    spec: Spec,
     tails: tuple[Tail, ...] = (),
     written: Int[Array, " B"] | None = None,
     scratch: Scratch | None = None,
@@ -60,7 +60,7 @@ def step(
         cache: with room for N rows behind every segment unless there are tails.
         tokens: ids, padded on the right.
         count: how many of the N are real; 0 leaves a sequence's cache as it is.
-        program: what is static.
+        spec: what is static.
         tails: rows beside the pools, one for each layer, which a single token's row joins; none if it joins the pools.
         written: rows of the tails that each sequence has.
         scratch: what the step before left beside the cache, if the program keeps any.
@@ -68,7 +68,7 @@ def step(
     Returns:
         Logits, cache, tails and scratch after the step.
     """
-    outer = program.graphs.ends(ends)
+    outer = spec.graphs.ends(ends)
     x = outer.embed(tokens)
     ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32) if written is None else written[:, None]
     tables = cache.tables
@@ -76,18 +76,18 @@ def step(
         positions=tables.seen[:, None] + ahead,
         count=count,
         written=written,
-        candidates=candidates_of(program, tables, tokens.shape[1]),
+        candidates=candidates_of(spec, tables, tokens.shape[1]),
     )
-    pools, outs, products, rings = list(faded(cache.pools, count, program)), [], [], []
+    pools, outs, products, rings = list(faded(cache.pools, count, spec)), [], [], []
     others, norms = likely_keys(cache, scratch), [] if scratch is None else list(scratch.norms)
     if others is not None:
         x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
-    chosen, after, stream = None, [], begin(x, program)
-    turned = step_angles(cache, new.positions, program, tails[0].k.shape[2] if tails else 0)
-    share = dealt_of(cache, program, new)
+    chosen, after, stream = None, [], begin(x, spec)
+    turned = step_angles(cache, new.positions, spec, tails[0].k.shape[2] if tails else 0)
+    share = dealt_of(cache, spec, new)
     for layer, leaves in enumerate(blocks):
-        at = program.layout.pool_of(layer)
-        ring = None if tables.state is None else program.ring_of(layer)
+        at = spec.layout.pool_of(layer)
+        ring = None if tables.state is None else spec.ring_of(layer)
         rows = LayerRows(
             pool=pools[at],
             segments=segments_of(tables, layer),
@@ -96,11 +96,11 @@ def step(
             ring=None if ring is None or tables.state is None else tables.state.rings[ring],
             likely=None if others is None else others[layer],
             norms=norms[at] if norms else None,
-            chosen=chosen if program.sparse(layer, tokens.shape[1]) else None,
+            chosen=chosen if spec.sparse(layer, tokens.shape[1]) else None,
             dealt=share(layer, pools[at]),
         )
-        block, chooses = program.graphs_of(layer).block(leaves), program.chooses(layer, tokens.shape[1])
-        stream, rows, out, product, choice = layer_step(block, program, stream, rows, new, chooses=chooses)
+        block, chooses = spec.graphs_of(layer).block(leaves), spec.chooses(layer, tokens.shape[1])
+        stream, rows, out, product, choice = layer_step(block, spec, stream, rows, new, chooses=chooses)
         chosen = choice if chooses else chosen
         pools[at] = rows.pool
         if rows.norms is not None:
@@ -112,53 +112,53 @@ def step(
     if tokens.shape[1] > 1:
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         stream = Stream(x=x)
-    logits = logits_of(outer, stream, tokens.shape[0], program)
+    logits = logits_of(outer, stream, tokens.shape[0], spec)
     state = None if tables.state is None else dataclasses.replace(tables.state, rings=tuple(rings))
-    cache = cache.updated(pools=tuple(of_whole_groups(pools, program)), state=state)
+    cache = cache.updated(pools=tuple(of_whole_groups(pools, spec)), state=state)
     if tails:
         return Step(logits, cache, tuple(after), None)
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
     if scratch is not None:
         scratch = dataclasses.replace(scratch, norms=tuple(norms))
-    if program.evicts and tokens.shape[1] == 1:
-        cache, scratch = within_limits(cache, outs, products, scratch, program)
+    if spec.evicts and tokens.shape[1] == 1:
+        cache, scratch = within_limits(cache, outs, products, scratch, spec)
     return Step(logits, cache, (), scratch)
 
 
-def dealt_of(cache: Cache, program: Program, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
+def dealt_of(cache: Cache, spec: Spec, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
     """Who reads what in a step, where one kernel rotates, appends and attends.
 
     Args:
         cache: before the step.
-        program: what is static.
+        spec: what is static.
         new: what is known of the tokens.
 
     Returns:
         Each layer's share of a table that is made once.
     """
-    if program.rolling or not program.streams(new.positions.shape[1]):
+    if spec.rolling or not spec.streams(new.positions.shape[1]):
         return lambda *_: None
     tables, picked, rest = cache.tables, None, None
     start, length = tables.start, tables.length
     layers, _, heads = start.shape
-    sparse = np.asarray([program.sparse(layer, 1) for layer in range(layers)])
+    sparse = np.asarray([spec.sparse(layer, 1) for layer in range(layers)])
     if new.candidates is not None and sparse.any():
         # What is chosen is read as if it lay before what is read anyway, from a row 0 on.
-        picked, rest, some = jnp.minimum(*new.candidates), rest_of(program, tables), sparse[:, None, None]
+        picked, rest, some = jnp.minimum(*new.candidates), rest_of(spec, tables), sparse[:, None, None]
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     k = cache.pools[0].k
-    chunks = program.backend.deal(start, length, dim=k.shape[2], itemsize=k.dtype.itemsize)
+    chunks = spec.backend.deal(start, length, dim=k.shape[2], itemsize=k.dtype.itemsize)
 
     def share(layer: int, pool: Pool) -> Dealt:
-        widest = pool.rows // heads if program.layout is Layout.EQUAL else program.widest
+        widest = pool.rows // heads if spec.layout is Layout.EQUAL else spec.widest
         chosen = {"picked": picked, "rest": rest} if sparse[layer] else {}
         return Dealt(chunks=chunks, start=tables.start, layer=layer, widest=widest, **chosen)
 
     return share
 
 
-@compiled(static=("program",), donate=("pools",), on="program")
+@program(static=("spec",), donate=("pools",), on="spec")
 def _extend(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -167,14 +167,14 @@ def _extend(
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
-    program: Program,
+    spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    logits, cache, *_ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, program=program)
+    logits, cache, *_ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
     return logits, cache
 
 
 def extend(
-    flat: Flat, cache: Cache, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, program: Program
+    flat: Flat, cache: Cache, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, spec: Spec
 ) -> tuple[Float[Array, "B V"], Cache]:
     """`step`, compiled; the pools given are consumed.
 
@@ -183,12 +183,12 @@ def extend(
         cache: as for `step`; its pools are donated.
         tokens: as for `step`.
         count: as for `step`.
-        program: what is static.
+        spec: what is static.
 
     Returns:
         Logits and cache, as `step`.
     """
-    return _extend(flat.ends, flat.blocks, cache.pools, cache.tables, tokens, count, program=program)
+    return _extend(flat.ends, flat.blocks, cache.pools, cache.tables, tokens, count, spec=spec)
 
 
 def read_on_top(
@@ -222,7 +222,7 @@ def read_on_top(
     return logits, dataclasses.replace(cache, arrays=arrays)
 
 
-@compiled(static=("axes",))
+@program(static=("axes",))
 def newest(
     after: Float[Array, "B V"], before: Float[Array, "B V"], count: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B V"]:

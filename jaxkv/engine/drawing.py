@@ -12,7 +12,7 @@ from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import loop, staged
 from jaxkv.engine.growth import make_room, steps_that_fit
-from jaxkv.engine.program import Program
+from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling
@@ -33,7 +33,7 @@ class Drawing:
         cache: KVCache,
         logits: Float[Array, "B V"],
         *,
-        program: Program,
+        spec: Spec,
         sampling: Sampling,
         eos: tuple[int, ...],
         key: PRNGKeyArray,
@@ -47,7 +47,7 @@ class Drawing:
             flat: the decoder's parameters.
             cache: none of whose sequences is due; consumed.
             logits: of each sequence's next token.
-            program: what is static.
+            spec: what is static.
             sampling: how to draw.
             eos: ids that end a sequence.
             key: for the sampling, and for policies that draw when they compress again.
@@ -56,16 +56,16 @@ class Drawing:
             traffic: counts transfers.
         """
         self.left, self.size = new, size
-        self._flat, self._program, self._key, self._sampling = flat, program, key, sampling
+        self._flat, self._spec, self._key, self._sampling = flat, spec, key, sampling
         self._batch, self._padding = cache.batch, cache.padding
         # What fills a mesh's groups draws nothing.
         done = self._placed(np.zeros(self._batch, bool), others=True)
         # -2 is no token: drawing then ends by its steps alone.
-        self._draw = loop.draw_of(logits, done, key, np.asarray(sorted(set(eos)) or [-2], np.int32), axes=program.axes)
+        self._draw = loop.draw_of(logits, done, key, np.asarray(sorted(set(eos)) or [-2], np.int32), axes=spec.axes)
         decode: Any = loop.decode
         if cache.bank is not None:
             decode = partial(staged.decode, bank=cache.bank, traffic=traffic)
-        self._decode = partial(decode, program=program, sampling=sampling, size=size)
+        self._decode = partial(decode, spec=spec, sampling=sampling, size=size)
         self._running: loop.Running
         self._taken_back = False
         self._begin(cache)
@@ -74,22 +74,22 @@ class Drawing:
         self._begin(self._settled())
 
     def _begin(self, cache: KVCache) -> None:
-        self._cache, self._running = cache, loop.begin(cache.arrays, program=self._program, size=self.size)
+        self._cache, self._running = cache, loop.begin(cache.arrays, spec=self._spec, size=self.size)
         # Rows drawn since the last settling, and steps before the next.
         self._held, self._fit = 0, steps_that_fit(cache)
 
     def _settled(self) -> KVCache:
-        return dataclasses.replace(self._cache, arrays=loop.settle(self._running, program=self._program))
+        return dataclasses.replace(self._cache, arrays=loop.settle(self._running, spec=self._spec))
 
     @property
     def final(self) -> bool:
         """Whether what a token does to other rows cannot be taken back."""
-        return self._program.evicts or self._program.scored
+        return self._spec.evicts or self._spec.scored
 
     @property
     def reading(self) -> Reading | None:
         """Which layers read what; None if all read everything."""
-        return self._program.reading
+        return self._spec.reading
 
     @property
     def done(self) -> Bool[np.ndarray, " B"]:
@@ -116,7 +116,7 @@ class Drawing:
         if steps < 1:
             raise RuntimeError(f"no room for a token after making some: a defect of jaxkv ({self._cache.policy})")
         self._running, self._draw, drawn, count = self._decode(self._flat, self._running, self._draw, steps)
-        tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._program.config.vocab
+        tokens, ran, vocab = host(drawn)[: self._batch], int(host(count)), self._spec.config.vocab
         inside = bool((tokens < vocab).all())
         require(inside, "sampling", self._sampling, f"it gave an id outside of [0, {vocab})")
         self.left, self._held, self._fit = self.left - ran, self._held + ran, self._fit - ran
@@ -144,7 +144,7 @@ class Drawing:
 
     def _placed(self, of_each: np.ndarray, *, others: Any) -> Array:
         """Numbers of the sequences that draw on the devices, and another one for those that fill a mesh's groups."""
-        return place(np.pad(of_each, (0, self._padding), constant_values=others), "B", self._program.axes)
+        return place(np.pad(of_each, (0, self._padding), constant_values=others), "B", self._spec.axes)
 
     def close(self) -> KVCache:
         """The cache with all that was drawn, and the logits of what comes next; the drawing is over.

@@ -1,7 +1,7 @@
 """One layer's step: new tokens are projected, attend to the rows before them, join these, and the block is finished.
 
 It stands once; its drivers differ: a loop over tokens (`loop`), with rows beside pools that are only read where the
-program says so, several tokens at once (`decode`), and stretches of layers around transfers (`staged`).
+spec says so, several tokens at once (`decode`), and stretches of layers around transfers (`staged`).
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from jaxkv.cache.stores import put_cells
 from jaxkv.engine.bookkeeping import decay_of, scores_of, with_received
 from jaxkv.engine.filters import Chosen
 from jaxkv.engine.ordering import behind
-from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.sparse import Loaded, chosen_at, over_chosen, over_rest, picks_of
+from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, entered, left
 from jaxkv.engine.tokens import NewTokens, StepAngles, Token, pool_attention, project, rolled, whole_token
 from jaxkv.models.decoder import Block
@@ -122,13 +122,13 @@ class Stepped(NamedTuple):
 
 
 def layer_step(
-    block: Block, program: Program, stream: Stream, rows: LayerRows, new: NewTokens, *, chooses: bool = False
+    block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens, *, chooses: bool = False
 ) -> Stepped:
     """Runs one block over N new tokens, on top of the rows it has had.
 
     Args:
         block: the layer's parameters.
-        program: what is static.
+        spec: what is static.
         stream: hidden states.
         rows: what the layer has had before.
         new: what is known of the tokens.
@@ -137,20 +137,20 @@ def layer_step(
     Returns:
         Hidden states and rows after the step, and what is known from now on.
     """
-    x, normed = entered(block, stream, program)
+    x, normed = entered(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
-        token = project(block, program, normed[: new.count.shape[0]], rows.by.new)
+        token = project(block, spec, normed[: new.count.shape[0]], rows.by.new)
     else:
         token = whole_token(*parts, rows.by.new, normed.dtype)
     if rows.ring is not None:
         rows = dataclasses.replace(rows, ring=remembered(rows.ring, token.q, new.positions, new.count))
-    out, rows, received = attend(program, token, rows, new) if parts is None else join(program, token, rows, new, parts)
+    out, rows, received = attend(spec, token, rows, new) if parts is None else join(spec, token, rows, new, parts)
     chosen = None
     if chooses:
         # From the pool as it is now: a reader of what it was before would cost a copy.
-        chosen = chosen_at(program, rows.pool, rows.segments, token.q, rows.ring, new)
-    stream, products = left(block, x, out, program), None
+        chosen = chosen_at(spec, rows.pool, rows.segments, token.q, rows.ring, new)
+    stream, products = left(block, x, out, spec), None
     if received is not None:
         # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
         counts = behind(new.count > 0, stream.x[:, 0, 0])
@@ -161,12 +161,12 @@ def layer_step(
 
 
 def attend(
-    program: Program, token: Token, rows: LayerRows, new: NewTokens
+    spec: Spec, token: Token, rows: LayerRows, new: NewTokens
 ) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | None]:
     """One layer's attention of N new tokens, whose rows join its own.
 
     Args:
-        program: what is static.
+        spec: what is static.
         token: the tokens as the layer sees them.
         rows: what it has had before.
         new: what is known of the tokens.
@@ -176,24 +176,24 @@ def attend(
         if they are not yet.
     """
     if rows.tail is not None:
-        return *_beside(program, token, rows, new), None
+        return *_beside(spec, token, rows, new), None
     if new.positions.shape[1] > 1:
-        return *_several(program, token, rows, new), None
+        return *_several(spec, token, rows, new), None
     # A single token simply joins the rows before it is its turn to look at them.
-    begun = scores_of(token.stored, token.v, program)
+    begun = scores_of(token.stored, token.v, spec)
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
     norms = rows.norms
     if norms is not None:
         norms = append_norms(norms, token.stored.astype(pool.k.dtype), rows.end, new.count)
     rows, length = dataclasses.replace(rows, pool=pool, norms=norms), rows.segments.length + new.count[:, None]
     if rows.chosen is not None:
-        rest = over_rest(program, token.q, pool, rows.segments, length)
-        return attention.merge(*_over_chosen(program, token, rows), *rest), rows, None
+        rest = over_rest(spec, token.q, pool, rows.segments, length)
+        return attention.merge(*_over_chosen(spec, token, rows), *rest), rows, None
     start = rows.segments.start
-    if not program.scored:
-        return pool_attention(token.q, rows.keys, pool.v, start, length, program)[0], rows, None
+    if not spec.scored:
+        return pool_attention(token.q, rows.keys, pool.v, start, length, spec)[0], rows, None
     assert pool.score is not None
-    out, scores = program.backend.attend_scored(
+    out, scores = spec.backend.attend_scored(
         token.q[..., 0, :],
         rows.keys,
         pool.v,
@@ -201,8 +201,8 @@ def attend(
         length,
         pool.score,
         new.count > 0,
-        walk=program.layout.walk,
-        widest=program.widest,
+        walk=spec.layout.walk,
+        widest=spec.widest,
         other=rows.likely,
     )
     if isinstance(scores, Received):
@@ -212,12 +212,12 @@ def attend(
 
 
 def join(
-    program: Program, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array]
+    spec: Spec, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array]
 ) -> tuple[Float[Array, "M K G 1 D"], LayerRows, None]:
     """`attend` for one token, by a kernel that rotates it, writes its row and attends.
 
     Args:
-        program: what is static.
+        spec: what is static.
         token: the token; of it only what the policy asks for is made.
         rows: what the layer has had before.
         new: what is known of the token.
@@ -228,13 +228,13 @@ def join(
     """
     pool, dealt = rows.pool, rows.dealt
     assert dealt is not None
-    begun = scores_of(token.stored, token.v, program)
-    scored = program.scored and pool.score is not None
+    begun = scores_of(token.stored, token.v, spec)
+    scored = spec.scored and pool.score is not None
     picks = None
     if rows.chosen is not None and dealt.picked is not None and dealt.rest is not None:
-        places, held = picks_of(program, pool, rows.segments, rows.chosen)
+        places, held = picks_of(spec, pool, rows.segments, rows.chosen)
         picks = (places, dealt.picked, held, dealt.rest, dealt.start)
-    out, k, v, pos, *score = program.backend.decode_token(
+    out, k, v, pos, *score = spec.backend.decode_token(
         *parts,
         (rows.by.new.cos[:, 0], rows.by.new.sin[:, 0]),
         new.positions[:, 0],
@@ -257,21 +257,21 @@ def join(
     return out[..., None, :], dataclasses.replace(rows, pool=pool), None
 
 
-def _several(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
+def _several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """Several tokens attend to older rows and to one another; the scores of both go on, if any do."""
-    pool, scores = rows.pool, scores_of(token.stored, token.v, program)
+    pool, scores = rows.pool, scores_of(token.stored, token.v, spec)
     # Together they choose among all that came before; only what lies elsewhere leaves something to be read here.
-    out, lse = _over_older(program, token, rows, rest=rows.loaded is not None)
+    out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
-    if program.scored:
-        score, scores = _scores(program, token, rows, new.count, jnp.logaddexp(lse, own_lse))
+    if spec.scored:
+        score, scores = _scores(spec, token, rows, new.count, jnp.logaddexp(lse, own_lse))
         pool = dataclasses.replace(pool, score=score)
     pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
     return attention.merge(out, lse, own, own_lse), dataclasses.replace(rows, pool=pool)
 
 
 def _scores(
-    program: Program, token: Token, rows: LayerRows, count: Int[Array, " B"], lse: Float[Array, "B K G N"]
+    spec: Spec, token: Token, rows: LayerRows, count: Int[Array, " B"], lse: Float[Array, "B K G N"]
 ) -> tuple[Float[Array, "B P"], Float[Array, "B K N"]]:
     """Scores of older rows and of the new ones, after attention whose log-sum-exp is known."""
     pool, segments = rows.pool, rows.segments
@@ -279,19 +279,19 @@ def _scores(
     tokens, group = token.q.shape[3], token.q.shape[2]
     index = jnp.arange(tokens, dtype=jnp.int32)
     whole = jnp.where((index < count[:, None])[:, None, None], lse, jnp.inf)
-    decay = decay_of(program)
+    decay = decay_of(spec)
     if decay is not None and decay != 1:
         # A probability times a share is one over a sum that much larger: in logarithms, and infinitely so for none.
         behind = jnp.maximum(count[:, None] - 1 - index, 0)
         whole = whole - jnp.log(decay ** behind.astype(jnp.float32))[:, None, None]
     flat = lambda a: a.reshape(*a.shape[:2], group * tokens, *a.shape[4:])  # noqa: E731
     of = (flat(token.q), rows.keys, flat(whole), segments.start, segments.length, pool.score)
-    score = attention.pool_sums(*of, walk=program.layout.walk, weight=1 / group)
+    score = attention.pool_sums(*of, walk=spec.layout.walk, weight=1 / group)
     sums = lax.map(lambda a: attention.column_sums(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return score, sums.mean(axis=2)
 
 
-def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
+def _beside(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
     """A token's row joins the tail, and the token attends to the pool and to the tail."""
     tail, written = rows.tail, new.written
     assert tail is not None and written is not None
@@ -310,28 +310,28 @@ def _beside(program: Program, token: Token, rows: LayerRows, new: NewTokens) -> 
     flat = lambda a: a.reshape(batch, heads * size, dim)  # noqa: E731
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))
     drawn = jnp.broadcast_to(held[:, None], (batch, heads))
-    equal = dataclasses.replace(program, layout=Layout.EQUAL)
+    equal = dataclasses.replace(spec, layout=Layout.EQUAL)
     own = pool_attention(token.q.astype(tail.k.dtype), flat(keys), flat(tail.v), first, drawn, equal)
-    older = _over_older(program, token, rows, rest=True)
+    older = _over_older(spec, token, rows, rest=True)
     return attention.merge(*older, *own), dataclasses.replace(rows, tail=tail)
 
 
 def _over_older(
-    program: Program, token: Token, rows: LayerRows, *, rest: bool
+    spec: Spec, token: Token, rows: LayerRows, *, rest: bool
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention to rows of before the step: all; or those chosen, and the rest that need not be if it counts."""
     pool, segments = rows.pool, rows.segments
     if rows.chosen is None:
-        return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, program)
-    some = _over_chosen(program, token, rows)
+        return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, spec)
+    some = _over_chosen(spec, token, rows)
     if not rest:
         return some
-    return attention.merge_with_lse(*over_rest(program, token.q, pool, segments, segments.length), *some)
+    return attention.merge_with_lse(*over_rest(spec, token.q, pool, segments, segments.length), *some)
 
 
-def _over_chosen(program: Program, token: Token, rows: LayerRows) -> tuple[Array, Array]:
+def _over_chosen(spec: Spec, token: Token, rows: LayerRows) -> tuple[Array, Array]:
     assert rows.chosen is not None
-    return over_chosen(program, token.q, rows.pool, rows.segments, rows.chosen, rows.loaded)
+    return over_chosen(spec, token.q, rows.pool, rows.segments, rows.chosen, rows.loaded)
 
 
 def remembered(

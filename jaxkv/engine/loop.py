@@ -15,11 +15,11 @@ from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import scratch_of
 from jaxkv.engine.decode import step
 from jaxkv.engine.layer_step import Tail
-from jaxkv.engine.program import Program
+from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.sampling import Sampling, argument
 from jaxkv.sharding.collectives import count_of_all, first, gathered
-from jaxkv.sharding.door import program as compiled
+from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, inside, where
 
 
@@ -57,30 +57,30 @@ class Running:
         return dataclasses.replace(self, cache=self.cache.updated(length=length, seen=seen))
 
 
-def begin(cache: Cache, *, program: Program, size: int) -> Running:
+def begin(cache: Cache, *, spec: Spec, size: int) -> Running:
     """Makes ready to draw.
 
     Args:
         cache: with room for `size` rows behind every segment.
-        program: what is static.
+        spec: what is static.
         size: tokens that each sequence can draw before `settle`, where the program keeps tails.
 
     Returns:
         What `decode` takes.
     """
-    config, axes, (_, batch, heads) = program.config, None if inside() else program.axes, cache.tables.start.shape
+    config, axes, (_, batch, heads) = spec.config, None if inside() else spec.axes, cache.tables.start.shape
     shape = (batch, heads, size, config.head_dim)
     zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))  # noqa: E731
-    tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if program.tail else ()
+    tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if spec.tail else ()
     return Running(cache=cache, tails=tails, written=jnp.zeros((batch,), jnp.int32))
 
 
-def settle(running: Running, *, program: Program, which: Bool[Array, " B"] | None = None) -> Cache:
+def settle(running: Running, *, spec: Spec, which: Bool[Array, " B"] | None = None) -> Cache:
     """Moves the tails' rows behind their segments.
 
     Args:
         running: from `begin` or `decode`; consumed.
-        program: what is static.
+        spec: what is static.
         which: sequences whose rows are moved; all by default.
 
     Returns:
@@ -90,23 +90,23 @@ def settle(running: Running, *, program: Program, which: Bool[Array, " B"] | Non
         return running.cache
     tables, written = running.cache.tables, running.written
     written = written if which is None else jnp.where(which, written, 0)
-    pools = _settle(running.cache.pools, tables, running.tails, written, program=program)
+    pools = _settle(running.cache.pools, tables, running.tails, written, spec=spec)
     return running.cache.updated(pools=pools, length=tables.length + written[None, :, None], seen=tables.seen + written)
 
 
-@compiled(static=("program",), donate=("pools",), on="program")
+@program(static=("spec",), donate=("pools",), on="spec")
 def _settle(
     pools: tuple[Pool, ...],
     tables: Tables,
     tails: tuple[Tail, ...],
     written: Int[Array, " B"],
     *,
-    program: Program,
+    spec: Spec,
 ) -> tuple[Pool, ...]:
     moved = list(pools)
     text = tables.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
     for layer, tail in enumerate(tails):
-        at = program.layout.pool_of(layer)
+        at = spec.layout.pool_of(layer)
         dtype = moved[at].k.dtype
         end = tables.start[layer] + tables.length[layer]
         moved[at] = append(moved[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
@@ -140,7 +140,7 @@ class Draw:
         return dataclasses.replace(self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left)
 
 
-@compiled(static=("axes",))
+@program(static=("axes",))
 def draw_of(
     logits: Float[Array, "B V"],
     done: Bool[Array, " B"],
@@ -195,7 +195,7 @@ def decode(
     draw: Draw,
     steps: int | Int[Array, ""],
     *,
-    program: Program,
+    spec: Spec,
     sampling: Sampling,
     size: int,
     idle: int | None = None,
@@ -210,7 +210,7 @@ def decode(
         running: the cache, with room for `steps` rows; consumed.
         draw: where sampling stands.
         steps: tokens wanted now, at most `size`; a number, not a shape.
-        program: what is static.
+        spec: what is static.
         sampling: how to draw.
         size: columns of the output.
         idle: sequences that have ended up to which it goes on; a number, not a shape. By default until all have.
@@ -219,7 +219,7 @@ def decode(
         The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
     """
     written, tables, moving, out, ran = _loop(
-        *loop_arguments(flat, running, draw, steps, sampling, idle), program=program, size=size
+        *loop_arguments(flat, running, draw, steps, sampling, idle), spec=spec, size=size
     )
     tails, pools = (written, running.cache.pools) if running.tails else ((), written)
     fed, draw = moving
@@ -244,7 +244,7 @@ def loop_arguments(
     return flat.ends, flat.blocks, written, read, cache.tables, moving, *counts, argument(sampling)
 
 
-@compiled(static=("program", "size"), donate=("written",), on="program", compiler=_one_command_buffer())
+@program(static=("spec", "size"), donate=("written",), on="spec", compiler=_one_command_buffer())
 def _loop(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -256,7 +256,7 @@ def _loop(
     idle: Int[Array, ""],
     sampling: Any,
     *,
-    program: Program,
+    spec: Spec,
     size: int,
 ) -> tuple[
     tuple[Any, ...],
@@ -269,22 +269,22 @@ def _loop(
     fed, draw = moving
     batch = fed.shape[0]
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
-    cache = Cache(pools=read if program.tail else written, tables=tables)
-    store: Any = (written, tables.state) if program.tail else (cache, scratch_of(cache, program))
+    cache = Cache(pools=read if spec.tail else written, tables=tables)
+    store: Any = (written, tables.state) if spec.tail else (cache, scratch_of(cache, spec))
 
     def going(carry):
         index, _, draw, _, _ = carry
         # Stops at the requested number of steps, or as soon as more sequences have ended than may.
-        return (index < steps) & (count_of_all(draw.done, program.axes) <= idle)
+        return (index < steps) & (count_of_all(draw.done, spec.axes) <= idle)
 
     def body(carry):
         index, store, draw, fed, out = carry
-        seen = tables.seen + fed if program.tail else store[0].tables.seen
-        token, done = drawn(draw, seen, sampling, program.axes)
+        seen = tables.seen + fed if spec.tail else store[0].tables.seen
+        token, done = drawn(draw, seen, sampling, spec.axes)
         out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
         count = (~done).astype(jnp.int32)
-        one = partial(step, ends, blocks, tokens=token[:, None], count=count, program=program)
-        if program.tail:
+        one = partial(step, ends, blocks, tokens=token[:, None], count=count, spec=spec)
+        if spec.tail:
             tails, state = store
             made = one(cache.updated(state=state), tails=tails, written=fed)
             store = made.tails, made.cache.tables.state
@@ -295,7 +295,7 @@ def _loop(
 
     out = jnp.full((batch, size), -1, jnp.int32)
     index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
-    if program.tail:
+    if spec.tail:
         tails, state = store
         return tails, dataclasses.replace(tables, state=state), (fed, draw), out, index
     return store[0].pools, store[0].tables, (jnp.zeros_like(fed), draw), out, index

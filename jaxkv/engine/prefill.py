@@ -21,8 +21,8 @@ from jaxkv.engine.compress import Compressed, Walk, compress
 from jaxkv.engine.lengths import ByLength, Table, by_length
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut
-from jaxkv.engine.program import reading_state
 from jaxkv.engine.prompts import Prompts, embed, pool_rows_of, run_layer, tables_of
+from jaxkv.engine.spec import reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method

@@ -24,8 +24,8 @@ from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
 from jaxkv.engine.plan import PrefillPlan, bucket, check_memory, plan_prefill
-from jaxkv.engine.program import implementations_for, program_for
 from jaxkv.engine.recompress import due, recompress
+from jaxkv.engine.spec import implementations_for, spec_for
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -271,10 +271,10 @@ class Session:
         size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
         lengths = np.pad(encoded.lengths, (0, cache.padding))
         tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
-        program = program_for(flat, cache, self.implementations.decode)
-        run: Any = partial(decoding.extend, flat, program=program)
+        spec = spec_for(flat, cache, self.implementations.decode)
+        run: Any = partial(decoding.extend, flat, spec=spec)
         if cache.bank is not None:
-            run = partial(staged.step, flat, program=program, bank=cache.bank, traffic=self.read)
+            run = partial(staged.step, flat, spec=spec, bank=cache.bank, traffic=self.read)
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
@@ -368,7 +368,7 @@ class Session:
                 flat,
                 cache,
                 logits,
-                program=program_for(flat, cache, self.implementations.decode),
+                spec=spec_for(flat, cache, self.implementations.decode),
                 sampling=sampling,
                 eos=tuple(eos),
                 key=key,

@@ -20,11 +20,11 @@ from jaxkv.engine import loop
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.plan import QUERY_BLOCK, bucket, buckets
-from jaxkv.engine.program import specialise
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.engine.spec import specialise
 from jaxkv.sampling import Sampling
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
@@ -102,7 +102,7 @@ class Slots:
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self._parts, self._every = parts, parts.every
         decode = session.implementations.decode
-        self._program = specialise(params.flat, parts, params.dtype, slots=bucket(max_prompt), implementation=decode)
+        self._spec = specialise(params.flat, parts, params.dtype, slots=bucket(max_prompt), implementation=decode)
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
         # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
         self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
@@ -156,7 +156,7 @@ class Slots:
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
-        run = partial(extend, params.flat, program=self._program)
+        run = partial(extend, params.flat, spec=self._spec)
         size = min(QUERY_BLOCK, bucket(longest))
         tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
         logits, copy = read_on_top(run, copy, tokens, every.lengths, size=size)
@@ -283,7 +283,7 @@ class Slots:
             for slot in np.flatnonzero(~self.done & (self._beyond >= self._every)).tolist():
                 self._again(slot)
             steps = min(steps, self._every - int(self._beyond[~self.done].max(initial=0)))
-        if self._program.tail:
+        if self._spec.tail:
             # Each as soon as it has no room for another: when that is depends on no other sequence.
             self._settle(~self.done & (self._waiting == self.size))
             steps = min(steps, self.size - int(self._waiting[~self.done].max(initial=0)))
@@ -293,7 +293,7 @@ class Slots:
             loop.Running(cache=now.cache, tails=self._tails, written=now.written),
             now.draw,
             steps,
-            program=self._program,
+            spec=self._spec,
             sampling=now.sampling,
             size=self.size,
             idle=idle,
@@ -303,7 +303,7 @@ class Slots:
         tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(draw.done))
         # What ends a sequence becomes no row.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
-        self._waiting, self._beyond = self._waiting + rows * self._program.tail, self._beyond + rows
+        self._waiting, self._beyond = self._waiting + rows * self._spec.tail, self._beyond + rows
         return tokens
 
     @property
@@ -320,7 +320,7 @@ class Slots:
         each = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(one))
         memory.check_bytes(each * self.count // self._groups, f"count={self.count} slots", device)
         self._all = spread(one, slots=self.count, axes=self._axes)
-        self._tails = loop.begin(self._all.cache, program=self._program, size=self.size).tails
+        self._tails = loop.begin(self._all.cache, spec=self._spec, size=self.size).tails
         self.release(range(self.count))
         for _, size in buckets(longest):
             try:
@@ -387,7 +387,7 @@ class Slots:
             return
         running = loop.Running(cache=self._all.cache, tails=self._tails, written=self._all.written)
         placed = self._placed(which)
-        cache = loop.settle(running, program=self._program, which=placed)
+        cache = loop.settle(running, spec=self._spec, which=placed)
         written = jnp.where(placed, 0, self._all.written)
         self._all = dataclasses.replace(self._all, cache=cache, written=written)
         self._waiting = np.where(which, 0, self._waiting)

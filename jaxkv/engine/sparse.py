@@ -9,19 +9,19 @@ from jaxkv.attention.xla import Walk
 from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.filters import Chosen, asking, choose, gathered, over_gathered, rows_of
-from jaxkv.engine.program import Program
 from jaxkv.engine.segments import Segments
+from jaxkv.engine.spec import Spec
 from jaxkv.engine.tokens import NewTokens, in_blocks
 
 # One layer's chosen rows of the prompt as they come from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]
 
 
-def candidates_of(program: Program, tables: Tables, tokens: int) -> tuple[Int[Array, " B"], Int[Array, " B"]] | None:
+def candidates_of(spec: Spec, tables: Tables, tokens: int) -> tuple[Int[Array, " B"], Int[Array, " B"]] | None:
     """What filter layers choose from in a step.
 
     Args:
-        program: what is static.
+        spec: what is static.
         tables: before the new tokens.
         tokens: new ones at a time.
 
@@ -29,7 +29,7 @@ def candidates_of(program: Program, tables: Tables, tokens: int) -> tuple[Int[Ar
         Tokens at positions below which can be chosen, and how many are: the prompt's, and the policy's; all so far
         where generated ones have to be chosen, or a prompt comes in chunks. None where nobody chooses.
     """
-    reading, state = program.reading, tables.state
+    reading, state = spec.reading, tables.state
     if reading is None or state is None:
         return None
     if tokens > 1:
@@ -38,7 +38,7 @@ def candidates_of(program: Program, tables: Tables, tokens: int) -> tuple[Int[Ar
 
 
 def chosen_at(
-    program: Program,
+    spec: Spec,
     pool: Pool,
     segments: Segments,
     q: Float[Array, "B K G N D"],
@@ -48,7 +48,7 @@ def chosen_at(
     """What a filter layer chooses for new tokens.
 
     Args:
-        program: what is static.
+        spec: what is static.
         pool: the filter's.
         segments: where its rows lie before the step.
         q: its queries.
@@ -58,30 +58,30 @@ def chosen_at(
     Returns:
         The choice.
     """
-    reading, choosable = program.reading, segments.choosable
+    reading, choosable = spec.reading, segments.choosable
     assert reading is not None and new.candidates is not None and choosable is not None
     asked = asking(q, ring, new.positions, new.count, reading)
     of = (segments.start, choosable, *new.candidates, new.positions[:, 0])
     return choose(
-        asked, pool, *of, reading, windowed=q.shape[3] == 1, axes=program.axes, implementation=program.implementation
+        asked, pool, *of, reading, windowed=q.shape[3] == 1, axes=spec.axes, implementation=spec.implementation
     )
 
 
-def rest_of(program: Program, tables: Tables) -> Int[Array, "L B K"]:
+def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
     """For each segment the row, counted from its first, from which on all are read, chosen or not."""
-    reading, state = program.reading, tables.state
+    reading, state = spec.reading, tables.state
     assert reading is not None and state is not None and state.choosable is not None
     # All rows before the new one have to be chosen where generated ones do.
     return tables.length if reading.include_generated else state.choosable
 
 
 def picks_of(
-    program: Program, pool: Pool, segments: Segments, chosen: Chosen
+    spec: Spec, pool: Pool, segments: Segments, chosen: Chosen
 ) -> tuple[Int[Array, "B k T"], Int[Array, "B k"]]:
     """What was chosen as rows of segments, for a kernel that reads them where they lie.
 
     Args:
-        program: what is static.
+        spec: what is static.
         pool: the layer's.
         segments: where its rows lie before the step.
         chosen: the choice.
@@ -90,7 +90,7 @@ def picks_of(
         Rows, counted from a segment's first, those that it holds before others, and how many it holds; k is 1 where all
         heads hold the same.
     """
-    reading, choosable = program.reading, segments.choosable
+    reading, choosable = spec.reading, segments.choosable
     assert reading is not None and choosable is not None
     if reading.every_row:
         return chosen.positions[:, None], chosen.count[:, None]
@@ -99,7 +99,7 @@ def picks_of(
 
 
 def over_chosen(
-    program: Program,
+    spec: Spec,
     q: Float[Array, "B K G N D"],
     pool: Pool,
     segments: Segments,
@@ -109,7 +109,7 @@ def over_chosen(
     """Attention of new tokens to what was chosen for them.
 
     Args:
-        program: what is static.
+        spec: what is static.
         q: their queries.
         pool: the layer's.
         segments: where its rows lie before the step.
@@ -119,20 +119,20 @@ def over_chosen(
     Returns:
         The output, and its log-sum-exp.
     """
-    reading, choosable = program.reading, segments.choosable
+    reading, choosable = spec.reading, segments.choosable
     assert reading is not None and choosable is not None
     if loaded is None:
         rows, count = rows_of(chosen, pool, segments.start, choosable, reading)
-        k, v = gathered(pool, rows, program.implementation)
+        k, v = gathered(pool, rows, spec.implementation)
     else:
         batch, _, _, heads, dim = loaded.shape
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
         count = jnp.broadcast_to(chosen.count[:, None], (batch, heads))
-    return in_blocks(lambda part: over_gathered(part, k, v, count, program.implementation), q)
+    return in_blocks(lambda part: over_gathered(part, k, v, count, spec.implementation), q)
 
 
 def over_rest(
-    program: Program,
+    spec: Spec,
     q: Float[Array, "B K G N D"],
     pool: Pool,
     segments: Segments,
@@ -141,7 +141,7 @@ def over_rest(
     """Attention of new tokens to rows of the pool that need not be chosen.
 
     Args:
-        program: what is static.
+        spec: what is static.
         q: their queries.
         pool: the layer's.
         segments: where its rows lie before the step.
@@ -150,9 +150,9 @@ def over_rest(
     Returns:
         The output, and its log-sum-exp.
     """
-    reading, choosable = program.reading, segments.choosable
+    reading, choosable = spec.reading, segments.choosable
     assert reading is not None and choosable is not None
     first = segments.length if reading.include_generated else choosable
     # Few rows at a place that data decides: a walk reads them and no others.
-    attend = partial(program.backend.attend, walk=Walk.WINDOWS)
+    attend = partial(spec.backend.attend, walk=Walk.WINDOWS)
     return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)

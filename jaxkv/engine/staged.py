@@ -22,8 +22,8 @@ from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.filters import Chosen
 from jaxkv.engine.layer_step import LayerRows, layer_step, remembered
 from jaxkv.engine.loop import Draw, Running, drawn
-from jaxkv.engine.program import Program
 from jaxkv.engine.sparse import candidates_of, chosen_at
+from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream
 from jaxkv.engine.tokens import NewTokens, StepAngles
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -31,7 +31,7 @@ from jaxkv.models.rope import angles
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import Reading
 from jaxkv.sampling import Sampling, argument
-from jaxkv.sharding.door import program as compiled
+from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
 
 
@@ -81,12 +81,12 @@ def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, .
     )
 
 
-@compiled(static=("graphs",), on="graphs")
+@program(static=("graphs",), on="graphs")
 def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
     return graphs.ends(ends).embed(tokens)
 
 
-@compiled(static=("graphs",), on="graphs")
+@program(static=("graphs",), on="graphs")
 def _logits(ends: Leaves, x: Float[Array, "B N E"], count: Int[Array, " B"], *, graphs: Graphs) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return graphs.ends(ends).logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
@@ -117,7 +117,7 @@ def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " 
     return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
 
 
-@compiled(static=("program", "specs"), donate=("pools",), on="program")
+@program(static=("spec", "kinds"), donate=("pools",), on="spec")
 def run_stretch(
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
@@ -130,8 +130,8 @@ def run_stretch(
     layers: Int[Array, " n"],
     ahead: Ahead | None,
     *,
-    program: Program,
-    specs: tuple[LayerSpec, ...],
+    spec: Spec,
+    kinds: tuple[LayerSpec, ...],
 ) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[Float[Array, "B K G R D"] | None, ...], Chosen | None]:
     """Runs a stretch of layers, and asks the filter that comes next. Stretches that are alike share a program.
 
@@ -146,8 +146,8 @@ def run_stretch(
         count: how many of the N tokens are real.
         layers: which layers these are.
         ahead: the filter, if one is asked.
-        program: what is static.
-        specs: what these layers are, and behind them the filter.
+        spec: what is static.
+        kinds: what these layers are, and behind them the filter.
 
     Returns:
         Hidden states, pools, rings, and the filter's choice or None.
@@ -156,31 +156,31 @@ def run_stretch(
     new = NewTokens(
         positions=tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32),
         count=count,
-        candidates=candidates_of(program, tables, tokens),
+        candidates=candidates_of(spec, tables, tokens),
     )
     after, remembering, mine = [], [], tables.of_layers(layers)
-    turned = partial(angles, new.positions, head_dim=program.config.head_dim)
-    by = {spec.rope: StepAngles(turned(rope=spec.rope)) for spec in dict.fromkeys(specs)}
+    turned = partial(angles, new.positions, head_dim=spec.config.head_dim)
+    by = {kind.rope: StepAngles(turned(rope=kind.rope)) for kind in dict.fromkeys(kinds)}
     for index, (leaves, pool, ring) in enumerate(zip(blocks, pools, rings, strict=True)):
         rows = LayerRows(
             pool=pool,
             segments=segments_of(mine, index),
-            by=by[specs[index].rope],
+            by=by[kinds[index].rope],
             ring=ring,
             chosen=None if loaded is None else chosen,
             loaded=None if loaded is None else loaded[:, index],
         )
-        stream, rows, *_ = layer_step(program.graphs.of(specs[index]).block(leaves), program, Stream(x=x), rows, new)
+        stream, rows, *_ = layer_step(spec.graphs.of(kinds[index]).block(leaves), spec, Stream(x=x), rows, new)
         x = stream.x
         after.append(rows.pool)
         remembering.append(rows.ring)
     choice = None
     if ahead is not None:
-        filtering = program.graphs.of(specs[-1]).block(ahead.leaves)
-        q = filtering.queries(filtering.normed(x), by[specs[-1].rope].new)
+        filtering = spec.graphs.of(kinds[-1]).block(ahead.leaves)
+        q = filtering.queries(filtering.normed(x), by[kinds[-1].rope].new)
         queries = None if ahead.ring is None else remembered(ahead.ring, q, new.positions, count)
         segments = segments_of(tables.of_layers(ahead.layer), 0)
-        choice = chosen_at(program, ahead.pool, segments, q, queries, new)
+        choice = chosen_at(spec, ahead.pool, segments, q, queries, new)
     return x, tuple(after), tuple(remembering), choice
 
 
@@ -190,7 +190,7 @@ def step(
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
-    program: Program,
+    spec: Spec,
     bank: Bank,
     traffic: Traffic,
 ) -> tuple[Float[Array, "B V"], Cache]:
@@ -201,24 +201,24 @@ def step(
         cache: with room for N rows behind every segment; its pools are donated.
         tokens: ids, padded on the right.
         count: how many of the N are real; 0 leaves a sequence's cache as it is.
-        program: what is static.
+        spec: what is static.
         bank: the rows that wait in host memory.
         traffic: counts transfers.
 
     Returns:
         Float32 logits of each sequence's last real token, and the cache with the new rows.
     """
-    reading, graphs, tables, state = program.reading, program.graphs, cache.tables, cache.tables.state
+    reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
     assert reading is not None and state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
-    cut = stretches(reading, program.config.layers, whole=whole)
+    cut = stretches(reading, spec.config.layers, whole=whole)
     pools = list(cache.pools)
     rings: list[Array | None] = [None] * len(pools)
     for layer, ring in zip(reading.filters, state.rings, strict=False):
         rings[layer] = ring
-    there = program.axes or next(iter(tables.seen.devices()))
+    there = spec.axes or next(iter(tables.seen.devices()))
     x = _embed(flat.ends, tokens, graphs=graphs)
-    nothing = place(np.zeros((len(tables.seen), 1), np.int32), "B T", program.axes)
+    nothing = place(np.zeros((len(tables.seen), 1), np.int32), "B T", spec.axes)
     everything = Chosen(positions=nothing, count=state.prompt)
     fetch = partial(fetch_whole, bank, like=tables.seen, traffic=traffic)
     layers = _fetched_ahead(fetch, [part.layers[0] for part in cut if part.loaded], reading.ahead)
@@ -251,15 +251,15 @@ def step(
             count,
             _numbers(part.layers, there),
             ahead,
-            program=program,
-            specs=tuple(map(program.config.spec_of, (*part.layers, *(() if part.ask is None else (part.ask,))))),
+            spec=spec,
+            kinds=tuple(map(spec.config.spec_of, (*part.layers, *(() if part.ask is None else (part.ask,))))),
         )
         for layer, pool, ring in zip(part.layers, moved, remembering, strict=True):
             pools[layer], rings[layer] = pool, ring
         chosen = choice if part.ask is not None else chosen
     state = dataclasses.replace(state, rings=tuple(ring for ring in rings if ring is not None))
     logits = _logits(flat.ends, x, count, graphs=graphs)
-    seen, length = _advanced(tables.seen, tables.length, count, axes=program.axes)
+    seen, length = _advanced(tables.seen, tables.length, count, axes=spec.axes)
     return logits, cache.updated(pools=tuple(pools), state=state, seen=seen, length=length)
 
 
@@ -272,7 +272,7 @@ def _fetched_ahead(fetch: Callable[[int], Array], layers: list[int], ahead: int)
         yield coming.pop(0)
 
 
-@compiled(static=("axes",))
+@program(static=("axes",))
 def _advanced(
     seen: Int[Array, " B"], length: Int[Array, "L B K"], count: Int[Array, " B"], *, axes: Axes | None
 ) -> tuple[Int[Array, " B"], Int[Array, "L B K"]]:
@@ -285,7 +285,7 @@ def decode(
     draw: Draw,
     steps: int,
     *,
-    program: Program,
+    spec: Spec,
     sampling: Sampling,
     size: int,
     bank: Bank,
@@ -298,7 +298,7 @@ def decode(
         running: as there.
         draw: as there.
         steps: as there; with 0 everything is compiled and nothing changes.
-        program: as there.
+        spec: as there.
         sampling: as there.
         size: as there.
         bank: the rows that wait in host memory.
@@ -307,20 +307,20 @@ def decode(
     Returns:
         As there.
     """
-    cache, batch, axes = running.cache, draw.done.shape[0], program.axes
+    cache, batch, axes = running.cache, draw.done.shape[0], spec.axes
     draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
     out = np.full((batch, size), -1, np.int32)
     if steps == 0:
         _, _, nothing = _draw(draw, cache.tables.seen, argument(sampling), axes=axes)
         nothing = nothing * 0
-        logits, cache = step(flat, cache, nothing[:, None], nothing, program=program, bank=bank, traffic=Traffic())
+        logits, cache = step(flat, cache, nothing[:, None], nothing, spec=spec, bank=bank, traffic=Traffic())
         jax.block_until_ready(logits)
         return dataclasses.replace(running, cache=cache), draw, out, 0
     ran, ended = 0, host(draw.done)
     while ran < steps and not ended.all():
         token, done, count = _draw(draw, cache.tables.seen, argument(sampling), axes=axes)
         fed = jnp.maximum(token, 0)[:, None]
-        logits, cache = step(flat, cache, fed, count, program=program, bank=bank, traffic=traffic)
+        logits, cache = step(flat, cache, fed, count, spec=spec, bank=bank, traffic=traffic)
         draw = draw.after(logits, done)
         # Only now, with the step under way.
         out[:, ran], ended = host(token), host(done)
@@ -328,7 +328,7 @@ def decode(
     return dataclasses.replace(running, cache=cache), draw, out, ran
 
 
-@compiled(static=("axes",))
+@program(static=("axes",))
 def _draw(
     draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"], Int[Array, " B"]]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxkv.engine.program import Program
+from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block, Ends
 from jaxkv.models.layers import MIN_ROWS_16BIT, RMSNorm, products, project
 from jaxkv.sharding.mesh import Axes
@@ -27,29 +27,29 @@ class Stream:
     added: Float[Array, "n M N E"] | None = None
 
 
-def begin(x: Float[Array, "B N E"], program: Program) -> Stream:
+def begin(x: Float[Array, "B N E"], spec: Spec) -> Stream:
     """Hidden states before the first block.
 
     Args:
         x: the embedded tokens.
-        program: what is static.
+        spec: what is static.
 
     Returns:
         The stream.
     """
-    if program.streams(x.shape[1]) and x.dtype.itemsize == 2:
+    if spec.streams(x.shape[1]) and x.dtype.itemsize == 2:
         # As many as a product has at least, so that none need fill up its own.
         x = _padded(x, MIN_ROWS_16BIT)
     return Stream(x=x)
 
 
-def entered(block: Block, stream: Stream, program: Program) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
+def entered(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
     """Hidden states as a block meets them, and normed for its attention.
 
     Args:
         block: whose parameters these are.
         stream: from below.
-        program: what is static.
+        spec: what is static.
 
     Returns:
         Hidden states in the model's dtype, and their norm.
@@ -57,45 +57,45 @@ def entered(block: Block, stream: Stream, program: Program) -> tuple[Float[Array
     norm = block.attention_norm
     if stream.added is None:
         return stream.x, norm(stream.x)
-    return _joined(stream.x, stream.added, norm, norm.scale[...].dtype, program)
+    return _joined(stream.x, stream.added, norm, norm.scale[...].dtype, spec)
 
 
-def left(block: Block, x: Float[Array, "M N E"], attended: Float[Array, "B K G N D"], program: Program) -> Stream:
+def left(block: Block, x: Float[Array, "M N E"], attended: Float[Array, "B K G N D"], spec: Spec) -> Stream:
     """Hidden states as a block leaves them.
 
     Args:
         block: whose parameters these are.
         x: as it met them.
         attended: what its heads have read.
-        program: what is static.
+        spec: what is static.
 
     Returns:
         The stream above it.
     """
-    if not program.streams(x.shape[1]):
+    if not spec.streams(x.shape[1]):
         return Stream(x=block.finish(x, attended))
     merged = _padded(attended, x.shape[0]).reshape(*x.shape[:2], -1)
     added = _added(merged, block.attention.out, block.attention.out_bias, block.axes)
-    wide, normed = _joined(x, added, block.mlp_norm, jnp.dtype(jnp.float32), program)
+    wide, normed = _joined(x, added, block.mlp_norm, jnp.dtype(jnp.float32), spec)
     added = _added(block.mlp.hidden(normed), block.mlp.down, block.mlp.down_bias, block.axes)
     return Stream(x=wide, added=added)
 
 
-def logits(outer: Ends, stream: Stream, batch: int, program: Program) -> Float[Array, "B V"]:
+def logits(outer: Ends, stream: Stream, batch: int, spec: Spec) -> Float[Array, "B V"]:
     """Float32 logits of one token per sequence.
 
     Args:
         outer: the parameters behind the last block.
         stream: what has come through it, `[M, 1, E]`.
         batch: B.
-        program: what is static.
+        spec: what is static.
 
     Returns:
         The logits; on a mesh those of the device's part of the vocabulary.
     """
     if stream.added is None:
         return outer.logits(stream.x[:batch, 0])
-    _, normed = _joined(stream.x, stream.added, outer.norm, outer.norm.scale[...].dtype, program)
+    _, normed = _joined(stream.x, stream.added, outer.norm, outer.norm.scale[...].dtype, spec)
     return outer.logits_of(normed[:, 0])[:batch]
 
 
@@ -113,5 +113,5 @@ def _padded(a: Array, rows: int) -> Array:
     return jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))) if more else a
 
 
-def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, program: Program) -> tuple[Array, Array]:
-    return program.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)
+def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, spec: Spec) -> tuple[Array, Array]:
+    return spec.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)

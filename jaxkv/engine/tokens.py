@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import Cache
 from jaxkv.engine.plan import QUERY_BLOCK
-from jaxkv.engine.program import Program
+from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
 
@@ -45,11 +45,11 @@ class Token:
     stored: Float[Array, "B K N D"]
 
 
-def project(block: Block, program: Program, normed: Float[Array, "B N E"], by: Angles) -> Token:
+def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
     """Queries, keys and values of new tokens, made of normed hidden states, rotated by the angles of their places."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
-    return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if program.rolling else k)
+    return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if spec.rolling else k)
 
 
 def whole_token(q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype) -> Token:
@@ -89,10 +89,10 @@ def in_blocks(
 
 
 def pool_attention(
-    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, program: Program
+    q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """New queries against one layer's segments."""
-    attend = partial(program.backend.attend, walk=program.layout.walk)
+    attend = partial(spec.backend.attend, walk=spec.layout.walk)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 
@@ -110,22 +110,22 @@ class StepAngles(NamedTuple):
     tail: Angles | None = None
 
 
-def step_angles(cache: Cache, positions: Int[Array, "B N"], program: Program, tail: int = 0) -> list[StepAngles]:
+def step_angles(cache: Cache, positions: Int[Array, "B N"], spec: Spec, tail: int = 0) -> list[StepAngles]:
     """The angles of a step, made once for all layers that share them.
 
     Args:
         cache: before the new tokens.
         positions: their positions in the text.
-        program: what is static.
+        spec: what is static.
         tail: rows beside each segment of a pool.
 
     Returns:
         For each layer those of positions in the text; of places within the cache where the policy rolls positions.
     """
-    config = program.config
+    config = spec.config
     ropes = [config.spec_of(layer).rope for layer in range(config.layers)]
     made = partial(angles, head_dim=config.head_dim)
-    if not program.rolling:
+    if not spec.rolling:
         by_rope = {rope: StepAngles(made(positions, rope)) for rope in dict.fromkeys(ropes)}
         return [by_rope[rope] for rope in ropes]
     tables, heads = cache.tables, cache.tables.start.shape[2]

@@ -11,7 +11,7 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.engine.lengths import ByLength, by_length, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
-from jaxkv.engine.program import specialise
+from jaxkv.engine.spec import specialise
 from jaxkv.exporting.programs import Setting
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
@@ -132,7 +132,7 @@ def setting_of(
         flat=flat,
         policy=policy,
         needed=dataclasses.replace(needed, slots=slots),
-        program=specialise(flat, parts, dtype, slots=slots, platform=platform, implementation=implementation),
+        spec=specialise(flat, parts, dtype, slots=slots, platform=platform, implementation=implementation),
         implementation=implementation,
         steps=min(BLOCK, bucket(asked.new)),
         longest=bucket(slots + asked.every_token),

@@ -21,8 +21,8 @@ from jaxkv.engine.lengths import ByLength
 from jaxkv.engine.loop import Draw, Running
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import logits_of, read
-from jaxkv.engine.program import Program
 from jaxkv.engine.recompress import Fixed, recompress
+from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.door import program
@@ -37,7 +37,7 @@ class Setting:
         flat: the decoder; of its leaves the shapes alone matter.
         policy: the compression.
         needed: slots, pools and room.
-        program: what decoding is compiled for.
+        spec: what decoding is compiled for.
         implementation: what computes attention in prefill.
         steps: tokens that the loop draws at most.
         longest: rows that a text can have.
@@ -46,7 +46,7 @@ class Setting:
     flat: Flat
     policy: Method
     needed: PrefillPlan
-    program: Program
+    spec: Spec
     implementation: Implementation
     steps: int
     longest: int
@@ -151,8 +151,8 @@ def prompt(
     of = (flat, tokens, length, told, setting.policy, setting.needed)
     prompts, cache = finished(read(*of, key=_key(key), implementation=setting.implementation))
     logits, nothing = logits_of(ends, prompts.x, graphs=flat.graphs), None
-    if setting.program.tail:
-        begun = loop.begin(cache.arrays, program=setting.program, size=setting.steps)
+    if setting.spec.tail:
+        begun = loop.begin(cache.arrays, spec=setting.spec, size=setting.steps)
         nothing = Beside(begun.tails, begun.written)
     return Prompted(cache.pools, cache.tables, logits, prompts.ordered(), nothing)
 
@@ -171,7 +171,7 @@ def question(
 ) -> Extended:
     """Reads a few more tokens; logits stay where a sequence has none of them."""
     flat = setting.flat.around(ends, blocks)
-    after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, program=setting.program)
+    after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=setting.spec)
     return Extended(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
 
 
@@ -242,7 +242,7 @@ def draw_beside(
 @program(static=("setting",), donate=("beside", "pools", "cache"), on="setting")
 def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, setting: Setting) -> Settled:
     """Moves rows from beside the pools into them."""
-    moved = loop.settle(beside.around(pools, cache), program=setting.program)
+    moved = loop.settle(beside.around(pools, cache), spec=setting.spec)
     return Settled(moved.pools, moved.tables, Beside(beside.tails, jnp.zeros_like(beside.written)))
 
 
@@ -259,7 +259,7 @@ def _drawn(
     setting: Setting,
 ) -> tuple[Running, Draw, Array, Array]:
     flat, now = setting.flat.around(ends, blocks), loop.draw_of(logits, done, _key(key), eos, axes=setting.axes)
-    of: dict[str, Any] = {"program": setting.program, "sampling": sampling, "size": setting.steps}
+    of: dict[str, Any] = {"spec": setting.spec, "sampling": sampling, "size": setting.steps}
     return loop.decode(flat, running, now, steps, **of)
 
 

@@ -18,7 +18,7 @@ from jaxkv.engine.growth import first_room
 from jaxkv.engine.lengths import by_length
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.prefill import logits_of, read
-from jaxkv.engine.program import program_for
+from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
@@ -145,13 +145,13 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
         The loop, traced; the pools, as shapes.
     """
     flat, cache = work.flat, work.prefill.cache
-    program = program_for(flat, cache, work.implementation)
+    spec = spec_for(flat, cache, work.implementation)
     if flat.axes is None:
         # Tails are for this machine's processor, which is asked where no mesh says what the program is for.
-        program = dataclasses.replace(program, tail=False)
+        spec = dataclasses.replace(spec, tail=False)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
     draw = jax.eval_shape(loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos)
-    running = loop.begin(cache.arrays, program=program, size=BLOCK)
+    running = loop.begin(cache.arrays, spec=spec, size=BLOCK)
     given = loop.loop_arguments(flat, running, draw, work.new, Greedy())
-    return loop._loop.trace(*work.placed(given), program=program, size=BLOCK), cache.pools
+    return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools

@@ -1,4 +1,4 @@
-"""What the programs are compiled for that run on top of a cache."""
+"""`Spec`: what programs that run on top of a cache are compiled for, besides shapes."""
 
 import dataclasses
 
@@ -57,8 +57,8 @@ def reading_state(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """What a decode program is compiled for, besides shapes.
+class Spec:
+    """What decode programs are compiled for, besides shapes.
 
     Attributes:
         graphs: the decoder's static half.
@@ -149,8 +149,8 @@ class Program:
         return self.knows_norms and known
 
 
-def program_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Program:
-    """The program that decodes on top of a cache, where that lies; no array is looked at.
+def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Spec:
+    """Makes the spec of programs on top of a cache, where that lies, from its handle; reads no array.
 
     Args:
         flat: the decoder's parameters.
@@ -181,8 +181,8 @@ def specialise(
     banked: bool = False,
     platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
-) -> Program:
-    """The program that decodes on top of caches of a policy.
+) -> Spec:
+    """Makes the spec of programs on top of caches of a policy.
 
     Args:
         flat: the decoder's parameters.
@@ -208,7 +208,7 @@ def specialise(
     appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
     # A fused step appends to the pool while it attends.
     beside = platform == "cpu" and dtype.itemsize == 2 and not backend_of(implementation).fused_step
-    return Program(
+    return Spec(
         graphs=flat.graphs,
         config=flat.config,
         layout=parts.layout,
