@@ -32,6 +32,7 @@ from jaxkv import (
 from jaxkv.cache import repack
 from jaxkv.engine.plan import widest
 from jaxkv.engine.recompress import beyond, due
+from jaxkv.engine.spec import spec_for
 from jaxkv.policies import EntropyLayers, KeyNorm, LinearLayers, Merged, Merger, UniformLayers
 
 GQA = tiny.MODELS["gqa3"]
@@ -306,3 +307,17 @@ def test_batches_of_short_and_long_prompts_compile_once():
         programs.append(out.stats.compiled_programs)
     # One more size of the pools that hold sequences below their budget may come up.
     assert programs[0] > 0 and programs[-1] == 0 and sum(programs[1:]) <= 11, programs
+
+
+@pytest.mark.parametrize("policy", (GlobalBudget(base=H2O(budget=20)), D2O(budget=20)), ids=("heads", "layers"))
+def test_only_equal_shares_bound_what_a_segment_holds_after_a_question(policy):
+    """Heads that compete for a longer text's rows may get more than the prompt had: no bound is compiled in."""
+    model = tiny.tiny(tiny.TWO_LAYERS)
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(tiny.prompts(0, (30, 19)), new=4)
+    assert spec_for(model.flat, cache).widest is not None
+    question = session.extend(cache, tiny.prompts(1, (90, 70)))
+    assert spec_for(model.flat, question).widest is None, "rows have been added, and none has gone for them"
+    ready = session.extend(cache, tiny.prompts(1, (90, 70)), new=4)
+    assert (spec_for(model.flat, ready).widest is None) == (not policy.parts().heads.uniform)
+    assert spec_for(model.flat, session.draw(ready, 2)[0]) == spec_for(model.flat, ready)

@@ -62,7 +62,8 @@ class KVCache:
         policy: who compressed it.
         config: the model's shape.
         slots: S, the bucket that its prompts were padded to.
-        extended: several tokens at once have been added since the policy chose: segments may be beyond their limits.
+        extended: segments may hold more rows than the policy keeps of prompts of `slots` tokens: several tokens at once
+            have been added since it chose, or heads competed for the rows of a longer text.
         model: fingerprint of the weights that made it.
         turn: where the conversation stands; where sequences stand at different turns, that of each.
         axes: of the mesh that it lies on, if it does. Each device then has the stretch of every pool that its heads lie

@@ -101,7 +101,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
     """
     if due(cache).any():
         return make_room(flat, cache, new, key=key)
-    return dataclasses.replace(cache, extended=False)
+    return dataclasses.replace(cache, extended=cache.extended and not cache.policy.parts().heads.uniform)
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:

@@ -216,7 +216,9 @@ def recompress(
         state=dataclasses.replace(state, tau=made.tau),
     )
     moved = moved_in_all(cache.moved, made.moved)
-    return settle_down(dataclasses.replace(made_anew, moved=moved, extended=False), flat.axes)
+    # A head that competes with others may now hold more rows than the prompt had.
+    made_anew = dataclasses.replace(made_anew, moved=moved, extended=not parts.heads.uniform)
+    return settle_down(made_anew, flat.axes)
 
 
 def _widest(cache: KVCache) -> int:

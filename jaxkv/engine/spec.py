@@ -189,7 +189,7 @@ def specialise(
         parts: of the policy.
         dtype: of pools.
         slots: the prompts' bucket, for policies that remember prompts.
-        extended: segments may hold more rows than the policy keeps: several tokens at once have been added to them.
+        extended: segments may hold more rows than the policy keeps of prompts, see `KVCache.extended`.
         banked: rows wait in host memory.
         platform: where it will run; by default where the model lies.
         implementation: what computes attention over the cache's segments.
