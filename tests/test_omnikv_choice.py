@@ -116,8 +116,7 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
     cache = jaxkv.prefill(model, ids, policy=omni(12, prefill_ratio=0.25, prefill_chunk=chunk))
     jax.effects_barrier()
     jax.clear_caches()
-    assert len(record) == len(asked) == 4 * len(FILTERS)
-    del record[: len(FILTERS)], asked[: len(FILTERS)]  # a chunk of no tokens, to compile
+    assert len(record) == len(asked) == 3 * len(FILTERS)
     for index, layer in enumerate(FILTERS):
         keys = {(row, head): k for at, row, head, k, _, _ in tiny.segments(cache) if at == layer}
         for (row, length), number in itertools.product(enumerate(lengths), range(3)):

@@ -177,7 +177,7 @@ def _show(
     needs = Needs(queries=max(each.queries for each in asked), sums=any(each.sums for each in asked))
     tokens, length = place(every.padded(text.slots), "B S", axes), place(every.lengths, "B", axes)
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
-        layer = Layer(index=index, leaves=flat.blocks[index], graphs=flat.graphs, out=out)
+        layer = Layer(index=index, leaves=flat.blocks[index], graphs=flat.graphs_of(index), out=out)
         for watcher in watchers:
             watcher.look(text, layer)
         del out, layer

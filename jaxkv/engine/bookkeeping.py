@@ -121,7 +121,7 @@ def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
 
 
 def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
-    """What the first step needs of those before it beside the cache; None where programs keep nothing there."""
+    """Key norms, and the rows likely to be dropped, before the first step; None where programs keep neither."""
     if not spec.knows_norms:
         return None
     norms = tuple(row_norms(pool.k) for pool in cache.pools)

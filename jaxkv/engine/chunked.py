@@ -28,7 +28,7 @@ def _reading(flat: Flat, policy: Method, needed: PrefillPlan) -> Reading:
 
 
 def _spec(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Implementation) -> tuple[Spec, int]:
-    """What runs a chunk, and its tokens."""
+    """The spec that chunks of prompts are run with, and tokens of a chunk."""
     read, reading = policy.parts().read, _reading(flat, policy, needed)
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
     chunk = min(read.prefill_chunk, needed.slots)

@@ -126,7 +126,7 @@ def step(
 
 
 def dealt_of(cache: Cache, spec: Spec, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
-    """Who reads what in a step, where one kernel rotates, appends and attends.
+    """Makes the table of the rows that each program of a fused decode kernel reads; each layer takes its part.
 
     Args:
         cache: before the step.

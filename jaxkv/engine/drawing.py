@@ -83,7 +83,7 @@ class Drawing:
 
     @property
     def final(self) -> bool:
-        """Whether what a token does to other rows cannot be taken back."""
+        """True if drawing changes older rows, by eviction or scores, so that tokens cannot be taken back."""
         return self._spec.evicts or self._spec.scored
 
     @property

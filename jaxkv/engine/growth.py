@@ -10,7 +10,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import hosts, memory
 from jaxkv.cache import KVCache, repack
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.plan import bucket, widest
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
@@ -88,7 +88,7 @@ def steps_that_fit(cache: KVCache) -> int:
 
 
 def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Compresses sequences that hold more rows than a step may find, after a question was read.
+    """Compresses sequences that are due, after a question was read, and finds out whether a bound on segments holds.
 
     Args:
         flat: the decoder's parameters.
@@ -97,11 +97,15 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
         key: for policies that draw.
 
     Returns:
-        A cache none of whose sequences is due.
+        A cache none of whose sequences is due; not `extended` where no segment can grow beyond the policy's bound.
     """
     if due(cache).any():
-        return make_room(flat, cache, new, key=key)
-    return dataclasses.replace(cache, extended=cache.extended and not cache.policy.parts().heads.uniform)
+        cache = make_room(flat, cache, new, key=key)
+    if not cache.extended:
+        return cache
+    most = widest(cache.policy.parts(), cache.slots, cache.config.layers)
+    holds = max(int(cache.kept.max()), int(host(cache.limit)[:, : cache.batch].max()))
+    return dataclasses.replace(cache, extended=most is not None and holds >= most)
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:

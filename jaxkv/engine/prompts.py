@@ -202,7 +202,7 @@ class Prompts(Source):
         return self.totals[group[0]]
 
     def rows(self, index: int) -> Unpacked:
-        """What was held of a layer."""
+        """Takes out the keys and values that were held of a layer."""
         return self.held.pop(index)
 
     def ordered(self) -> Bool[Array, ""]:

@@ -139,13 +139,13 @@ class _Held(Source):
         return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """What the policy says of the text so far."""
+        """Rows to keep, and the most recent ones that stay among them, of each layer and sequence."""
         of = slice(group[0], group[-1] + 1)
         rows, recents = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """What is wanted, or where sequences hold more that are not due a size that repeats: waits for what is kept."""
+        """Rows of the new pool: the policy's target, or a bucket where sequences hold more; waits for what is kept."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         of = slice(group[0], group[-1] + 1)

@@ -224,7 +224,7 @@ class Session:
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
-        """Compiles what `prefill` will call, by a prefill of made-up prompts whose cache is let go.
+        """Compiles what `prefill` will call, by a prefill of made-up prompts; nothing where one of this shape has run.
 
         Args:
             needed: the prefill's plan.
@@ -235,8 +235,10 @@ class Session:
             copies = missing(batch, params.axes)
             batch, needed = batch + copies, needed.with_copies(copies) if copies else needed
             tokens = np.arange(batch * needed.slots, dtype=np.int32) % params.config.vocab
-            lengths = np.full(batch, needed.slots)
-            of = (params.flat, tokens.reshape(batch, -1), lengths, self.policy, needed)
+            signature = prefilling.signature_of(params.flat, batch, self.policy, needed, implementation=implementation)
+            if signature in params.flat.compiled:
+                return
+            of = (params.flat, tokens.reshape(batch, -1), np.full(batch, needed.slots), self.policy, needed)
             jax.block_until_ready(finished(prefilling.prefill(*of, key=self.key, implementation=implementation)))
 
     @settled

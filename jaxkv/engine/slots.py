@@ -102,7 +102,11 @@ class Slots:
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self._parts, self._every = parts, parts.every
         decode = session.implementations.decode
-        self._spec = specialise(params.flat, parts, params.dtype, slots=bucket(max_prompt), implementation=decode)
+        # Heads that compete for a question's rows, too, may hold more than any prompt gives them.
+        more = parts.evicts and not parts.heads.uniform and max_question > 0
+        self._spec = specialise(
+            params.flat, parts, params.dtype, slots=bucket(max_prompt), extended=more, implementation=decode
+        )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
         # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
         self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)

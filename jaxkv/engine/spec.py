@@ -36,7 +36,7 @@ def reading_state(
     choosable: Int[Array, "L B K"],
     rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """What a policy remembers that drops nothing and reads little.
+    """Makes the `State` of a policy that keeps all rows and reads only some of them (OmniKV).
 
     Args:
         prompt: tokens of each prompt.
@@ -139,12 +139,13 @@ class Spec:
 
     @property
     def knows_norms(self) -> bool:
-        """Whether norms of keys are kept for that from step to step."""
-        return self.compares_keys and self.backend.keeps_norms
+        """True if key norms are kept from step to step, for mergers that compare a dropped key with all others."""
+        # A fused step appends rows by itself, and tells nobody how long their keys are.
+        return self.compares_keys and self.backend.keeps_norms and not self.streams(1)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether that is done for a likely row while attention reads the keys: rows of a shared pool are far."""
+        """True if attention also multiplies all keys with that of the row likely to be dropped: one pass, not two."""
         known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
         return self.knows_norms and known
 

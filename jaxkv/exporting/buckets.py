@@ -132,7 +132,16 @@ def setting_of(
         flat=flat,
         policy=policy,
         needed=dataclasses.replace(needed, slots=slots),
-        spec=specialise(flat, parts, dtype, slots=slots, platform=platform, implementation=implementation),
+        spec=specialise(
+            flat,
+            parts,
+            dtype,
+            slots=slots,
+            # Heads that compete for a question's rows, too, may hold more than any prompt gives them.
+            extended=parts.evicts and not parts.heads.uniform and asked.question > 0,
+            platform=platform,
+            implementation=implementation,
+        ),
         implementation=implementation,
         steps=min(BLOCK, bucket(asked.new)),
         longest=bucket(slots + asked.every_token),

@@ -75,6 +75,10 @@ class ModelConfig:
         object.__setattr__(self, "kinds", tuple(self.kinds))
         known = all(isinstance(each, LayerSpec) for each in self.kinds)
         require(known, "kinds", self.kinds, "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))")
+        fits = len(self.kinds) <= self.layers
+        require(fits, "kinds", f"{len(self.kinds)} specs", f"give as many as layers={self.layers} at most")
+        alone = not self.kinds or self.rope == Rope()
+        require(alone, "rope", self.rope, "each of kinds says its own: leave rope out")
         require(self.heads % self.kv_heads == 0, "heads", self.heads, f"give a multiple of kv_heads={self.kv_heads}")
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even head_dim")
         given = self.experts is None or isinstance(self.experts, Experts)
