@@ -41,8 +41,6 @@ def remembered():
     outputs = {}
 
     def run_layer(flat, index, x, length, table, needs, implementation):
-        if not np.asarray(length).any():
-            return RUN_LAYER(flat, index, x, length, table, needs, implementation)  # a run over no tokens, to compile
         if index not in outputs:
             outputs[index] = RUN_LAYER(flat, index, x, length, table, Needs(queries=WINDOW), implementation)
             x = outputs[index].x
