@@ -289,6 +289,15 @@ def test_caches_whose_arrays_were_given_up(tmp_path):
         cache.save(tmp_path / "other")
 
 
+# An array of a saved cache, by where it lies in the cache.
+SEEN = "arrays.tables.seen"
+
+
+def tables_of(said):
+    """What a manifest says of the cache's tables."""
+    return said["cache"]["fields"]["arrays"]["fields"]["tables"]["fields"]
+
+
 def edit_manifest(path, edit):
     said = json.loads((path / "jaxkv.json").read_text())
     edit(said)
@@ -312,15 +321,18 @@ def edit_manifest(path, edit):
         (lambda said: said.pop("arrays"), "arrays=None: none in .*; save the cache again"),
         (lambda said: said.update(cache=3), "cache='int': .* holds no cache"),
         (lambda said: said.update(policy="snapkv"), "policy='snapkv': no policy: save the cache again"),
-        (lambda said: said["cache"]["fields"].pop("seen"), "it is made otherwise here"),
+        (lambda said: tables_of(said).pop("seen"), "it is made otherwise here"),
         (
-            lambda said: said["arrays"]["seen"].update(shape=[3]),
-            r"array='seen': int32\[2\] in .*manifest says int32\[3\]; save the cache again",
+            lambda said: said["arrays"][SEEN].update(shape=[3]),
+            r"array='arrays\.tables\.seen': int32\[2\] in .*manifest says int32\[3\]; save the cache again",
         ),
-        (lambda said: said["arrays"]["seen"].update(crc32=3), "array='seen': damaged, .*; save the cache again"),
         (
-            lambda said: said["arrays"]["seen"].update(dtype=3),
-            r"arrays\.seen=.*dtype and crc32 are expected in .*; save",
+            lambda said: said["arrays"][SEEN].update(crc32=3),
+            r"array='arrays\.tables\.seen': damaged, .*; save the cache again",
+        ),
+        (
+            lambda said: said["arrays"][SEEN].update(dtype=3),
+            r"arrays\.arrays\.tables\.seen=.*dtype and crc32 are expected in .*; save",
         ),
     ],
 )

@@ -174,7 +174,8 @@ def scores_stay_behind(patch):
     real = evict._written
 
     def written(pool, *rest):
-        return dataclasses.replace(real(pool, *rest), score=pool.score)
+        after, norms = real(pool, *rest)
+        return dataclasses.replace(after, score=pool.score), norms
 
     patch.setattr(evict, "_written", written)
 
