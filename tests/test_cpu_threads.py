@@ -37,8 +37,13 @@ def told(*shape):
     return [str(each.message) for each in found]
 for shape in ((1, 1), (1, 2), (2, 4), (2, 4), (1, 8)):
     print(*told(*shape))
+def name(thread):
+    try:
+        return open(f"/proc/self/task/{thread}/comm").read()
+    except OSError:
+        return ""  # it ended meanwhile
 def threads():
-    return sum("XLAEigen" in open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task"))
+    return sum("XLAEigen" in name(each) for each in os.listdir("/proc/self/task"))
 # A thread names itself, as soon as the one core has time for it.
 counts = [threads()]
 while len(counts) < 20 or counts[-1] != counts[-20]:
