@@ -15,6 +15,7 @@ from policy_table import BY_NAME
 import jaxkv
 from jaxkv.cache.slots import insert, taken
 from jaxkv.engine import slots as module
+from jaxkv.engine.slots import Slots
 from jaxkv.sampling import Greedy, mixed
 
 BUDGET = 20
@@ -192,3 +193,10 @@ def test_what_slots_refuse(as_users_call):
     on_mesh = meshes.model_of(4).on(meshes.mesh_of(2, 4))
     with pytest.raises(ValueError, match="multiple of the mesh's 2 groups"):
         runs.made(on_mesh, None, count=3)
+
+
+@pytest.mark.parametrize("question", (0, 40))
+def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(question):
+    policy = jaxkv.GlobalBudget(base=jaxkv.H2O(budget=20))
+    slots = Slots(jaxkv.Session(model(), policy), count=1, max_prompt=16, max_new_tokens=2, max_question=question)
+    assert (slots._spec.widest is None) == bool(question)
