@@ -23,6 +23,7 @@ LAYERS = (
     "jaxkv._warnings",
     "jaxkv._settings",
     "jaxkv._values",
+    "jaxkv._checks",
     # Where arrays lie: every program asks.
     "jaxkv.sharding.letters",
     "jaxkv.sharding.mesh",

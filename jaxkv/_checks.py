@@ -1,0 +1,158 @@
+"""The one family of checks for values that users give: each returns plain Python, or refuses with what to give.
+
+Every public door and every frozen config calls these, once; code behind a door trusts what it is handed.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from jaxkv._errors import require
+from jaxkv._values import FARTHEST, as_real, is_whole, plain
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int = FARTHEST) -> int:
+    """Returns an integer of Python's, numpy's or JAX's as a plain int.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given; True and 2.0 are refused.
+        remedy: what to give instead; by default the range.
+        least: the smallest integer that is accepted.
+        most: the largest one; by default the largest position, 2**31 - 1.
+
+    Returns:
+        The int.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    given = plain(value)
+    require(is_whole(given, least), name, given, remedy or f"give an integer from {least} to {most}")
+    if given > most:
+        require(False, name, given, f"give at most {most}" + (": no text is longer" if most == FARTHEST else ""))
+    return given
+
+
+def real(
+    name: str, value: Any, remedy: str = "", *, low: float = 0.0, high: float = math.inf, open_low: bool = False
+) -> float:
+    """Returns a number of Python's, numpy's or JAX's as a plain float.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given; bools, text and NaN are refused.
+        remedy: what to give instead; by default the range.
+        low: the smallest number that is accepted.
+        high: the largest one.
+        open_low: True refuses `low` itself.
+
+    Returns:
+        The float.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    number = as_real(value)
+    fits = number is not None and low <= number <= high and not (open_low and number == low)
+    require(fits, name, value, remedy or f"give a number {'above' if open_low else 'from'} {low} to {high}")
+    return float(number or 0.0)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns True or False, numpy's too, as a plain bool.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given.
+
+    Returns:
+        The bool.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    given = plain(value)
+    require(isinstance(given, bool), name, given, "give True or False")
+    return given
+
+
+def choice(name: str, value: Any, kind: type[E]) -> E:
+    """Returns the member of an enum, given as the member or as its value.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given.
+        kind: the enum.
+
+    Returns:
+        The member.
+
+    Raises:
+        ValueError: for anything else; the message lists the values.
+    """
+    known = [each.value for each in kind]
+    fits = isinstance(value, kind) or (isinstance(value, str) and value in known)
+    require(fits, name, value, f"use one of {', '.join(known)}")
+    return kind(value)
+
+
+def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
+    """Returns the elements of a list, tuple, array or iterator as a tuple of at least one.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given; text, bytes and classes are refused.
+        remedy: what to give instead.
+
+    Returns:
+        The tuple.
+
+    Raises:
+        ValueError: for anything else, and for nothing.
+    """
+    # An array without axes is iterable by its type alone.
+    given = plain(value)
+    iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, type))
+    elements = tuple(given) if iterable else ()
+    require(bool(elements), name, given, remedy)
+    return elements
+
+
+def index(name: str, value: Any, size: int) -> int:
+    """Returns an index into `size` elements as an int from 0 on; a negative one counts from the end.
+
+    Args:
+        name: the argument or field, for the error message.
+        value: what was given.
+        size: how many elements there are.
+
+    Returns:
+        The index, in [0, size).
+
+    Raises:
+        ValueError: for anything else.
+    """
+    given = plain(value)
+    fits = is_whole(given, -size) and given < size
+    require(fits, name, given, f"give an index from 0 to {size - 1}, or from -{size} to -1")
+    return given % size
+
+
+def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Checks one field of a frozen dataclass under construction, and stores the plain value in it.
+
+    Args:
+        value: the dataclass, in its `__post_init__`.
+        name: the field.
+        check: one of the checks above.
+        *args: what the check takes after name and value.
+        **options: its options.
+
+    Raises:
+        ValueError: as the check does.
+    """
+    object.__setattr__(value, name, check(name, getattr(value, name), *args, **options))
