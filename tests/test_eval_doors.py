@@ -69,7 +69,7 @@ def test_settings_of_jax_change_no_line(tmp_path, settings):
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"rows": float("nan")}, "Out of range"),
+        ({"rows": float("nan")}, "rows=nan: JSON has no such number"),
         ({"rows": "x"}, "rows=.*x"),
         ({"prediction": None}, "prediction=.*None"),
         ({"score": None}, "float"),

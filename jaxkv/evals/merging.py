@@ -1,4 +1,4 @@
-"""`merge`: the shards of an evaluation, run on several machines, as the one evaluation that they are."""
+"""`merge`: joins the shards of an evaluation, run on several machines, into the evaluation that they are parts of."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from jaxkv.evals.records import SAMPLES, Record, Run, differences
 from jaxkv.evals.runs import begin, finish
 from jaxkv.evals.summary import Evaluation
 
-# What the shards' machines may have of their own.
+# In `Run.made_with`, what may differ between the machines of shards.
 _OWN = ("device", "devices")
 
 
@@ -35,56 +35,49 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
         raise TypeError(f"folders={str(folders)!r}: give a list of the shards' folders")
     require(bool(folders), "folders", list(folders), "give the shards' folders")
     shards = [Evaluation.read(folder) for folder in folders]
-    run = _whole(shards)
+    whole = next((str(each.folder) for each in shards if each.run.shard is None), None)
+    require(whole is None, "folders", whole, "it is no shard, but a whole evaluation")
+    shards.sort(key=lambda each: each.run.shard or (0, 0))
+    run = _whole_run([(str(shard.folder), shard.run) for shard in shards])
     target = require_folder(out)
-    records = [shard.records for shard in sorted(shards, key=_number)]
     with locked(target):
-        begin(target, run)
-        write_whole(target / SAMPLES, b"".join(record.line() for record in _joined(run, records)))
-        whole = Evaluation.read(target)
-        finish(whole)
-    return whole
+        run = begin(target, run)
+        records = _in_order(run, [shard.records for shard in shards])
+        write_whole(target / SAMPLES, b"".join(record.line() for record in records))
+        evaluation = Evaluation(folder=target, run=run, records=tuple(records))
+        finish(evaluation)
+    return evaluation
 
 
-def _number(shard: Evaluation) -> int:
-    assert shard.run.shard is not None
-    return shard.run.shard[0]
-
-
-def _whole(shards: Sequence[Evaluation]) -> Run:
-    """The run that the shards are parts of, all of them there."""
-    first = shards[0]
-    for shard in shards:
-        require(shard.run.shard is not None, "folders", str(shard.folder), "it is no shard, but a whole evaluation")
-        mine, theirs = (_compared(each.run) for each in (first, shard))
-        found = differences(mine, theirs, but=("shard",))
-        where = f"{first.folder} and {shard.folder}"
+def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
+    """The run that shards, given with their folders and sorted, are parts of; refuses other or missing shards."""
+    first_folder, first = shards[0]
+    for folder, run in shards:
+        found = differences(_compared(first), _compared(run), but=("shard",))
+        where = f"{first_folder} and {folder}"
         require(not found, "folders", where, f"they are no shards of one evaluation ({'; '.join(found)})")
-    numbers = [shard.run.shard for shard in shards if shard.run.shard is not None]
-    count = numbers[0][1]
-    require(all(of == count for _, of in numbers), "folders", numbers, "they are shards of different numbers")
-    here = [number for number, _ in numbers]
-    twice = sorted({number for number in here if here.count(number) > 1})
+    pairs = [run.shard for _, run in shards if run.shard is not None]
+    count, here = pairs[0][1], [index for index, _ in pairs]
+    require(all(each == count for _, each in pairs), "folders", pairs, "they are shards of different numbers")
+    twice = sorted({index for index in here if here.count(index) > 1})
     require(not twice, "folders", f"shard {twice} of {count}", "it is there more than once: give each once")
     missing = sorted(set(range(count)) - set(here))
-    require(
-        not missing, "folders", f"shard {missing} of {count}", "it is missing: run it with --shard, and give it, too"
-    )
-    made_with = dict(first.run.made_with)
-    for name in _OWN:
-        made_with[name] = ", ".join(dict.fromkeys(shard.run.made_with[name] for shard in sorted(shards, key=_number)))
-    return dataclasses.replace(first.run, shard=None, made_with=made_with)
+    remedy = "it is missing: run it with --shard, and give it, too"
+    require(not missing, "folders", f"shard {missing} of {count}", remedy)
+    devices = {name: ", ".join(dict.fromkeys(run.made_with[name] for _, run in shards)) for name in _OWN}
+    return dataclasses.replace(first, shard=None, made_with={**first.made_with, **devices})
 
 
 def _compared(run: Run) -> dict[str, object]:
-    said = run.as_dict()
-    return {**said, "made_with": {name: each for name, each in run.made_with.items() if name not in _OWN}}
+    """`Run.as_dict` without the devices."""
+    made_with = {name: each for name, each in run.made_with.items() if name not in _OWN}
+    return {**run.as_dict(), "made_with": made_with}
 
 
-def _joined(run: Run, shards: Sequence[Sequence[Record]]) -> list[Record]:
-    """Records of all shards in the order of a run that was not split: batches in turns, policy by policy."""
-    rest, made = [iter(records) for records in shards], list[Record]()
+def _in_order(run: Run, shards: Sequence[Sequence[Record]]) -> list[Record]:
+    """Records of all shards in the order of the whole run: policy by policy, batches from the shards in turn."""
+    rest, records = [iter(each) for each in shards], list[Record]()
     for _ in run.policies:
         for at, batch in enumerate(run.batches()):
-            made += itertools.islice(rest[at % len(rest)], len(batch))
-    return made
+            records += itertools.islice(rest[at % len(rest)], len(batch))
+    return records

@@ -1,14 +1,14 @@
-"""What an evaluation leaves on disk: `run.json` says what was asked, `samples.jsonl` has a line for every sample.
+"""The files of an evaluation: `run.json` says what was asked, `samples.jsonl` has one line per policy and sample.
 
-Lines are in one order, policy by policy and within each sample by sample, and are never changed once they are whole. So
-a run that was ended anywhere goes on behind the last whole batch, and ends with the same bytes as one that was not.
+Lines stand policy by policy, and within each sample by sample; a whole line is never changed. A run that was killed
+therefore continues behind its last whole batch, and ends with the same bytes as one that was not.
 """
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +19,33 @@ from jaxkv._values import is_whole, shortened
 
 RUN, SAMPLES = "run.json", "samples.jsonl"
 _FORMAT = 1
+_REMEDY = "no evaluation's file, or one of another version: give another folder"
 # The same weights may lie elsewhere on another machine.
 _NOT_COMPARED = ("model",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that the lines of an evaluation depend on.
+    """Everything that the lines of an evaluation depend on.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         settings: its fields, as JSON has them.
-        unit: what a score is: "%", of shares in [0, 1], or another.
-        higher: whether more is better.
-        model: what was loaded.
-        fingerprint: of its weights.
+        unit: of scores: "%" for shares in [0, 1], or another such as "nats".
+        higher: True if a higher score is better.
+        model: name of the model.
+        fingerprint: hash of its weights.
         dtype: of weights and cache.
-        policies: by row, such as "adakv@128", what the policy is in full.
-        budgets: by row, the policy's budget; None keeps everything.
-        agnostic: whether contexts were compressed before questions were seen.
-        raw: whether the chat template was left out.
+        policies: the policy's `repr` by row, such as "adakv@128".
+        budgets: the policy's budget by row; None keeps everything.
+        agnostic: True if contexts were compressed before questions were seen.
+        raw: True if the chat template was left out.
         seed: of policies that draw.
         batch: samples that are run together.
-        shard: which part of how many this is; None is all of it.
-        samples: cases of the whole task.
-        digest: of the cases.
-        made_with: versions, and the device.
+        shard: `(i, n)` for the i-th of n shards; None for the whole evaluation.
+        samples: number of samples of the whole task.
+        digest: hash of the samples.
+        made_with: versions of packages, and the device.
     """
 
     task: str
@@ -66,20 +67,20 @@ class Run:
     made_with: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return json.loads(dumped({"format": _FORMAT, **dataclasses.asdict(self)}))
+        """The run as `run.json` has it."""
+        return {"format": _FORMAT, **as_json(dataclasses.asdict(self))}
 
     def batches(self) -> list[range]:
-        """Of this shard: places of samples in the task's list that are run together.
+        """Sample indices of each batch of this shard.
 
-        They are the same in all shards, each of which takes every n-th: a batch's results may depend on who is in it.
+        Batches are the same in all shards, each of which takes every n-th: results may depend on the batch.
         """
         every = [range(at, min(at + self.batch, self.samples)) for at in range(0, self.samples, self.batch)]
         return every if self.shard is None else every[self.shard[0] :: self.shard[1]]
 
     @property
     def lines(self) -> int:
-        """Lines of a finished evaluation."""
+        """Number of lines of the finished evaluation."""
         first, step = (0, 1) if self.shard is None else self.shard
         batches = -(-self.samples // self.batch)
         mine = range(first, batches, step)
@@ -88,24 +89,34 @@ class Run:
         return len(self.policies) * (len(mine) * self.batch - short)
 
 
+_NUMBER = (int, float)
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("task", "policy", "id", "group", "prediction"), (str,)),
+    **dict.fromkeys(("tags", "figures"), (dict,)),
+    **dict.fromkeys(("budget", "tokens", "rows", "nbytes"), (*_NUMBER, type(None))),
+    "answers": (list,),
+    "score": _NUMBER,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line: what became of one sample under one policy.
+    """One line of `samples.jsonl`: the outcome of one sample under one policy.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         policy: the row, such as "adakv@128".
-        budget: the policy's.
-        id: the sample's.
-        group: the row of the table that it counts in.
+        budget: the policy's budget.
+        id: of the sample.
+        group: row of the table that the sample counts in.
         tags: numbers and names that pictures are drawn over.
         prediction: the text drawn.
-        answers: what is right.
+        answers: right answers.
         score: as the task gives it.
         tokens: of the prompt; None where the task does not count them.
-        rows: kept of it per kv head and layer, averaged; None likewise.
-        nbytes: that they weigh, wherever they lie; None likewise.
-        figures: numbers, and lists of numbers, besides.
+        rows: kept of the prompt per kv head and layer, averaged; None likewise.
+        nbytes: of these rows, wherever they lie; None likewise.
+        figures: further numbers, and lists of numbers.
     """
 
     task: str
@@ -122,185 +133,120 @@ class Record:
     nbytes: int | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):
+        for name, kinds in _KINDS.items():
+            value = as_json(getattr(self, name), name)
+            fits = isinstance(value, kinds) and not isinstance(value, bool)
+            fits = fits and (name != "answers" or all(isinstance(each, str) for each in value))
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            require(fits, name, shortened(repr(value)), f"lines have {wanted} here: give that")
+            object.__setattr__(self, name, value)
+
     def line(self) -> bytes:
-        """As the file has it."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return (dumped(given) + "\n").encode()
+        """The line with its line feed, in UTF-8."""
+        return (dumped({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}) + "\n").encode()
 
 
 _FIELDS = {field.name for field in dataclasses.fields(Record)}
 
 
-def dumped(value: Any, **options: Any) -> str:
-    """JSON with its letters as they are, numpy's numbers among them.
+def as_json(value: Any, name: str = "value") -> Any:
+    """`value` as `json.loads` would give it back; refuses NaN, infinities and types that JSON lacks.
 
-    Args:
-        value: anything that JSON has, and numbers and arrays of numpy.
-        **options: of `json.dumps`.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: for NaN and infinities, which JSON has not.
-        TypeError: for anything else.
+    Numpy's numbers and arrays become plain ones, tuples lists, mappings dicts and paths texts.
     """
-    options = {"allow_nan": False, "default": _plain, **options}
-    text = json.dumps(value, ensure_ascii=False, **options)
-    # A lone surrogate has no UTF-8.
-    return text if text.isascii() or _encodes(text) else json.dumps(value, **options)
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        require(math.isfinite(value), name, value, "JSON has no such number: give a finite one")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [as_json(each, name) for each in value]
+    if isinstance(value, Mapping):
+        return {_key(key, name): as_json(each, name) for key, each in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    shown = f"{type(value).__name__} {shortened(repr(value))}"
+    raise TypeError(f"{name}: {shown}: give numbers, texts, lists and mappings")
 
 
-def _encodes(text: str) -> bool:
+def _key(key: Any, name: str) -> str:
+    if not (key is None or isinstance(key, (str, int, float))):
+        raise TypeError(f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings")
+    return key if isinstance(key, str) else json.dumps(key)
+
+
+def dumped(value: Any, *, indent: int | None = None) -> str:
+    """`value` as JSON text with letters unescaped, save lone surrogates, which UTF-8 lacks."""
+    plain = as_json(value)
+    text = json.dumps(plain, ensure_ascii=False, indent=indent)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise TypeError(f"{type(value).__name__} {shortened(repr(value))}: give numbers, texts, lists and mappings")
+        return json.dumps(plain, indent=indent)
+    return text
 
 
 def read_run(folder: Path) -> Run | None:
-    """What a folder's lines are of.
-
-    Args:
-        folder: of an evaluation.
-
-    Returns:
-        The run; None where none has begun.
-
-    Raises:
-        ValueError: for a file that is none of ours.
-    """
+    """The run in a folder's `run.json`, or None where there is no such file; refuses a file of another format."""
     path = folder / RUN
-    remedy = "no evaluation's file, or one of another version: give another folder"
     try:
-        said = json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}; {remedy}") from None
+        raise ValueError(f"{path}: {error}; {_REMEDY}") from None
+    require(isinstance(found, dict) and found.pop("format", None) == _FORMAT, str(path), "format", _REMEDY)
     names = {field.name for field in dataclasses.fields(Run)}
-    require(isinstance(said, dict) and said.pop("format", None) == _FORMAT, str(path), "format", remedy)
-    require(said.keys() == names, str(path), ", ".join(sorted(said.keys() ^ names)), remedy)
-    shard = said.pop("shard")
-    kinds = {**dict.fromkeys(("policies", "budgets", "settings", "made_with"), dict), "unit": str}
-    sound = all(isinstance(said[name], kind) for name, kind in kinds.items())
-    sound = sound and is_whole(said["batch"], 1) and is_whole(said["samples"], 1)
-    sound = sound and said["policies"].keys() == said["budgets"].keys() != set()
+    require(found.keys() == names, str(path), ", ".join(sorted(found.keys() ^ names)), _REMEDY)
+    shard = found.pop("shard")
+    mappings = all(isinstance(found[name], dict) for name in ("policies", "budgets", "settings", "made_with"))
+    fits = mappings and isinstance(found["unit"], str) and found["policies"].keys() == found["budgets"].keys() != set()
+    fits = fits and is_whole(found["batch"], 1) and is_whole(found["samples"], 1)
     pair = isinstance(shard, list) and len(shard) == 2 and all(map(is_whole, shard)) and shard[0] < shard[1]
-    require(sound and (shard is None or pair), str(path), "changed", remedy)
-    return Run(**said, shard=None if shard is None else tuple(shard))
+    require(fits and (shard is None or pair), str(path), "changed", _REMEDY)
+    return Run(**found, shard=None if shard is None else tuple(shard))
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
-    """What differs between two runs, or parts of them, in words.
+    """Texts such as "batch: 8, not 4" for what two `Run.as_dict` have both, and differently.
 
-    Args:
-        one: of `Run.as_dict`.
-        other: another one; what either has not is not compared.
-        but: names that may differ.
-
-    Returns:
-        A piece for each difference: "batch: 8, not 4".
+    Names in `but`, and in one of the two alone, are not compared.
     """
     found = []
     for name in (name for name in one if name in other and name not in (*_NOT_COMPARED, *but)):
         mine, theirs = one[name], other[name]
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            if name == "policies" and list(mine) != list(theirs):
-                found.append(f"{name}: {', '.join(mine)}, not {', '.join(theirs)}")
-                continue
-            keys = dict.fromkeys([*mine, *theirs])
-            found += [f"{name}.{k}: {_told(mine, k)}, not {_told(theirs, k)}" for k in keys if _differ(mine, theirs, k)]
-        elif mine != theirs:
-            found.append(f"{name}: {shortened(dumped(mine))}, not {shortened(dumped(theirs))}")
+        if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+            if mine != theirs:
+                found.append(f"{name}: {shortened(dumped(mine))}, not {shortened(dumped(theirs))}")
+        elif name == "policies" and list(mine) != list(theirs):
+            found.append(f"{name}: {', '.join(mine)}, not {', '.join(theirs)}")
+        else:
+            for key in dict.fromkeys([*mine, *theirs]):
+                first, second = (shortened(dumped(each[key])) if key in each else "nothing" for each in (mine, theirs))
+                if (key in mine) != (key in theirs) or mine.get(key) != theirs.get(key):
+                    found.append(f"{name}.{key}: {first}, not {second}")
     return found
 
 
-def _told(of: Mapping[str, Any], key: str) -> str:
-    return shortened(dumped(of[key])) if key in of else "nothing"
-
-
-def _differ(mine: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool:
-    return (key in mine) != (key in theirs) or mine.get(key) != theirs.get(key)
+def whole_lines(folder: Path) -> list[bytes]:
+    """Lines of a folder's `samples.jsonl`, each with its line feed; a line that was cut is left out."""
+    try:
+        whole, end, _ = (folder / SAMPLES).read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        return []
+    return [line + b"\n" for line in whole.split(b"\n")] if end else []
 
 
 def read_record(line: bytes, where: str) -> Record:
-    """One line's record.
-
-    Args:
-        line: of `samples.jsonl`.
-        where: it stands, for the error.
-
-    Returns:
-        The record.
-
-    Raises:
-        ValueError: for a line that none has written.
-    """
+    """The record of one line; refuses a line that no evaluation has written, naming `where` it stands."""
     try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}; the file was changed: remove the line and those behind it") from None
-    fits = isinstance(said, dict) and said.keys() == _FIELDS
-    require(fits, where, shortened(repr(line)), "no line of an evaluation: remove it and those behind it")
-    try:
-        require_sound(said, "remove the line and those behind it")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return Record(**said)
-
-
-def require_sound(said: Mapping[str, Any], remedy: str) -> None:
-    """Refuses a record with something else in it than belongs there.
-
-    Args:
-        said: its fields, as JSON has them.
-        remedy: what to do.
-
-    Raises:
-        ValueError: naming the field.
-    """
-    for name, sound in _SOUND.items():
-        require(
-            sound(said[name]), name, shortened(repr(said[name])), f"no text or finite number as lines have it: {remedy}"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_number_or_none(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-_SOUND: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("task", "policy", "id", "group", "prediction"), _is_text),
-    **dict.fromkeys(("tags", "figures"), _is_mapping),
-    **dict.fromkeys(("budget", "tokens", "rows", "nbytes"), _is_number_or_none),
-    "score": _is_number,
-    "answers": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-}
+        found = json.loads(line)
+        fits = isinstance(found, dict) and found.keys() == _FIELDS
+        require(fits, "line", shortened(repr(line)), "it is none of an evaluation")
+        return Record(**found)
+    except (ValueError, TypeError, RecursionError) as error:
+        remedy = "the file was changed: remove the line and those behind it"
+        raise ValueError(f"{where}: {error}; {remedy}") from None

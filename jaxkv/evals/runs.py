@@ -1,9 +1,8 @@
-"""`evaluate`: every policy over every sample of a task, a line each, to be gone on with wherever it was ended."""
+"""`evaluate`: runs every policy over every sample of a task, and appends a line for each to the evaluation's folder."""
 
 import dataclasses
 import hashlib
 import importlib.metadata
-import json
 import math
 import os
 import sys
@@ -15,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxkv import _checks as checks
 from jaxkv._errors import require
 from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_model
@@ -22,7 +22,7 @@ from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.arguments import as_rows, as_task, name_of, require_budgets, require_how, seed_of, settings_of
 from jaxkv.evals.folder import Lines, locked, require_folder
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
-from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run, require_sound
+from jaxkv.evals.records import RUN, Record, Run, differences, dumped, read_run
 from jaxkv.evals.summary import Evaluation
 from jaxkv.evals.task import How, Outcome, Sample, Task
 from jaxkv.loading import LanguageModel
@@ -36,7 +36,7 @@ _ROUNDING = 1e-6
 
 
 class Failed(RuntimeError):
-    """A batch that could not be run; its message names the samples, and says what is there already."""
+    """A batch that could not be run; its message names the samples, and how many lines are written already."""
 
 
 def evaluate(
@@ -60,14 +60,14 @@ def evaluate(
         task: `Ruler(lengths=(4096,))`, say, or a name of `jaxkv.evals.TASKS` for one with its defaults.
         policies: by row of the table; `at_budgets` makes such rows of names and budgets.
         out: the folder, which is made: `run.json`, `samples.jsonl`, `table.md`, and pictures where matplotlib is there.
-        how: whether policies see questions, and other things that are no task's; as usual by default.
+        how: whether policies see questions, and other settings that belong to no task; `How()` by default.
         batch: samples that are run together.
         shard: `(i, n)` runs every n-th batch from the i-th on, another machine the others; `merge` joins them.
         mesh: devices with the axes "data" and "model" to run on, all of this process.
-        progress: a bar on stderr with the time left; by default where stderr is a terminal.
+        progress: True for a bar on stderr with the time left; by default where stderr is a terminal.
 
     Returns:
-        What came out.
+        The finished evaluation.
 
     Raises:
         ValueError: for a folder of another evaluation, naming what differs, for one that another process is at, for
@@ -84,58 +84,36 @@ def evaluate(
     require_how(task, how)
     samples = _samples(params, task)
     require_budgets(params, task, rows, samples, how)
-    run = _run(params, task, rows, samples, how=how, batch=batch, shard=shard)
+    job = _Job(params=params, task=task, policies=rows, samples=samples, how=how, folder=folder)
+    run = job.run(checks.whole("batch", batch), shard)
     with locked(folder):
-        begin(folder, run)
-        with Lines(folder) as lines:
-            _fill(lines, params, task, rows, samples, run, how, folder, progress)
-        evaluation = Evaluation.read(folder)
+        run = begin(folder, run)
+        lines = Lines(folder)
+        job.fill(lines, run, progress)
+        evaluation = Evaluation(folder=folder, run=run, records=tuple(lines.records))
         finish(evaluation)
     return evaluation
 
 
-def require_same(folder: Path, said: Mapping[str, Any]) -> None:
-    """Refuses a folder where another evaluation has begun.
-
-    Args:
-        folder: of an evaluation; it need not be there.
-        said: of `Run.as_dict`, or as much of it as is known.
-
-    Raises:
-        ValueError: naming what differs.
-    """
+def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
+    """Refuses a folder whose run differs from `asked`, a `Run.as_dict` or a part of one; there need be no folder."""
     there = read_run(folder)
-    if there is not None:
-        found = differences(there.as_dict(), said)
-        what = f"another evaluation has begun there ({'; '.join(found)})"
-        require(not found, "out", str(folder), f"{what}: give it as it was, or another folder")
+    found = [] if there is None else differences(there.as_dict(), asked)
+    what = f"another evaluation has begun there ({'; '.join(found)})"
+    require(not found, "out", str(folder), f"{what}: give it as it was, or another folder")
 
 
-def begin(folder: Path, run: Run) -> None:
-    """Writes down what is asked, before anything is run; where it has begun, it is the same.
-
-    Args:
-        folder: of an evaluation, locked.
-        run: what is asked.
-
-    Raises:
-        ValueError: where another evaluation has begun there, naming what differs.
-        OSError: where nothing can be written.
-    """
+def begin(folder: Path, run: Run) -> Run:
+    """The run of a locked folder: the one that has begun there, which must be the same, or `run`, written down."""
     require_same(folder, run.as_dict())
-    if read_run(folder) is None:
+    there = read_run(folder)
+    if there is None:
         write_whole(folder / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
+    return there or run
 
 
 def finish(evaluation: Evaluation) -> None:
-    """Writes the table and, where matplotlib is there, the pictures beside the lines.
-
-    Args:
-        evaluation: a complete one.
-
-    Raises:
-        OSError: where they cannot be written.
-    """
+    """Writes a finished evaluation's table and, where matplotlib is installed, its pictures into its folder."""
     write_whole(evaluation.folder / TABLE, (evaluation.table() + "\n").encode())
     if not PLOTS_MISSING:
         for name, data in draw(evaluation, ("svg", "png")).items():
@@ -143,6 +121,7 @@ def finish(evaluation: Evaluation) -> None:
 
 
 def _samples(params: LanguageModel, task: Task) -> list[Sample]:
+    """The task's samples; refuses none, other objects, and ids that stand there twice."""
     samples = list(task.samples(params))
     odd = next((each for each in samples if not isinstance(each, Sample)), None)
     if odd is not None:
@@ -154,192 +133,171 @@ def _samples(params: LanguageModel, task: Task) -> list[Sample]:
     return samples
 
 
-def _run(
-    params: LanguageModel,
-    task: Task,
-    rows: Mapping[str, Method],
-    samples: Sequence[Sample],
-    *,
-    how: How,
-    batch: int,
-    shard: tuple[int, int] | None,
-) -> Run:
-    batch = plain(batch)
-    require(is_whole(batch, 1), "batch", batch, "run at least 1 sample at a time")
-    if shard is not None:
-        shard = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else shard
-        pair = isinstance(shard, tuple) and len(shard) == 2 and all(is_whole(each) for each in shard)
-        require(pair and 0 <= shard[0] < shard[1], "shard", shard, "give (i, n), with i from 0 to n - 1")
-        most = -(-len(samples) // batch)
-        require(
-            shard[1] <= most, "shard", shard, f"{len(samples)} samples are {most} batches: give as many shards at most"
-        )
-        shard = (shard[0], shard[1])
+def _digest(samples: Sequence[Sample]) -> str:
+    """Hash of the samples in 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for sample in samples:
         try:
             digest.update(dumped(dataclasses.asdict(dataclasses.replace(sample, tags=dict(sample.tags)))).encode())
         except (TypeError, ValueError) as error:
             raise type(error)(f"sample {sample.id!r}: {error}") from None
-    device = jax.devices()[0] if params.axes is None else params.axes.mesh.devices.flat[0]
-    versions = {name: _version(name) for name in ("jaxkv", "jax", "jaxlib", "numpy")}
-    return Run(
-        task=name_of(task),
-        settings=settings_of(task),
-        unit=task.unit,
-        higher=task.higher,
-        model=params.name,
-        fingerprint=params.fingerprint,
-        dtype=params.dtype.name,
-        policies={name: repr(policy) for name, policy in rows.items()},
-        budgets={name: policy.parts().budget for name, policy in rows.items()},
-        agnostic=how.agnostic,
-        raw=how.raw,
-        seed=how.seed,
-        batch=batch,
-        shard=shard,
-        samples=len(samples),
-        digest=digest.hexdigest()[:16],
-        made_with=versions | {"device": device.device_kind, "devices": _devices(params)},
-    )
+    return digest.hexdigest()[:16]
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # a plain checkout
-        return "unknown"
+def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
+    """A checked `(i, n)` of at most `batches` shards; None for all."""
+    if shard is None:
+        return None
+    pair = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else ()
+    fits = len(pair) == 2 and all(is_whole(each) for each in pair) and pair[0] < pair[1]
+    require(fits, "shard", shard, "give (i, n), with i from 0 to n - 1")
+    require(pair[1] <= batches, "shard", shard, f"there are {batches} batches: give as many shards at most")
+    return pair[0], pair[1]
 
 
-def _devices(params: LanguageModel) -> str:
-    sizes = {} if params.axes is None else dict(params.axes.mesh.shape)
-    return "x".join(str(size) for size in sizes.values()) or "1"
+def _made_with(params: LanguageModel) -> dict[str, str]:
+    """Versions of jaxkv and what computes, the device's kind, and the mesh such as "1x8"."""
+    versions = {}
+    for name in ("jaxkv", "jax", "jaxlib", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # a plain checkout
+            versions[name] = "unknown"
+    mesh = None if params.axes is None else params.axes.mesh
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    sizes = "1" if mesh is None else "x".join(map(str, mesh.shape.values()))
+    return versions | {"device": device.device_kind, "devices": sizes}
 
 
-def _fill(
-    lines: Lines,
-    params: LanguageModel,
-    task: Task,
-    rows: Mapping[str, Method],
-    samples: Sequence[Sample],
-    run: Run,
-    how: How,
-    folder: Path,
-    progress: bool | None,
-) -> None:
-    """Runs what is not there yet."""
-    todo = [(name, [samples[at] for at in batch]) for name in rows for batch in run.batches()]
-    skipped = _there(lines, todo, folder)
-    shown = sys.stderr.isatty() if progress is None else progress
-    with tqdm(
-        total=run.lines,
-        initial=len(lines.records),
-        desc=run.task,
-        unit=" samples",
-        disable=not shown,
-        file=sys.stderr,
-        # In a file, a line now and then.
-        mininterval=0.1 if sys.stderr.isatty() else 30.0,
-    ) as bar:
-        before = None
-        for name, batch in todo[skipped:]:
-            bar.set_postfix_str(name, refresh=False)
-            if before not in (None, name):
-                _make_room()
-            before = name
-            # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
-            more = 0 if rows[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
-            filled = [*batch, *batch[-1:] * more]
-            made = _records(params, task, run, name, rows[name], filled, how, len(lines.records), folder)
-            lines.add(made[: len(batch)])
-            bar.update(len(batch))
-
-
-def _make_room() -> None:
-    """Frees programs where they take up too many of the memory mappings that a process may have, and XLA crashes."""
+def _free_programs() -> None:
+    """Frees compiled programs near the process' limit of memory mappings, above which XLA crashes."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
 
 
-def _there(lines: Lines, todo: Sequence[tuple[str, list[Sample]]], folder: Path) -> int:
-    """Whole batches that are there; lines of one that is not whole are dropped."""
-    at = whole = 0
-    for name, batch in todo:
-        mine = lines.records[at : at + len(batch)]
-        for line, (record, sample) in enumerate(zip(mine, batch, strict=False), start=at + 1):
-            same = (record.policy, record.id) == (name, sample.id)
-            remedy = (
-                f"the line of {name}, {sample.id} is expected: remove it and those behind it, or give another folder"
-            )
-            require(same, f"{folder}, line {line}", f"{record.policy}, {record.id}", remedy)
-        if len(mine) < len(batch):
-            break
-        at, whole = at + len(batch), whole + 1
-    else:
-        require(
-            len(lines.records) == at, str(folder), f"{len(lines.records)} lines", f"{at} are all: remove the others"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The checked arguments of `evaluate`: model, task and samples, and the policy of each row."""
+
+    params: LanguageModel
+    task: Task
+    policies: Mapping[str, Method]
+    samples: Sequence[Sample]
+    how: How
+    folder: Path
+
+    def run(self, batch: int, shard: Any) -> Run:
+        """The job as `run.json` describes it."""
+        task, params = self.task, self.params
+        return Run(
+            task=name_of(task),
+            settings=settings_of(task),
+            unit=task.unit,
+            higher=task.higher,
+            model=params.name,
+            fingerprint=params.fingerprint,
+            dtype=params.dtype.name,
+            policies={name: repr(policy) for name, policy in self.policies.items()},
+            budgets={name: policy.parts().budget for name, policy in self.policies.items()},
+            agnostic=self.how.agnostic,
+            raw=self.how.raw,
+            seed=self.how.seed,
+            batch=batch,
+            shard=_shard(shard, -(-len(self.samples) // batch)),
+            samples=len(self.samples),
+            digest=_digest(self.samples),
+            made_with=_made_with(params),
         )
-    lines.keep(at)
-    return whole
 
+    def fill(self, lines: Lines, run: Run, progress: bool | None) -> None:
+        """Runs the batches whose lines are missing, and appends their lines."""
+        todo = [(name, [self.samples[at] for at in batch]) for name in self.policies for batch in run.batches()]
+        skipped = self._skip(lines, todo)
+        shown = sys.stderr.isatty() if progress is None else progress
+        with tqdm(
+            total=run.lines,
+            initial=len(lines.records),
+            desc=run.task,
+            unit=" samples",
+            disable=not shown,
+            file=sys.stderr,
+            # In a file, a line now and then.
+            mininterval=0.1 if sys.stderr.isatty() else 30.0,
+        ) as bar:
+            before = None
+            for name, batch in todo[skipped:]:
+                bar.set_postfix_str(name, refresh=False)
+                if before not in (None, name):
+                    _free_programs()
+                before = name
+                # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
+                more = 0 if self.policies[name].parts().draws or run.samples <= run.batch else run.batch - len(batch)
+                records = self._records(run, name, [*batch, *batch[-1:] * more], len(lines.records))
+                lines.add(records[: len(batch)])
+                bar.update(len(batch))
 
-def _ran(params: LanguageModel, task: Task, policy: Method, batch: Sequence[Sample], how: How) -> list[Outcome]:
-    """A batch; of a policy that draws, sample by sample, so that each has draws of its own."""
-    if not policy.parts().draws:
-        return task.run(params, policy, batch, how)
-    own = {sample.id: dataclasses.replace(how, seed=seed_of(how.seed, sample.id)) for sample in batch}
-    return [outcome for sample in batch for outcome in task.run(params, policy, [sample], own[sample.id])]
+    def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
+        """Number of batches whose lines are there already; lines of a batch that is not whole are cut off."""
+        expected = [(name, sample.id) for name, batch in todo for sample in batch]
+        for at, (record, (name, sample)) in enumerate(zip(lines.records, expected, strict=False), start=1):
+            remedy = f"the line of {name}, {sample} is expected: remove it and those behind it, or give another folder"
+            same = (record.policy, record.id) == (name, sample)
+            require(same, f"{self.folder}, line {at}", f"{record.policy}, {record.id}", remedy)
+        there, all_of = len(lines.records), len(expected)
+        require(there <= all_of, str(self.folder), f"{there} lines", f"{all_of} are all: remove the others")
+        count = whole = 0
+        for _, batch in todo:
+            if count + len(batch) > there:
+                break
+            count, whole = count + len(batch), whole + 1
+        lines.keep(count)
+        return whole
 
-
-def _records(
-    params: LanguageModel,
-    task: Task,
-    run: Run,
-    name: str,
-    policy: Method,
-    batch: Sequence[Sample],
-    how: How,
-    done: int,
-    folder: Path,
-) -> list[Record]:
-    """What became of a batch, as its lines have it; what no line can have is told, and how many are there."""
-    ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
-    kept = f"{done} lines are in {folder}, and the same call goes on from there"
-    try:
-        outcomes = list(_ran(params, task, policy, batch, how))
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        raise Failed(f"{name}, {ids}: {message}; {kept}") from error
-    if len(outcomes) != len(batch):
-        raise Failed(f"{name}, {ids}: {name_of(task)} gave {len(outcomes)} outcomes for {len(batch)}; {kept}")
-    made = []
-    for sample, outcome in zip(batch, outcomes, strict=True):
+    def _records(self, run: Run, name: str, batch: Sequence[Sample], done: int) -> list[Record]:
+        """Records of one batch under one policy; an error is raised as `Failed`, with the count of lines `done`."""
+        ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
+        kept = f"{done} lines are in {self.folder}, and the same call goes on from there"
         try:
-            score = float(outcome.score)
-            if not math.isfinite(score) or (task.unit == "%" and not -_ROUNDING <= score <= 1 + _ROUNDING):
-                wanted = "a share in [0, 1]" if task.unit == "%" else "a finite number"
-                raise ValueError(f"score={score}: {name_of(task)} owes {wanted}")
-            made.append(_record(run, name, sample, outcome, score))
-            require_sound(json.loads(made[-1].line()), "give texts and finite numbers")
-        except (TypeError, ValueError, AttributeError) as error:
-            raise Failed(f"{name}, sample {sample.id}: {error}; {kept}") from error
-    return made
+            outcomes = list(self._outcomes(self.policies[name], batch))
+        except Exception as error:
+            message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise Failed(f"{name}, {ids}: {message}; {kept}") from error
+        if len(outcomes) != len(batch):
+            raise Failed(f"{name}, {ids}: {run.task} gave {len(outcomes)} outcomes for {len(batch)}; {kept}")
+        records = []
+        for sample, outcome in zip(batch, outcomes, strict=True):
+            try:
+                records.append(_record(run, name, sample, outcome))
+            except (TypeError, ValueError, AttributeError, RecursionError) as error:
+                raise Failed(f"{name}, sample {sample.id}: {error}; {kept}") from error
+        return records
+
+    def _outcomes(self, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
+        """Outcomes of a batch; a policy that draws runs sample by sample, each with a seed of its own."""
+        if not policy.parts().draws:
+            return self.task.run(self.params, policy, batch, self.how)
+        own = {sample.id: dataclasses.replace(self.how, seed=seed_of(self.how.seed, sample.id)) for sample in batch}
+        return [each for one in batch for each in self.task.run(self.params, policy, [one], own[one.id])]
 
 
-def _record(run: Run, name: str, sample: Sample, outcome: Outcome, score: float) -> Record:
+def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
+    """The record of one outcome; refuses a score that is not of the task's unit."""
+    score, shares = float(outcome.score), run.unit == "%"
+    fits = math.isfinite(score) and (not shares or -_ROUNDING <= score <= 1 + _ROUNDING)
+    require(fits, "score", score, f"{run.task} owes {'a share in [0, 1]' if shares else 'a finite number'}")
     return Record(
         task=run.task,
         policy=name,
         budget=run.budgets[name],
         id=sample.id,
         group=sample.group,
-        tags=dict(sample.tags),
+        tags=sample.tags,
         prediction=outcome.prediction,
-        answers=list(sample.answers),
-        score=min(1.0, max(0.0, score)) if run.unit == "%" else score,
+        answers=sample.answers,
+        score=min(1.0, max(0.0, score)) if shares else score,
         tokens=outcome.tokens,
         rows=outcome.rows,
         nbytes=outcome.nbytes,
-        figures=dict(outcome.figures),
+        figures=outcome.figures,
     )

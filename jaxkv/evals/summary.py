@@ -1,11 +1,11 @@
-"""What came out of an evaluation: means with intervals by policy and group, what they cost, and tables of them."""
+"""Results of an evaluation: mean scores with intervals and costs, by policy and group, and tables of them."""
 
 import collections
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,28 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv._errors import require
-from jaxkv.evals.folder import read_lines
-from jaxkv.evals.records import Record, Run, read_record, read_run
+from jaxkv.checkpoints._errors import refusal
+from jaxkv.evals.records import Record, Run, read_record, read_run, whole_lines
 
-# More of them are samples' own, and none that they were made for.
+# More lengths than these are the samples' own, not lengths that samples were made for.
 _MOST_LENGTHS = 25
 _Z = 1.959964  # of the normal distribution's middle 95%
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Samples of one policy and group together.
+    """Mean score and costs of one policy over the samples of one group.
 
     Attributes:
         policy: the row's name, such as "adakv@128".
         group: samples that count together; "mean" for the mean of all groups, each of the same weight.
-        n: samples.
-        mean: of their scores.
-        low: where a 95% interval of the mean begins; None where one sample says nothing of it.
-        high: where it ends.
+        n: number of samples.
+        mean: mean score.
+        low: lower end of the mean's 95% interval; None where one sample gives none.
+        high: its upper end.
         tokens: of a prompt, averaged; None where the task does not count them.
-        rows: kept of it per kv head and layer, averaged; None likewise.
-        nbytes: that they weigh, wherever they lie, averaged; None likewise.
+        rows: kept of a prompt per kv head and layer, averaged; None likewise.
+        nbytes: of these rows, wherever they lie, averaged; None likewise.
     """
 
     policy: str
@@ -50,15 +50,15 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One policy's scores less another one's, sample by sample.
+    """Differences between two policies' scores on the same samples.
 
     Attributes:
-        mean: of the differences; above 0 the first has the higher scores.
-        low: where a 95% interval of the mean begins; None for one sample.
-        high: where it ends.
-        above: samples at which the first has the higher score.
-        below: samples at which the second has.
-        n: samples that both have.
+        mean: of the differences; above 0 the first policy has the higher scores.
+        low: lower end of the mean's 95% interval; None for one sample.
+        high: its upper end.
+        above: number of samples at which the first policy has the higher score.
+        below: number of samples at which the second has.
+        n: number of samples.
     """
 
     mean: float
@@ -70,18 +70,18 @@ class Difference:
 
 
 def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[float, float] | None:
-    """A 95% interval of the mean of independent scores.
+    """Ends of the 95% confidence interval of the mean of independent scores.
 
     Args:
-        scores: any.
-        shares: they lie in [0, 1], and so does their mean.
+        scores: n of them.
+        shares: True if scores lie in [0, 1], and so their mean.
 
     Returns:
-        Its ends: Wilson's where every share is 0 or 1, and where all are alike, as wide as if they were; Student's
-        otherwise, None for one score that is no share.
+        Lower and upper end: Wilson's interval where every share is 0 or 1, or all shares are equal, as wide as if they
+        were; Student's otherwise. None for one score that is no share.
 
     Raises:
-        ValueError: for no scores, and for shares that are none.
+        ValueError: for no scores, and for shares outside [0, 1].
 
     References:
         Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
@@ -100,32 +100,28 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
 
 
 def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
+    """Student's 95% interval of the mean; None for one value."""
+    from scipy import special  # imported late: it takes longer than all of jaxkv's own files
+
     n, mean = len(values), float(values.mean())
     if n == 1:
         return None
-    width = _quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
+    width = float(special.stdtrit(n - 1, 0.975)) * float(values.std(ddof=1)) / math.sqrt(n)
     return mean - width, mean + width
 
 
 def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[float, float] | None:
-    """Student's; of differences of shares that are all alike, as far as those not drawn may pull the mean."""
+    """Student's interval; of equal differences of shares, how far samples not drawn may pull the mean."""
     n, first = len(apart), float(apart[0])
     if not shares or n == 1 or (apart != first).any():
         return _student(apart)
-    # Wilson's upper end of none among n that differ: they lie in [-1, 1].
+    # Wilson's upper end for 0 of n samples that differ: the others lie in [-1, 1].
     others = _Z**2 / (n + _Z**2)
     return first - others * (1 + first), first + others * (1 - first)
 
 
-def _quantile(freedom: int) -> float:
-    """Up to where 97.5% of Student's distribution lie."""
-    from scipy import special  # imported late: it takes longer than all of jaxkv's own files
-
-    return float(special.stdtrit(freedom, 0.975))
-
-
-def _together(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    """An interval of the mean of independent means, of their intervals (Zou and Donner 2008, "MOVER")."""
+def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+    """Interval of the mean of independent means, from their intervals (Zou and Donner 2008, "MOVER")."""
     known = [each for each in ends if each is not None]
     if len(known) < len(ends):
         return None
@@ -135,14 +131,22 @@ def _together(means: Sequence[float], ends: Sequence[tuple[float, float] | None]
     return middle - down, middle + up
 
 
+def _by_group(records: Sequence[Record], values: Sequence[float]) -> list[Float[np.ndarray, " _"]]:
+    """`values` of the records, an array for each group."""
+    groups: dict[str, list[float]] = {}
+    for record, value in zip(records, values, strict=True):
+        groups.setdefault(record.group, []).append(value)
+    return [np.asarray(each, np.float64) for each in groups.values()]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """A finished evaluation: of a whole task, or of one shard of it.
 
     Attributes:
-        folder: where it lies.
+        folder: that holds its files.
         run: what was asked.
-        records: what became of every sample under every policy.
+        records: outcome of every sample under every policy.
     """
 
     folder: Path
@@ -167,26 +171,25 @@ class Evaluation:
             raise TypeError(f"folder={folder!r}: give the folder of an evaluation")
         path = Path(folder).expanduser()
         try:
-            run = read_run(path)
-            lines = read_lines(path)
+            run, lines = read_run(path), whole_lines(path)
         except NotADirectoryError:
             run, lines = None, []
-        require(run is not None, "folder", str(folder), "no evaluation lies there: give what --out was")
-        assert run is not None
+        if run is None:
+            raise refusal("folder", str(folder), "no evaluation lies there: give what --out was")
         remedy = f"{run.lines} lines make it complete: run the same command again, and it goes on from there"
         require(len(lines) == run.lines, "folder", f"{folder}, {len(lines)} lines", remedy)
         records = [read_record(line, f"{path}, line {at}") for at, line in enumerate(lines, start=1)]
-        each = len(records) // max(1, len(run.policies))
-        parts = [records[at : at + each] for at in range(0, len(records), max(1, each))]
-        for name, part in zip(run.policies, parts, strict=True):
-            same = [(name, one.id) for one in parts[0]] == [(record.policy, record.id) for record in part]
+        ids = [record.id for record in records[: len(records) // len(run.policies)]]
+        expected = [(name, each) for name in run.policies for each in ids]
+        for record, (name, each) in zip(records, expected, strict=True):
             remedy = "they are not those of the others: the file was changed; remove them and those behind them, and "
+            same = (record.policy, record.id) == (name, each)
             require(same, "folder", f"{folder}, lines of {name}", remedy + "run the same command again")
         return cls(folder=path, run=run, records=tuple(records))
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Rows, in their order."""
+        """Names of the rows, in order."""
         return tuple(self.run.policies)
 
     @functools.cached_property
@@ -196,7 +199,7 @@ class Evaluation:
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths that samples were made for, ascending; none where they have no tag "length", or one each."""
+        """Prompt lengths that samples were made for, ascending; empty without a tag "length", or with one length."""
         given: list[Any] = [record.tags.get("length") for record in self.records]
         found = sorted(set(given)) if all(isinstance(each, int) for each in given) else []
         return tuple(found) if 1 < len(found) <= _MOST_LENGTHS else ()
@@ -209,18 +212,18 @@ class Evaluation:
         return by
 
     def of(self, policy: str, group: str | None = None, **tags: Any) -> list[Record]:
-        """Records of a policy.
+        """Records of one policy, in the order of the samples.
 
         Args:
-            policy: a row's name.
-            group: of one group; all by default.
-            **tags: that they have, such as `length=4096`.
+            policy: name of a row.
+            group: only of this group; all by default.
+            **tags: only with these tags, such as `length=4096`.
 
         Returns:
-            In the order of the samples.
+            The records.
 
         Raises:
-            ValueError: for names that are not there, and for tags that none has.
+            ValueError: for an unknown row or group, and for tags that no sample has.
         """
         require(policy in self.policies, "policy", policy, f"there are {', '.join(self.policies)}")
         require(group is None or group in self.groups, "group", group, f"there are {', '.join(self.groups)}")
@@ -231,31 +234,27 @@ class Evaluation:
         return found
 
     def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
-        """Scores of a policy, in the order of the samples; see `of`."""
+        """Scores of one policy, in the order of the samples; arguments as for `of`."""
         return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
 
     def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
-        """A policy's mean score, how sure it is, and what it cost.
+        """Mean score of one policy with its interval, and what its caches cost.
 
         Args:
-            policy: a row's name.
-            group: of one group; by default the mean of all groups, each of the same weight.
-            **tags: of samples that have them, such as `length=4096`.
+            policy: name of a row.
+            group: only of this group; by default the mean of all groups, each of the same weight.
+            **tags: only of samples with these tags, such as `length=4096`.
 
         Returns:
             The cell.
 
         Raises:
-            ValueError: for names that are not there, and for tags that none has.
+            ValueError: for an unknown row or group, and for tags that no sample has.
         """
         records, shares = self.of(policy, group, **tags), self.run.unit == "%"
-        by: dict[str, list[float]] = {}
-        for record in records:
-            by.setdefault(record.group, []).append(record.score)
-        parts = [np.asarray(scores, np.float64) for scores in by.values()]
-        means, ends = [float(part.mean()) for part in parts], [interval(part, shares=shares) for part in parts]
-        found = _together(means, ends)
-        low, high = (None, None) if found is None else found
+        parts = _by_group(records, [record.score for record in records])
+        means = [float(part.mean()) for part in parts]
+        low, high = _of_mean(means, [interval(part, shares=shares) for part in parts]) or (None, None)
         return Cell(
             policy=policy,
             group="mean" if group is None else group,
@@ -263,47 +262,40 @@ class Evaluation:
             mean=sum(means) / len(means),
             low=low,
             high=high,
-            **{name: _mean(records, name) for name in ("tokens", "rows", "nbytes")},
+            tokens=_mean(record.tokens for record in records),
+            rows=_mean(record.rows for record in records),
+            nbytes=_mean(record.nbytes for record in records),
         )
 
     def difference(self, first: str, second: str, group: str | None = None) -> Difference:
-        """One policy against another one on the same samples, which says more than two intervals.
+        """Compares two policies sample by sample, which says more than two intervals.
 
         Args:
-            first: a row's name.
-            second: another one's.
-            group: of one group; by default the mean of all groups, each of the same weight, as in `cell`.
+            first: name of a row.
+            second: name of another row.
+            group: only of this group; by default the mean of all groups, each of the same weight, as in `cell`.
 
         Returns:
-            The difference.
+            The difference, first minus second.
 
         Raises:
-            ValueError: for names that are not there.
+            ValueError: for an unknown row or group.
         """
-        by: dict[str, list[float]] = {}
-        for one, other in zip(self.of(first, group), self.of(second, group), strict=True):
-            by.setdefault(one.group, []).append(one.score - other.score)
-        parts = [np.asarray(each, np.float64) for each in by.values()]
-        means = [float(part.mean()) for part in parts]
-        shares = self.run.unit == "%"
-        ends = _together(means, [_of_differences(part, shares=shares) for part in parts])
+        ones, others = self.of(first, group), self.of(second, group)
+        parts = _by_group(ones, [one.score - other.score for one, other in zip(ones, others, strict=True)])
+        means, shares = [float(part.mean()) for part in parts], self.run.unit == "%"
+        low, high = _of_mean(means, [_of_differences(part, shares=shares) for part in parts]) or (None, None)
         apart = np.concatenate(parts)
-        return Difference(
-            mean=sum(means) / len(means),
-            low=None if ends is None else ends[0],
-            high=None if ends is None else ends[1],
-            above=int((apart > 0).sum()),
-            below=int((apart < 0).sum()),
-            n=len(apart),
-        )
+        above, below = int((apart > 0).sum()), int((apart < 0).sum())
+        return Difference(mean=sum(means) / len(means), low=low, high=high, above=above, below=below, n=len(apart))
 
     def as_dict(self) -> dict[str, Any]:
-        """What was asked, and every cell, as JSON has it."""
+        """The run and every cell, as JSON has them."""
         cells = [self.cell(policy, group) for policy in self.policies for group in (*self.groups, None)]
         return {"run": self.run.as_dict(), "cells": [dataclasses.asdict(cell) for cell in cells]}
 
     def table(self) -> str:
-        """Markdown: a line for each policy with what it costs, then groups by policy, budget by budget."""
+        """Markdown tables: score and costs of each policy, then scores by group and length, budget by budget."""
         head = f"| policy | {self.scale} | 95% interval | n | rows kept | MB | prompt tokens |"
         lines = [f"# {self.title}", "", head, "|---|---:|:---:|---:|---:|---:|---:|"]
         for policy in self.policies:
@@ -311,31 +303,29 @@ class Evaluation:
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
             row = [policy, self.shown(cell.mean), self.shown_interval(cell), str(cell.n), *costs]
             lines.append(f"| {' | '.join(map(_escaped, row))} |")
-        for what, rows in self.sections().items():
-            for part in self.blocks():
-                lines += [
-                    "",
-                    f"| {what} | n | {' | '.join(map(_escaped, part))} |",
-                    "|---|---:|" + ":---:|" * len(part),
-                ]
-                for name, by in rows.items():
-                    cells = [self.cell(policy, **by) for policy in part]
-                    told = [f"{self.shown(cell.mean)} ({self.shown_interval(cell)})" for cell in cells]
-                    lines.append(f"| {_escaped(name) if by else '**mean**'} | {cells[0].n} | {' | '.join(told)} |")
+        for kind, rows in self.sections().items():
+            for block in self.blocks():
+                lines += ["", f"| {kind} | n | {' | '.join(map(_escaped, block))} |"]
+                lines.append("|---|---:|" + ":---:|" * len(block))
+                for name, filters in rows.items():
+                    cells = [self.cell(policy, **filters) for policy in block]
+                    scores = [f"{self.shown(cell.mean)} ({self.shown_interval(cell)})" for cell in cells]
+                    label = _escaped(name) if filters else "**mean**"
+                    lines.append(f"| {label} | {cells[0].n} | {' | '.join(scores)} |")
         return "\n".join(lines)
 
     def sections(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Tables that samples fall apart into: by its title each one's rows, and what `cell` takes for them."""
-        made: dict[str, dict[str, dict[str, Any]]] = {}
+        """Tables by group and by length: for each the keyword arguments of `cell` by label of the line."""
+        tables: dict[str, dict[str, dict[str, Any]]] = {}
         if len(self.groups) > 1:
-            made["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
+            tables["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
         if self.lengths:
-            made["length"] = {**{f"{length:,}": {"length": length} for length in self.lengths}, "mean": {}}
-        return made
+            tables["length"] = {**{f"{length:,}": {"length": length} for length in self.lengths}, "mean": {}}
+        return tables
 
     @property
     def title(self) -> str:
-        """What was run, in a line."""
+        """Task, model and settings in one line."""
         run = self.run
         said = [run.model, "question-agnostic" if run.agnostic else "", "no chat template" if run.raw else ""]
         part = "" if run.shard is None else f"shard {run.shard[0]} of {run.shard[1]}"
@@ -343,46 +333,41 @@ class Evaluation:
 
     @property
     def scale(self) -> str:
-        """What scores are given in, and which way is better."""
+        """Unit of the scores, and which way is better."""
         return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
 
     def shown(self, score: float | None) -> str:
-        """A score as tables have it."""
+        """A score as text, with the digits of tables."""
         return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
 
     def shown_interval(self, cell: Cell) -> str:
-        """A cell's interval as tables have it."""
+        """A cell's interval as text, or a dash."""
         return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
     def blocks(self) -> list[list[str]]:
-        """Policies that stand beside one another in a table: those of one budget, each time with those of none."""
+        """Rows that stand beside one another in a table: those of one budget, behind those without a budget."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
         return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]
 
 
 def _budget(policy: str) -> str:
+    """The budget in the name of a row, such as "128"; empty without one."""
     return policy.rpartition("@")[2] if "@" in policy else ""
 
 
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    known = [value for value in (getattr(record, name) for record in records) if value is not None]
-    return None if len(known) < len(records) else float(np.mean(known))
+def _mean(values: Iterable[int | float | None]) -> float | None:
+    """Mean of the values; None if one of them is not known."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return None if len(known) < len(every) else float(np.mean(known))
 
 
 def number(value: float | int | None, digits: int, unit: float = 1.0) -> str:
-    """A number as tables have it.
-
-    Args:
-        value: any; None for one that is not known.
-        digits: behind the point.
-        unit: what it is counted in.
-
-    Returns:
-        The number with commas between thousands, or a dash.
-    """
+    """`value / unit` as text with `digits` decimals and commas between thousands; a dash for None."""
     return "-" if value is None else f"{value / unit:,.{digits}f}"
 
 
 def _escaped(text: str) -> str:
+    """Text that breaks no line or column of a Markdown table."""
     return " ".join(text.splitlines()).replace("|", "\\|")
