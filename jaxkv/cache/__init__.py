@@ -1,4 +1,4 @@
-"""The cache: pools of rows, segments in them and how they lie, what waits in host memory."""
+"""The KV cache: pools of key and value rows cut into segments, their layout, and rows offloaded to host memory."""
 
 from jaxkv.cache.arrays import Cache, State, Tables
 from jaxkv.cache.bank import Bank

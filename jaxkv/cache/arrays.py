@@ -1,4 +1,4 @@
-"""The arrays of a cache on the device: pools of rows, tables of where rows lie, and what the policy remembers."""
+"""The device arrays of a cache, which compiled programs take and return: pools, segment tables and policy state."""
 
 import dataclasses
 from functools import partial
@@ -17,18 +17,20 @@ from jaxkv.cache.pools import Pool
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What policies remember that go on after the prompt.
+    """Arrays that a policy carries from token to token: prompt length, budget, recent queries, merging thresholds.
+
+    Only policies that evict or compress again after the prompt have one.
 
     Attributes:
         prompt: `i32[B]` tokens of the prompt, which protected spans refer to.
         budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt; where nothing is dropped, tokens
             of it that are read.
-        recent: `i32[L, B]` most recent rows that are never dropped.
-        choosable: `i32[L, B, K]` first rows of each segment that filter layers choose from, those of the prompt; rows
-            that wait in host memory are not among them. None where every layer reads everything.
+        recent: `i32[L, B]` number of most recent rows that are never dropped.
+        choosable: `i32[L, B, K]` number of rows at the head of each segment that filter layers choose from: the
+            prompt's rows on the device. None where every layer reads all rows.
         tau: `f32[L, B, K, n]` merging's running thresholds, -inf before the first dropped row; None without merging.
         rings: one per layer, or per filter layer, `f32[B, K, G, R, D]`: the query at position p stands in slot p % R;
-            none where nobody asks for queries of before.
+            empty where the policy needs no past queries.
     """
 
     prompt: Int[Array, " B"]
@@ -42,15 +44,15 @@ class State:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
-    """Where the rows of every segment lie in their pools, tokens of each sequence, and what the policy remembers.
+    """First row, length and target size of every segment, tokens seen by each sequence, and the policy's state.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
         length: `i32[L, B, K]` rows in each segment.
-        limit: `i32[L, B, K]` the policy's target size of each segment; appended rows go beyond it where the policy
-            does not drop rows.
-        seen: `i32[B]` tokens the sequence has had, and so the next position. Never derived from length.
-        state: what the policy remembers; None for policies that only act on the prompt.
+        limit: `i32[L, B, K]` the policy's target size of each segment; only policies that evict keep appended rows
+            within it.
+        seen: `i32[B]` tokens each sequence has had, which is its next position; never derived from `length`.
+        state: the policy's state; None for policies that only compress the prompt.
     """
 
     start: Int[Array, "L B K"]
@@ -60,19 +62,15 @@ class Tables:
     state: State | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
-        """The tables of a few layers; queries remembered stay those of all.
-
-        Args:
-            layers: `i32[n]` their indices.
-
-        Returns:
-            Tables of n layers.
-        """
+        """Tables of the n layers with these indices; query rings stay those of all layers."""
         state = self.state
         if state is not None:
-            some = lambda table: None if table is None else table[layers]  # noqa: E731
-            tables: dict[str, Any] = {name: some(getattr(state, name)) for name in ("recent", "choosable", "tau")}
-            state = dataclasses.replace(state, **tables)
+            state = dataclasses.replace(
+                state,
+                recent=state.recent[layers],
+                choosable=None if state.choosable is None else state.choosable[layers],
+                tau=None if state.tau is None else state.tau[layers],
+            )
         start, length, limit = (table[layers] for table in (self.start, self.length, self.limit))
         return Tables(start=start, length=length, limit=limit, seen=self.seen, state=state)
 
@@ -80,17 +78,17 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """All arrays of a cache on the device: what programs take and give.
+    """Pools and tables: all device arrays of a cache, as compiled programs take and return them.
 
     Attributes:
         pools: one per layer, or a single one shared by all layers.
-        tables: where their rows lie, and what the policy remembers.
+        tables: segments, tokens seen and policy state.
     """
 
     pools: tuple[Pool, ...]
     tables: Tables
 
     def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "Cache":
-        """A copy with other pools, or other tables by name."""
+        """Copy with other pools, or with other fields of `tables` by name."""
         pools = self.pools if pools is None else pools
         return Cache(pools=pools, tables=dataclasses.replace(self.tables, **tables))

@@ -1,4 +1,4 @@
-"""A saved cache's folder, a manifest and arrays: what writes it and what reads it. `encoding` says what values are."""
+"""Writes and reads the folder of a saved cache: a JSON manifest (see `encoding`) and one file per array."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,21 +23,15 @@ from jaxkv.checkpoints.orbax_files import (
     write_folder,
 )
 
-# What the manifest calls its two values.
+# The two keys of the manifest.
 _POLICY, _CACHE = "policy", "cache"
 
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
-    """Writes a cache's folder, whole or not at all; of several processes on one mesh the first one writes.
+    """Writes a cache's folder atomically; with several processes on one mesh only the first writes.
 
-    Args:
-        folder: where; nothing may be there.
-        policy: what compressed the cache.
-        cache: the cache without its policy, as a single device holds it.
-        mesh: the mesh that it lies on, if any.
-
-    Raises:
-        ValueError: where something lies in `folder`, nothing can be written there, or a value holds what no text says.
+    `cache` is laid out for one device and has no policy. ValueError if `folder` exists or cannot be written, or if the
+    policy holds a value that cannot be encoded.
     """
     arrays: dict[str, np.ndarray] = {}
     manifest = {_POLICY: encode(policy, None, _POLICY), _CACHE: encode(cache, arrays)}
@@ -47,26 +41,20 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The manifest of a saved cache's folder; ValueError for a folder that is half-written or holds something else."""
+    """Manifest of a saved cache; ValueError if the folder is incomplete or holds something else."""
     require_whole(folder, CACHE)
     return read_manifest(folder, CACHE)
 
 
 def encoded_policy(manifest: Mapping[str, Any]) -> Any:
-    """What `encode` said of the policy that compressed the cache."""
+    """The policy's encoded value in a manifest, for `encoding.decode`."""
     return manifest.get(_POLICY)
 
 
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
-    """The value that was saved as a cache, without its policy.
+    """Reads a saved cache without its policy; ValueError if arrays are missing or damaged.
 
-    Args:
-        folder: the folder.
-        manifest: from `manifest_of`.
-        on_host: True puts all arrays into host memory, False only the bank's; others go to the default device.
-
-    Raises:
-        ValueError: for arrays that are missing or damaged, and for what `decode` refuses.
+    `on_host=True` puts all arrays into host memory, False only those of the bank, the others on the default device.
     """
     entries = described(folder, manifest.get(CACHE.listed), CACHE)
     device = next(iter(jnp.zeros(()).devices()))

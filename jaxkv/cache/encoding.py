@@ -1,4 +1,4 @@
-"""Frozen values as JSON, and the arrays in them by name: what a saved cache's manifest is made of. Never pickles."""
+"""Encodes frozen dataclasses as JSON with arrays by name, for the manifest of a saved cache; never pickles."""
 
 import dataclasses
 import enum
@@ -17,22 +17,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class UnknownClass(ValueError):
-    """A value of a class that this process does not have."""
+    """Error for an encoded value whose class is not imported in this process."""
 
 
 def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> Any:
-    """Says what a value is made of.
+    """Encodes a value as JSON: dataclasses, enums and classes by module and name, arrays by their path in the value.
 
-    Args:
-        value: a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses.
-        arrays: takes the arrays, by where they lie in the value; None refuses them.
-        name: where the value lies in a larger one.
-
-    Returns:
-        What JSON holds: classes by module and name, an array by its name.
-
-    Raises:
-        ValueError: for anything else, naming where it lies.
+    The value is a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses; ValueError
+    names the path of anything else. Arrays are put into `arrays` under their paths; None refuses arrays. `name` is the
+    path of `value` itself.
     """
     if type(value) in _PLAIN:
         return value
@@ -56,18 +49,10 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
 
 
 def decode(said: Any, array: Callable[[str], Any]) -> Any:
-    """Makes a value of what `encode` says of it.
+    """Decodes what `encode` wrote; `array` returns an array by its path.
 
-    Args:
-        said: from `encode`, through JSON.
-        array: gives an array by its name.
-
-    Returns:
-        The value.
-
-    Raises:
-        UnknownClass: for a class that is not in this process; nothing is imported.
-        ValueError: for what `encode` does not say, and for fields that a class does not take.
+    UnknownClass for a class that this process has not imported (nothing is imported here); ValueError for anything
+    that `encode` does not write, and for fields that a class does not take.
     """
     if type(said) in _PLAIN:
         return said
@@ -94,21 +79,24 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
 
 
 def _is_frozen(cls: Any) -> bool:
+    """True if `cls` is a frozen dataclass."""
     made = getattr(cls, "__dataclass_params__", None)
     return made is not None and made.frozen
 
 
 def _inside(name: str, part: object) -> str:
+    """Path of a field or element inside the value at path `name`."""
     return f"{name}.{part}" if name else str(part)
 
 
 def _path(cls: type) -> str:
-    """Where a class is found: by its public name if it has one, for files inside a package move."""
+    """`module:qualname` of a class, by a public module where one exports it, since internal modules move."""
     public = (name for name in _PUBLIC if getattr(sys.modules.get(name), cls.__qualname__, None) is cls)
     return f"{next(public, cls.__module__)}:{cls.__qualname__}"
 
 
 def _found(path: Any) -> Any:
+    """Class at `module:qualname` in an imported module; UnknownClass if there is none."""
     module, _, names = path.partition(":") if isinstance(path, str) else ("", "", "")
     found: Any = sys.modules.get(module)
     for name in names.split("."):

@@ -1,12 +1,12 @@
-"""The KV cache: one pool of rows per layer (or one for all), cut into a segment per sequence and kv head.
+"""The KV cache that users hold: one pool of rows per layer (or one for all), with a segment per sequence and kv head.
 
 ```
 pool of one layer, one sequence, K = 3           | start[0] ..         | start[1] ..   | start[2] ..
 rows      0                                     P
           [ head 0: kept rows | room ][ head 1: kept | room ][ head 2: kept rows | room ]
 ```
-Budgets that depend on data move `start` and `length`, never a shape. Values are immutable: every function returns a
-new cache, and none gives up the buffers of the one it was given.
+Budgets that depend on data change `start` and `length`, never a shape. Caches are immutable: every function returns a
+new cache, and none donates the buffers of the cache it was given.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxkv.sharding.mesh import Axes, host, lettered, place
 
 
 class Turn(enum.Enum):
-    """Where a cache's conversation stands: nothing seen, in the user's turn, in the answer's, or in plain text."""
+    """State of a cache's conversation: nothing seen, in the user's turn, in the answer, or plain text without turns."""
 
     START = "start"
     USER = "user"
@@ -50,26 +50,26 @@ class Turn(enum.Enum):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Everything a model remembers of B sequences, compressed by one policy: arrays, and what is known of them.
+    """Keys and values of B sequences, compressed by one policy, and the model, policy and mesh they belong to.
 
     Attributes:
-        arrays: pools of rows on the device, where these lie, and what the policy remembers.
-        bank: prompts of layers whose rows wait in host memory; their pools hold what came after.
-        logits: `f32[B, V]` of the next token, where a session is to draw it; not counted as the cache's.
-        moved: `i32[B]` rows of each sequence that other devices' heads got, where the policy's `capacity` left no room
-            for better ones; None where it never could.
-        layout: how segments lie in their pool.
-        policy: who compressed it.
+        arrays: pools, segment tables and policy state on the device.
+        bank: prompt rows of offloaded layers, in host memory; the pools of those layers hold only later rows.
+        logits: `f32[B, V]` of the next token; None where no token is to be drawn. Not counted in `nbytes`.
+        moved: `i32[B]` number of rows of each sequence that went to another device's heads because the policy's
+            `capacity` was reached; None where it cannot be reached.
+        layout: placement of segments in their pools.
+        policy: the policy that compressed the cache.
         config: the model's shape.
-        slots: S, the bucket that its prompts were padded to.
-        extended: segments may hold more rows than the policy keeps of prompts of `slots` tokens: several tokens at once
-            have been added since it chose, or heads competed for the rows of a longer text.
-        model: fingerprint of the weights that made it.
-        turn: where the conversation stands; where sequences stand at different turns, that of each.
-        axes: of the mesh that it lies on, if it does. Each device then has the stretch of every pool that its heads lie
-            in, and first rows count from there.
-        padding: sequences behind the others that the arrays hold so that a mesh's groups have as many each: copies of
-            the last one, which nobody asks. `batch`, `kept` and the like are of the others.
+        slots: S, the bucket that the prompts were padded to.
+        extended: True if segments may hold more rows than the policy keeps of prompts of `slots` tokens, because
+            several tokens at once were appended, or heads competed for the rows of a longer text.
+        model: fingerprint of the weights that made the cache.
+        turn: state of the conversation; a tuple, one for each sequence, if sequences differ.
+        axes: the mesh that the cache is sharded over, or None. Each device holds the part of every pool with its own
+            heads' segments, and `start` counts from the beginning of that part.
+        padding: number of trailing sequences that only fill up a mesh's groups, copies of the last real one. `batch`,
+            `kept`, `first_rows` and the other counts leave them out.
     """
 
     arrays: Cache
@@ -87,7 +87,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """One line: the policy, sequences, rows per kv head, bytes, the turn. For any leaves, tracers among them."""
+        """One line with policy, sequences, rows per kv head, bytes and turn; also for tracers and deleted arrays."""
         layers, batch, heads = _shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -105,22 +105,22 @@ class KVCache:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """One pool per layer, or a single one shared by all layers (`layout.one_pool`)."""
+        """One pool per layer, or one pool shared by all layers (`layout.one_pool`)."""
         return self.arrays.pools
 
     @property
     def tables(self) -> Tables:
-        """Where the rows of every segment lie, and what the policy remembers."""
+        """Segment tables, tokens seen and policy state."""
         return self.arrays.tables
 
     @property
     def start(self) -> Int[Array, "L B K"]:
-        """First row of each segment, `i32[L, B, K]`; on a mesh within the stretch of its device."""
+        """First row of each segment, `i32[L, B, K]`; on a mesh counted from the first row of the device's part."""
         return self.tables.start
 
     @property
     def length(self) -> Int[Array, "L B K"]:
-        """Rows in each segment, `i32[L, B, K]`."""
+        """Number of rows in each segment, `i32[L, B, K]`."""
         return self.tables.length
 
     @property
@@ -130,100 +130,92 @@ class KVCache:
 
     @property
     def seen(self) -> Int[Array, " B"]:
-        """Tokens that each sequence has had, `i32[B]`, and so its next position."""
+        """Number of tokens that each sequence has had, `i32[B]`, which is its next position."""
         return self.tables.seen
 
     @property
     def state(self) -> State | None:
-        """What the policy remembers; None for policies that only act on the prompt."""
+        """Policy state; None for policies that only compress the prompt."""
         return self.tables.state
 
     def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "KVCache":
-        """A copy with other pools, or other tables by name (`start`, `length`, `limit`, `seen`, `state`)."""
+        """Copy with other pools, or with other tables by name (`start`, `length`, `limit`, `seen`, `state`)."""
         return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cache to disk, bit by bit, for `jaxkv.load_cache` in any process: whole or not at all.
+        """Saves the cache to a folder, bit for bit and atomically; `jaxkv.load_cache` reads it in any process.
 
-        Of several processes on one mesh, all of which must call it, the first one writes.
+        With several processes on one mesh all must call it, and the first one writes.
 
         Args:
-            path: the folder to make; nothing may be there.
+            path: the folder to make; it must not exist.
 
         Raises:
-            ValueError: where something lies at `path`, nothing can be written there, the cache's arrays have been given
-                up, or its policy holds what no text says.
+            ValueError: if `path` exists or cannot be written, if the cache's arrays were donated, or if its policy
+                holds a value that cannot be written as text.
         """
         self.require_arrays()
         given = dataclasses.replace(self, policy=None)
-        # Files know of no mesh: they hold what one device would.
+        # Saved caches are independent of the mesh: rows are laid out as on one device.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = given if self.axes is None else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
         write_cache(Path(path).expanduser(), self.policy, whole, None if self.axes is None else self.axes.mesh)
 
     def require_arrays(self) -> None:
-        """Refuses a cache whose arrays are gone.
-
-        Raises:
-            ValueError: where a donating function has been given them.
-        """
+        """Raises ValueError if any of the cache's arrays has been donated."""
         gone = [leaf for leaf in jax.tree.leaves(self) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-        require(not gone, "cache", "deleted", "its arrays were given up by a donating function: prefill anew")
+        require(not gone, "cache", "deleted", "its arrays were donated to an earlier call: prefill anew")
 
     @property
     def batch(self) -> int:
-        """B; those that fill a mesh's groups left out."""
+        """B, the number of sequences, padding sequences left out."""
         return self.seen.shape[0] - self.padding
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every array of the cache on the device, slack, bookkeeping and policy state included."""
+        """Bytes of all device arrays of the cache: rows, free rows, tables and policy state; logits left out."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(dataclasses.replace(self, bank=None, logits=None)))
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes in host memory."""
+        """Bytes of offloaded rows in host memory."""
         return 0 if self.bank is None else self.bank.nbytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of a pool, positions and scores included."""
+        """Bytes of one pool row: key, value, position and score."""
         return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(self.pools[0]))
 
     @property
     def full_nbytes(self) -> int:
-        """What the tokens seen would weigh in a full, unpadded cache."""
+        """Bytes that all tokens seen would take in a full cache without padding."""
         each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].k.dtype.itemsize
         return int(host(self.seen)[: self.batch].sum()) * each
 
     @property
     def slack_nbytes(self) -> int:
-        """Bytes of rows that hold nothing."""
+        """Bytes of pool rows that hold no token."""
         rows = self.seen.shape[0] * sum(pool.rows for pool in self.pools)
         return (rows - int(self.kept.sum())) * self.row_bytes
 
     @property
     def kept(self) -> np.ndarray:
-        """Rows held on the device, `i32[L, B, K]`, as an array on the host."""
+        """Number of rows in each segment on the device, a numpy array `i32[L, B, K]`."""
         return host(self.length)[:, : self.batch]
 
     @property
     def stretches(self) -> int:
-        """Parts of each pool that devices have, each with its own heads' segments."""
+        """Number of parts that each pool is sharded into, each with the segments of its device's heads."""
         return 1 if self.axes is None else self.axes.size("K")
 
     @property
     def first_rows(self) -> np.ndarray:
-        """Where each segment begins in its pool, `i32[L, B, K]`, as an array on the host."""
+        """First row of each segment counted from the beginning of its whole pool, a numpy array `i32[L, B, K]`."""
         start, rows = host(self.start), [pool.rows for pool in self.pools]
         return self.layout.in_pools(start, rows, self.stretches)[:, : self.batch]
 
     def spans(self) -> Iterator[tuple[int, int, int, int, slice]]:
-        """Where every segment lies.
-
-        Yields:
-            Layer, sequence and kv head, layer by layer; the number of the pool and the segment's rows in it.
-        """
+        """Yields layer, sequence, kv head, pool index and row slice of every segment, layer by layer."""
         first, length = self.first_rows, self.kept
         for layer, sequence, head in np.ndindex(*first.shape):
             begin = first[layer, sequence, head]
@@ -231,11 +223,11 @@ class KVCache:
             yield layer, sequence, head, self.layout.pool_of(layer), rows
 
     def free(self) -> Int[np.ndarray, " L"]:
-        """Rows that every segment of a layer can still take where it lies (the smallest over the layer's segments)."""
-        pools = [pool.rows // self.stretches for pool in self.pools]
-        # A stretch is to its heads what a pool is to all.
-        apart = lambda a: a.reshape(a.shape[0], -1, a.shape[2] // self.stretches)  # noqa: E731
-        return np.asarray(self.layout.free(apart(host(self.start)), apart(host(self.length)), pools)).min(axis=(1, 2))
+        """Number of rows that every segment of a layer can take without moving: the smallest over its segments."""
+        parts = self.stretches
+        # Each device's part of a pool is laid out as a pool of its own for its heads.
+        start, length = (a.reshape(a.shape[0], -1, a.shape[2] // parts) for a in map(host, (self.start, self.length)))
+        return np.asarray(self.layout.free(start, length, [pool.rows // parts for pool in self.pools])).min(axis=(1, 2))
 
 
 def laid_out(
@@ -245,28 +237,22 @@ def laid_out(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """A cache on another mesh: the same rows in the same segments, brought to the host one array after the other.
+    """Copies a cache to another mesh (`axes=None`: one device) by way of the host, one array at a time.
 
-    Args:
-        cache: any cache.
-        axes: of the mesh; None for a single device.
-        rows: of each pool, or of each of its stretches; by default no more than the fullest one takes.
-        put: where an array of these letters goes; by default where it lies on that mesh.
-
-    Returns:
-        The cache there.
+    `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
+    with these letters; by default on the mesh.
     """
     put = partial(place, axes=axes) if put is None else put
     groups, stretches = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
     batch, layout = cache.batch, cache.layout
-    # What fills the groups is the last sequence once more.
+    # The last sequence repeated fills up the groups.
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
     first, length = cache.first_rows[:, of], cache.kept[:, of]
     layers, count, heads = length.shape
     start, sources = np.empty_like(first), []
     for index, group in enumerate(layout.groups(range(layers))):
         part = slice(group[0], group[-1] + 1)
-        # A stretch of heads is a sequence of its own to its pool.
+        # Each device's part of a pool is laid out as a pool of its own.
         apart = length[part].reshape(len(group), -1, heads // stretches)
         each = int(layout.takes(apart).max()) if rows is None else rows[index]
         start[part] = np.asarray(layout.place(jnp.asarray(apart), each)).reshape(length[part].shape)
@@ -277,19 +263,22 @@ def laid_out(
             source[row, begin + taken] = first[part][layer, row, head] + taken
         sources.append(source)
     made = dataclasses.replace(cache, axes=axes, padding=count - batch, bank=None)
-    move = lambda path, letters, leaf: put(_moved(path, letters.split(), leaf, of, sources, start), letters)  # noqa: E731
-    there = jax.tree.unflatten(jax.tree.structure(made), [move(*leaf) for leaf in lettered(made)])
+    leaves = [
+        put(_relocated(path, letters.split(), leaf, of, sources, start), letters)
+        for path, letters, leaf in lettered(made)
+    ]
+    there = jax.tree.unflatten(jax.tree.structure(made), leaves)
     if cache.bank is None:
         return there
-    # What waits may be of one sequence for all.
+    # The bank may hold one sequence that all share.
     alone = len(cache.bank.rows[0]) < len(cache.seen)
     return dataclasses.replace(there, bank=cache.bank.moved(of[:groups] * 0 if alone else of, axes))
 
 
-def _moved(
+def _relocated(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
-    """A leaf of the sequences `of`: rows of a pool from where they come, and where segments begin."""
+    """One array of the cache for sequences `of`: pool rows gathered from `sources`, first rows from `start`."""
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))
@@ -302,24 +291,27 @@ def _moved(
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
+    """Shape of an array with three axes, else None."""
     shape = getattr(leaf, "shape", None)
     return shape if isinstance(shape, tuple) and len(shape) == 3 else None
 
 
 def _known(leaf: Any) -> np.ndarray | None:
-    """An array's numbers, if it has any that can be looked at: no tracer, nothing deleted, all in this process."""
+    """Values of an array as numpy; None for tracers, deleted arrays and arrays held in part by other processes."""
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
         return None
-    # What other processes hold is not asked for: one process may print what the others do not.
+    # No transfer between processes: one process may print a cache while the others do not.
     gone = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
     return None if gone else np.asarray(leaf)
 
 
 def _range(numbers: np.ndarray) -> str:
+    """Text `low to high` of the smallest and largest number, or the one number."""
     low, high = int(numbers.min()), int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 
 
 def _bytes(tree: Any) -> int:
+    """Total bytes of a tree's arrays, from their shapes and dtypes."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)

@@ -1,4 +1,4 @@
-"""How segments lie in pools: the one place that knows. Everybody else asks it."""
+"""How segments are placed in their pools; no other module computes where a segment lies."""
 
 import enum
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from jaxtyping import Int
 
 from jaxkv.attention.xla import Walk
 
-# On the host, or on a device, where they may be traced.
+# numpy arrays on the host, or JAX arrays, which may be traced.
 Numbers = TypeVar("Numbers", Array, np.ndarray)
 
 
 class Layout(enum.Enum):
-    """How the segments of a layer lie in its pool.
+    """Placement of segments in pools: equal shares of a layer's pool, one after another, or one pool for all layers.
 
-    EQUAL: every segment owns the same number of rows, head k from k * P/K on, known at trace time.
-    RAGGED: segments of any length, one after the other, within the layer's own pool.
-    SHARED: all layers' segments lie in one pool, one after the other.
+    EQUAL: each segment has P / K rows of its layer's pool, head k from k * P / K on, known at trace time.
+    RAGGED: segments of any length, one after another, in the layer's own pool.
+    SHARED: segments of any length, one after another, in one pool for all layers.
     """
 
     EQUAL = "equal"
@@ -29,47 +29,41 @@ class Layout(enum.Enum):
 
     @property
     def one_pool(self) -> bool:
-        """Whether all layers share a pool."""
+        """True if all layers share one pool."""
         return self is Layout.SHARED
 
     @property
     def walk(self) -> Walk:
-        """How a layer's rows are reached where they lie like this."""
+        """The way in which attention goes through a layer's segments under this layout."""
         return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[self]
 
     def pool_of(self, layer: int) -> int:
-        """Which of the pools holds a layer's segments."""
+        """Index of the pool that holds a layer's segments."""
         return 0 if self.one_pool else layer
 
     def groups(self, layers: Sequence[int]) -> list[Sequence[int]]:
-        """Layers by the pool that they share."""
+        """Layers grouped by pool: one group of all layers, or a group per layer."""
         return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
 
     def widest(self, rows: int, heads: int) -> int:
-        """Rows that a segment could hold at most in a pool of so many."""
+        """Largest number of rows that one segment can hold in a pool of `rows` rows for `heads` heads."""
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Rows of the pool that segments of these lengths take at least, for each sequence of a group of layers."""
+        """Smallest P that holds the segments of `n` layers that share a pool, for each sequence."""
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 
     def place(
         self, length: Int[Array, "n B K"], rows: int, room: Int[np.ndarray, " n"] | None = None
     ) -> Int[Array, "n B K"]:
-        """Places the segments of layers that share a pool.
+        """First row of each segment of `n` layers that share a pool of `rows` rows.
 
-        Args:
-            length: rows that each segment holds.
-            rows: P.
-            room: rows to leave behind each segment of a layer at least; what is then left is spread evenly.
-
-        Returns:
-            The first row of each segment.
+        `room` is the least number of free rows behind each segment of a layer; spare rows are spread evenly.
         """
         layers, _, heads = length.shape
         if self is Layout.EQUAL:
-            # Made of the lengths, so that both lie alike where a caller spreads heads over devices.
+            # Derived from `length`, so that it is sharded as `length` is where heads are spread over devices.
             return jnp.zeros_like(length) + jnp.arange(heads, dtype=jnp.int32) * (rows // heads)
         behind = np.zeros(layers * heads, np.int32) if room is None else np.repeat(room, heads).astype(np.int32)
         taken = by_sequence(length) + behind
@@ -80,22 +74,13 @@ class Layout(enum.Enum):
     def in_pools(
         self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int
     ) -> Int[np.ndarray, "L B K"]:
-        """First rows in whole pools, where `start` counts from the stretch of P that a device's heads have."""
+        """First rows counted from row 0 of each whole pool, given `start` counted within each device's part."""
         each = np.asarray([pools[self.pool_of(layer)] // stretches for layer in range(len(start))])
         stretch = np.arange(start.shape[2]) * stretches // start.shape[2]
         return start + each[:, None, None] * stretch
 
     def free(self, start: Numbers, length: Numbers, pools: Sequence[int]) -> Numbers:
-        """Rows behind each segment that nothing lies in.
-
-        Args:
-            start: `[L, B, K]` first rows: on the host, or arrays that may be traced.
-            length: `[L, B, K]` rows held, where the first rows are.
-            pools: P of each pool.
-
-        Returns:
-            `[L, B, K]` rows, where the numbers are.
-        """
+        """Number of free rows behind each segment `[L, B, K]`, given P of each pool; numpy or JAX, as `start` is."""
         xp: Any = jnp if isinstance(start, Array) else np
         heads = start.shape[2]
         ends = []
@@ -108,12 +93,12 @@ class Layout(enum.Enum):
 
 
 def by_sequence(segments: Numbers) -> Numbers:
-    """Numbers of segments `[L, B, K, ...]` as `[B, L * K, ...]`: those of a sequence's layers one after the other."""
+    """Reshapes an array `[L, B, K, ...]` to `[B, L * K, ...]`, the layers of a sequence one after another."""
     layers, batch, heads, *rest = segments.shape
     return segments.swapaxes(0, 1).reshape(batch, layers * heads, *rest)
 
 
 def by_layer(segments: Numbers, heads: int) -> Numbers:
-    """Such numbers by layer again, `[L, B, K, ...]` for `[B, L * K, ...]`."""
+    """Reshapes an array `[B, L * K, ...]` back to `[L, B, K, ...]`; inverse of `by_sequence`."""
     batch, each, *rest = segments.shape
     return segments.reshape(batch, each // heads, heads, *rest).swapaxes(0, 1)

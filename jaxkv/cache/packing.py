@@ -1,4 +1,4 @@
-"""Rows that stay, gathered into pools: each layer's own, or one for all of them."""
+"""Gathers the kept rows of a layer into its own pool, or into the pool that all layers share."""
 
 from typing import NamedTuple
 
@@ -16,16 +16,16 @@ from jaxkv.sharding.mesh import Axes, inside, where
 
 
 class Unpacked(NamedTuple):
-    """One layer's rows as they are packed.
+    """Keys, values and positions of one layer before packing, padded to S slots per kv head.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
         v: `[B, K, S, D]` values.
-        inside: `bool[B, K|1, S]` slots that hold a row.
-        score: `f32[B, K, S]` what goes with each row, for pools that keep scores.
-        positions: `i32[B, K, S]` of the rows; None for 0 to S.
-        mass: `f32[B, K, S]` what was observed of each row, for mergers.
-        tau: `f32[B, K, n]` merging's thresholds so far; None before the first merging.
+        inside: `bool[B, K|1, S]` mask of slots that hold a row.
+        score: `f32[B, K, S]` score of each row, for pools that keep scores.
+        positions: `i32[B, K, S]` positions of the rows; None for 0 to S - 1.
+        mass: `f32[B, K, S]` attention mass that each row received, for mergers.
+        tau: `f32[B, K, n]` running merging thresholds; None before the first merging.
     """
 
     k: Float[Array, "B K S D"]
@@ -48,19 +48,10 @@ def pack(
     implementation: Implementation = Implementation.XLA,
     axes: Axes | None = None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Gathers one layer's chosen rows into its pool, in the order they come.
+    """Gathers the rows that `mask` keeps of one layer into a new pool of P = `rows` rows, in order of slot.
 
-    Args:
-        layer: its rows.
-        mask: rows that stay.
-        rows: P; on a mesh, of each stretch of heads.
-        layout: how the segments lie; room is spread evenly behind them.
-        store: how rows are held.
-        implementation: whose backend gathers.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The pool, and each segment's first row, as those of a group of one layer.
+    Spare rows are spread evenly behind the segments. On a mesh P is that of one device's heads. Also returns the first
+    row of each segment, with a leading axis of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
@@ -82,9 +73,10 @@ def pack(
     position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
     source = jnp.where(real, segment * slots + position, -1)
     packed_k, packed_v, pos = backend_of(implementation).packed(layer.k, layer.v, source)
-    cells = lambda a, empty: jnp.where(  # noqa: E731
-        real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), axis=1), empty
-    )
+
+    def cells(a: Array, empty: int | float) -> Array:
+        return jnp.where(real, jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), 1), empty)
+
     if layer.positions is not None:
         pos = cells(layer.positions, -1)
     score = None if layer.score is None else cells(layer.score, 0.0)
@@ -100,7 +92,7 @@ def placed(
     room: tuple[int, ...] | None = None,
     axes: Axes | None = None,
 ) -> Int[Array, "n B K"]:
-    """`Layout.place`, as a program: on a mesh, segments of each stretch of heads are placed by themselves."""
+    """Compiled `Layout.place`: first row of each segment; on a mesh each device places its own heads' segments."""
     return layout.place(length, rows, None if room is None else np.asarray(room, np.int32))
 
 
@@ -113,30 +105,19 @@ def pack_shared(
     *,
     axes: Axes | None = None,
 ) -> Pool:
-    """Scatters one layer's chosen rows into the pool that all layers share.
-
-    Args:
-        pool: the shared pool, donated.
-        layer: the layer's rows.
-        mask: rows that stay.
-        start: first row of this layer's segments.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The pool with this layer's rows in place.
-    """
+    """Scatters the rows that `mask` keeps of one layer into the shared pool (donated), from each `start` on."""
     batch, heads, slots, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
     positions = layer.positions
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
-    flat = lambda a: a.reshape(batch, heads * slots, dim)  # noqa: E731
+    k, v = (a.reshape(batch, heads * slots, dim) for a in (layer.k, layer.v))
     score = None
     if pool.score is not None and layer.score is not None:
         score = put_cells(pool.score, row, layer.score.reshape(row.shape))
     return Pool(
-        store=pool.store.put((row, flat(layer.k)), (row, flat(layer.v))),
+        store=pool.store.put((row, k), (row, v)),
         pos=put_cells(pool.pos, row, positions.reshape(row.shape)),
         score=score,
     )
@@ -152,20 +133,7 @@ def empty_pool(
     store: type[Store] = Dense,
     axes: Axes | None = None,
 ) -> Pool:
-    """A pool without rows.
-
-    Args:
-        batch: B.
-        rows: P; on a mesh, of each stretch of heads.
-        dim: D.
-        dtype: of keys and values.
-        scored: whether it keeps scores.
-        store: how rows are held.
-        axes: of the mesh that it is to lie on, if it is.
-
-    Returns:
-        The pool.
-    """
+    """Makes a pool of zeros with P = `rows` (on a mesh: P of one device's heads), with scores if `scored`."""
     axes = None if inside() else axes
     cells = (batch, rows if axes is None else rows * axes.size("K"))
     wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
@@ -179,6 +147,6 @@ def empty_pool(
 
 
 def empty_pool_for(layer: Unpacked, rows: int, store: type[Store] = Dense, axes: Axes | None = None) -> Pool:
-    """A pool without rows, for rows as these are; see `empty_pool`."""
+    """Makes an empty pool with the batch, head size, dtype and scores of a layer's unpacked rows."""
     batch, _, _, dim = layer.k.shape
     return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None, store=store, axes=axes)

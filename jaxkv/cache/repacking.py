@@ -1,4 +1,4 @@
-"""A cache copied into fresh buffers: with more room, or for more sequences."""
+"""Copies a cache into new buffers with more free rows, or for more sequences."""
 
 import dataclasses
 
@@ -28,43 +28,41 @@ def _repacked(
     room: tuple[int, ...],
     axes: Axes | None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """The pool of some layers with so many rows, and where their segments then begin."""
+    """A copy of a pool with P = `rows`, and the first rows of its segments `[n, B, K]` in the copy."""
     placed = layout.place(length, rows, np.asarray(room, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
-    at = lambda a: jnp.take_along_axis(a, segment, axis=1)  # noqa: E731
-    offset = jnp.arange(rows, dtype=jnp.int32) - at(new_start)
-    real = offset < at(length)
-    source = jnp.where(real, at(start) + offset, 0)
-    cells = lambda a, empty: jnp.where(real, jnp.take_along_axis(a, source, axis=1), empty)  # noqa: E731
-    score = None if pool.score is None else cells(pool.score, 0.0)
-    return Pool(store=pool.store.take(source, real), pos=cells(pool.pos, -1), score=score), placed
+    first, held, begin = (jnp.take_along_axis(a, segment, axis=1) for a in (start, length, new_start))
+    offset = jnp.arange(rows, dtype=jnp.int32) - begin
+    real = offset < held
+    source = jnp.where(real, first + offset, 0)
+    pos = jnp.where(real, jnp.take_along_axis(pool.pos, source, axis=1), -1)
+    score = None if pool.score is None else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
+    return Pool(store=pool.store.take(source, real), pos=pos, score=score), placed
 
 
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:
-    """Copies a cache into fresh buffers with `room` more rows behind every segment.
+    """Copies a cache into new buffers with `room` more rows behind every segment (one number, or one per layer).
 
-    Args:
-        cache: any cache; unchanged unless released.
-        room: rows to add per segment, 0 or more; one number, or one for each layer.
-        batch: copy a cache of one sequence to this many, and on a mesh to as many more as fill its groups.
-        release: give up the given cache's pools one by one while copying, so that both never exist whole.
-
-    Returns:
-        The copy.
-
-    Raises:
-        ValueError: if `batch` is asked for and the cache holds another number of sequences.
+    `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole groups; ValueError if the cache
+    holds several. `release` deletes the given cache's pools one by one, so that both never exist whole.
     """
-    repeat, padding = (lambda a, axis: a), cache.padding
+    copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:
         require(cache.batch == 1, "cache", f"{cache.batch} sequences", f"give {cache.batch} prompts, or a cache of one")
         padding = missing(batch, cache.axes)
-        # What fills a mesh's groups has stood still since.
-        alone = lambda a, axis: lax.slice_in_dim(a, 0, 1, axis=axis) if cache.padding else a  # noqa: E731
-        repeat = lambda a, axis: jnp.repeat(alone(a, axis), batch + padding, axis=axis)  # noqa: E731
+        copies = batch + padding
+
+    def repeat(a: Array, axis: int) -> Array:
+        """The first sequence repeated along `axis`; the array itself where the batch stays."""
+        if not copies:
+            return a
+        # Sequences that pad a mesh's groups are stale: only the first one is copied.
+        one = lax.slice_in_dim(a, 0, 1, axis=axis) if cache.padding else a
+        return jnp.repeat(one, copies, axis=axis)
+
     start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
     layers, _, heads = start.shape
     rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
@@ -74,9 +72,10 @@ def repack(
         room_of = tuple(rooms[of].tolist())
         rows = (pool.rows + heads * sum(room_of)) // cache.stretches
         source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
-        options = {"layout": cache.layout, "rows": rows, "room": room_of, "axes": cache.axes}
-        moved, first = _repacked(source, start[of], length[of], **options)
-        pools.append(moved)
+        copied, first = _repacked(
+            source, start[of], length[of], layout=cache.layout, rows=rows, room=room_of, axes=cache.axes
+        )
+        pools.append(copied)
         placed.append(first)
         if release:
             jax.block_until_ready(pools[-1])

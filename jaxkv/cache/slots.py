@@ -1,4 +1,4 @@
-"""Slots: sequences copied into a running batch and out of it again, along the axis that letters call B."""
+"""Copies sequences into slots of a running batch and out again, along the axis that annotations name B."""
 
 from typing import Any
 
@@ -13,22 +13,16 @@ from jaxkv.sharding.mesh import Axes, lettered
 
 
 def _batch_axes(tree: Any) -> list[int]:
-    """The axis of sequences of every leaf, by its letters."""
+    """Index of the axis B of every leaf, from its annotation."""
     return [letters.split().index("B") for _, letters, _ in lettered(tree)]
 
 
 @program(static=("axes",), donate=("running",))
 def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Copies sequences into slots of a batch, in place; the other slots are left as they are.
+    """Writes sequences into slots of a batch (donated); other slots keep their arrays.
 
-    Args:
-        running: arrays of all slots, a dataclass whose annotations name their axis B; donated.
-        new: the same arrays of some sequences, all other axes as long.
-        slot: `i32[B]` index of each new sequence's slot, -1 to leave it out; on a mesh in the sequence's own group.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The batch with the sequences in their slots.
+    Both are dataclasses of the same arrays whose annotations name an axis B. `slot` is the index of each new sequence's
+    slot, -1 to leave it out; on a mesh it lies in the sequence's own group.
     """
     leaves, tree = jax.tree.flatten(running)
     slots = leaves[0].shape[_batch_axes(running)[0]]
@@ -45,15 +39,9 @@ def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None 
 
 @program(static=("axes",))
 def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Copies the sequences of some slots: what `insert` takes, to be continued later or in another slot.
+    """Copies the arrays of some slots, which `insert` can write back into the same or another slot.
 
-    Args:
-        running: arrays of all slots, as for `insert`.
-        slot: `i32[B]` indices of slots; on a mesh one of each group, -1 for any of its slots.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The arrays of those slots alone.
+    `slot` holds slot indices; on a mesh one of each group, -1 for any of the group's slots.
     """
     leaves, tree = jax.tree.flatten(running)
     out = []
@@ -65,16 +53,7 @@ def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> 
 
 @program(static=("slots", "axes"))
 def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
-    """Copies the first sequence of each group into all slots: what they hold before there is anything in them.
-
-    Args:
-        one: arrays of a sequence, as for `insert`; on a mesh of one in each group.
-        slots: number of slots.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The arrays of all slots.
-    """
+    """Repeats the first sequence (on a mesh: of each group) into `slots` slots, the arrays of an empty batch."""
     each = slots if axes is None else slots // axes.size("B")
     leaves, tree = jax.tree.flatten(one)
     alone = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for axis, leaf in zip(_batch_axes(one), leaves, strict=True)]
