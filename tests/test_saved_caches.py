@@ -285,7 +285,7 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
 def test_caches_whose_arrays_were_given_up(tmp_path):
     _, cache, _ = saved(tmp_path)
     cache.seen.delete()
-    with pytest.raises(ValueError, match="cache='deleted': its arrays were given up"):
+    with pytest.raises(ValueError, match="cache='deleted': its arrays were donated"):
         cache.save(tmp_path / "other")
 
 
