@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ def serve(dtype):
         ask = json.loads(line)
         before = status_bytes("VmRSS") if reset_peak() else None
         options = {} if ask["policy"] == "full" else {"budget": ask["budget"]}
+        cpu = time.process_time()
         done = jaxkv.generate(
             model,
             prompts(ask["batch"], ask["length"]),
@@ -53,9 +55,9 @@ def serve(dtype):
             stop_at_eos=False,
             progress=False,
         )
-        stats = done.stats
+        stats, cpu = done.stats, time.process_time() - cpu
         step = stats.decode_seconds / stats.decode_steps
-        told = {"prefill": stats.prefill_seconds, "step": step, "compile": stats.compile_seconds}
+        told = {"prefill": stats.prefill_seconds, "step": step, "cpu": cpu, "compile": stats.compile_seconds}
         told |= {"programs": stats.compiled_programs}
         told |= {} if before is None else {"peak": status_bytes("VmHWM") - before}
         print(json.dumps(told), file=out)
@@ -95,7 +97,7 @@ def measure(workers, request, rounds):
         for name in sorted(workers, reverse=bool(index % 2)):
             runs[name].append(workers[name].ask(request))
     cell = dict(request) | {"programs": programs}
-    for what in ("prefill", "step", "peak"):
+    for what in ("prefill", "step", "cpu", "peak"):
         if what not in runs["ours"][0]:
             continue
         base, ours = ([run[what] for run in runs[name]] for name in ("base", "ours"))
@@ -142,7 +144,7 @@ def main():
             figures = "  ".join(
                 f"{what} {cell[what]['base'] * 1e3:8.1f} -> {cell[what]['ours'] * 1e3:8.1f} ms, "
                 f"{cell[what]['ratio']:.3f} ({cell[what]['least']:.3f}-{cell[what]['most']:.3f})"
-                for what in ("prefill", "step")
+                for what in ("prefill", "step", "cpu")
             )
             if "peak" in cell:
                 figures += f"  peak {cell['peak']['base'] / 1e6:.1f} -> {cell['peak']['ours'] / 1e6:.1f} MB"
