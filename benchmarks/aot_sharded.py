@@ -94,8 +94,7 @@ def traced(work, program):
     """The loop over tokens or a layer of a prefill, traced, and what it writes in place."""
     import jax
 
-    from jaxkv.planning.programs import traced_loop
-    from jaxkv.planning.walk import prefill_calls
+    from jaxkv.planning.programs import prefill_calls, traced_loop
 
     if program == "decode":
         return traced_loop(work)

@@ -80,11 +80,14 @@ def predicted(cell):
     import jaxkv
     from jaxkv.planning.catalog import model_named
     from jaxkv.planning.process import process_of
+    from jaxkv.planning.setting import Request
 
     policy, batch, context, dtype = cell
-    options = {} if policy == "FullKV" else {"budget": BUDGET}
-    given = {"batch": batch, "context": context, "new": NEW, "dtype": dtype}
-    return process_of(model_named(CONFIG).config, getattr(jaxkv, policy)(**options), **given)
+    made = getattr(jaxkv, policy)(**({} if policy == "FullKV" else {"budget": BUDGET}))
+    config = model_named(CONFIG).config
+    return process_of(
+        Request(model=CONFIG, config=config, policy=made, batch=batch, context=context, new=NEW, dtype=dtype)
+    )
 
 
 def rows(results):

@@ -11,7 +11,8 @@ from jaxkv.exporting import export
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel, load
 from jaxkv.models.config import ModelConfig
-from jaxkv.planning.planner import Plan, plan
+from jaxkv.planning.planner import plan
+from jaxkv.planning.plans import Plan
 from jaxkv.policies import (
     D2O,
     H2O,

@@ -10,10 +10,9 @@ import jaxkv
 from jaxkv.attention import Implementation
 from jaxkv.planning import compiled
 from jaxkv.planning.gpus import gpu_named
-from jaxkv.planning.programs import Work, abstract_model
+from jaxkv.planning.programs import SMALL, Work, abstract_model
 from jaxkv.planning.ptxas import said
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.walk import SMALL
 from jaxkv.sharding.door import Door
 from jaxkv.sharding.record import weigh
 

@@ -8,6 +8,7 @@ import pytest
 import jaxkv
 from jaxkv.planning.catalog import model_named
 from jaxkv.planning.process import process_of
+from jaxkv.planning.setting import Request
 
 TABLE = json.loads((Path(__file__).parents[1] / "benchmarks/results/plan_memory.json").read_text())
 CELLS = [name for name in TABLE if name != "machine"]
@@ -16,7 +17,8 @@ CONFIG = model_named("smollm2-135m").config
 
 def predicted(policy: str, batch: int, context: int, dtype: str):
     made = getattr(jaxkv, policy)(**({} if policy == "FullKV" else {"budget": 256}))
-    return process_of(CONFIG, made, batch=batch, context=context, new=32, dtype=dtype)
+    given = {"batch": batch, "context": context, "new": 32, "dtype": dtype}
+    return process_of(Request(model="smollm2-135m", config=CONFIG, policy=made, **given))
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -35,5 +37,5 @@ def test_what_makes_it_more():
         assert predicted(*more, "float32").peak > small.peak
     away = jaxkv.OmniKV(budget=64, filter_layers=(2, 8, 18), offload=True)
     # Rows that wait do so in the same memory.
-    found = process_of(CONFIG, away, context=8192)
+    found = process_of(Request(model="smollm2-135m", config=CONFIG, policy=away, context=8192, dtype="float32"))
     assert found.waiting > 2 * found.cache and found.peak > predicted("FullKV", 1, 8192, "float32").peak - 10**8

@@ -8,8 +8,7 @@ import tiny
 import jaxkv
 from jaxkv.attention import Implementation
 from jaxkv.engine.stages import Prefilling
-from jaxkv.planning.programs import Work, abstract_model
-from jaxkv.planning.walk import SMALL, call_name
+from jaxkv.planning.programs import SMALL, Work, abstract_model, call_name
 from jaxkv.sharding.record import Call, weigh
 
 SHAPE = dataclasses.replace(tiny.shape(layers=4, kv_heads=2, group=4, dim=64), max_positions=4096)

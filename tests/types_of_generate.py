@@ -4,7 +4,7 @@
 from typing import assert_type
 
 import jaxkv
-from jaxkv.planning.machine import MachinePlan
+from jaxkv.planning.plans import MachinePlan
 
 
 def answers(model: jaxkv.LanguageModel, either: bool) -> None:

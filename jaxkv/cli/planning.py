@@ -10,11 +10,11 @@ from jaxkv.cli.generating import require_model
 from jaxkv.cli.numbers import argument, whole
 from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
-from jaxkv.planning import picture, table
+from jaxkv.planning import picture
 from jaxkv.planning.compiled import plugin
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.machine import MachinePlan, compared_here, machine_planned
-from jaxkv.planning.planner import Plan, known_model, planned, setting_of
+from jaxkv.planning.planner import known_model, planned, setting_of
+from jaxkv.planning.plans import MachinePlan, Plan, compared
 from jaxkv.planning.setting import Setting
 from jaxkv.policies import Method
 from jaxkv.policies.registry import policy_class
@@ -87,17 +87,12 @@ def print_plan(options: argparse.Namespace) -> int:
         records = [each.as_dict() for each in plans]
         to_stdout(json.dumps(records if options.compare is not None else records[0], indent=2))
     elif options.compare is not None:
-        to_stdout(_table(plans))
+        to_stdout(compared(plans))
     else:
         to_stdout(str(plans[0]))
     if target is not None:
         target.write(picture.drawn([each for each in plans if isinstance(each, Plan)], picture.kind_of(target.name)))
     return 0
-
-
-def _table(plans: list[Plan | MachinePlan]) -> str:
-    here = [each for each in plans if isinstance(each, MachinePlan)]
-    return compared_here(here) if here else table.compared(plans)
 
 
 def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
@@ -112,10 +107,7 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
     if options.compile:
         plugin()
         to_stderr(f"jaxkv: compiling for {options.gpus}, a minute or two for each policy")
-    return [
-        planned(each, notes, compile=options.compile) if isinstance(each, Setting) else machine_planned(each, notes)
-        for each, notes in asked
-    ]
+    return [planned(each, notes, compile=options.compile) for each, notes in asked]
 
 
 def _target(options: argparse.Namespace) -> Target | None:

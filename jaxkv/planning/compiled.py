@@ -1,4 +1,4 @@
-"""What the real compiler makes of a plan, for GPUs that are not there."""
+"""Compiles the programs of a plan with XLA for GPUs that are not there, in a process of its own."""
 
 import collections
 import dataclasses
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from jaxkv._errors import require
 from jaxkv.engine.plan import bucket
@@ -17,7 +18,7 @@ from jaxkv.planning.ptxas import Kernel, kernels, ptxas
 from jaxkv.planning.setting import Setting
 
 _PLUGINS = ("cuda13", "cuda12")
-# The child's path is its parent's: scripts import what lies beside them, and policies come from anywhere.
+# The child gets its parent's path: scripts import neighbouring files, and policies come from anywhere.
 _CHILD = (
     "import pickle, sys; given = sys.stdin.buffer; sys.path[:] = pickle.load(given); "
     "from jaxkv.planning.worker import main; main(given)"
@@ -26,13 +27,13 @@ _CHILD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What GPUs send one another; what is in a loop counts once, for it is sent again with each token.
+    """A collective between GPUs and how often it occurs; an instruction in a loop counts once.
 
     Attributes:
         kind: `all-reduce`, `all-gather` and so on.
-        arrays: their types and sizes, as XLA writes them.
-        bytes: of them.
-        count: how many instructions do the same.
+        arrays: dtypes and shapes, as HLO writes them.
+        bytes: of these arrays.
+        count: number of such instructions.
     """
 
     kind: str
@@ -47,18 +48,18 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A program as XLA compiled it; bytes are those of one GPU.
+    """Memory, collectives and compile time of one program; bytes are those of one GPU.
 
     Attributes:
-        name: what it does.
-        arguments: what it is given: for the loop over tokens weights, cache and numbers.
-        outputs: what comes out of it.
-        aliased: part of the outputs that is written into arguments.
-        temporaries: what it needs besides while it runs.
-        beside: what lies there meanwhile and is no argument, by shapes; see `CompiledPlan.prefill`.
-        sent: what travels.
-        trace_seconds: Python's part, and lowering.
-        compile_seconds: XLA's part.
+        name: its purpose.
+        arguments: bytes of its arguments.
+        outputs: bytes of its results.
+        aliased: bytes of results written into donated arguments.
+        temporaries: bytes allocated while it runs.
+        beside: bytes of live arrays that are not its arguments, by shapes; see `CompiledPlan.prefill`.
+        sent: collectives.
+        trace_seconds: tracing and lowering.
+        compile_seconds: XLA's compilation.
     """
 
     name: str
@@ -73,7 +74,7 @@ class CompiledProgram:
 
     @property
     def peak(self) -> int:
-        """All of that at once: beside, arguments, outputs that are not written into them, temporaries."""
+        """Peak bytes: live arrays, arguments, outputs that are not aliased, temporaries."""
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -87,24 +88,24 @@ class CompiledProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """What the compiler says of a setting. Nothing has run on a GPU.
+    """The compiler's figures of a setting. Nothing has run on a GPU.
 
     Attributes:
-        decode: the loop over new tokens, with all layers.
-        prefill: of the programs that a prefill calls, the one at whose time most lies on a GPU. They are embedding, a
-            layer, the top layer, the policy's scoring, choosing and merging, packing, logits; all prompts together, as
-            a session prefills on a GPU. Beside a program lies what the engine holds at that time and does not give
-            it: the weights of other layers, hidden states, one layer's keys and values with their scores (of policies
-            whose layers share a pool those of all layers below), and what is kept of the layers below. All layers are
-            walked; of calls that differ in numbers alone the one at which most lies there is compiled. A GPU with
-            memory to spare lets some layers be under way at once: that comes on top, and gives way.
-        programs: all of them.
-        weights: bytes of a GPU's parameters, which are in both peaks.
-        kernels: how many kernels ptxas has looked at; None where there was no ptxas.
+        decode: the decode loop with all layers.
+        prefill: of the programs that a prefill calls, the one with the highest peak. They are embedding, a layer, the
+            top layer, the policy's scoring, choosing and merging, packing, logits; all prompts together, as a session
+            prefills on a GPU. Live arrays beside a program are those that the engine holds meanwhile: weights of other
+            layers, hidden states, one layer's keys and values with their scores (of policies whose layers share a pool
+            those of all layers below), and the cache of the layers below. All layers are walked; of calls that differ
+            in numbers alone the one with the highest peak is compiled. A GPU with memory to spare lets some layers be
+            under way at once: that comes on top, and gives way.
+        programs: decode and all programs of a prefill.
+        weights: bytes of a GPU's parameters, which are part of both peaks.
+        kernels: number of kernels that ptxas assembled; None without ptxas.
         spills: (kernel, bytes) of those that spill registers.
         notes: what has been left out.
-        jaxlib: whose compiler it was.
-        seconds: all in all, the start of a process included.
+        jaxlib: version of the compiler.
+        seconds: in all, the start of a process included.
     """
 
     decode: CompiledProgram
@@ -118,7 +119,7 @@ class CompiledPlan:
     seconds: float
 
     def __str__(self) -> str:
-        """Some lines: both programs, what travels in a step, spills."""
+        """Some lines: both programs, collectives of a decode step, register spills."""
         lines = [f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a GPU"]
         lines += [f"  decode loop, {str(self.decode).partition(': ')[2]}"]
         lines += [f"  prefill, at its {self.prefill}"]
@@ -132,14 +133,7 @@ class CompiledPlan:
 
 
 def plugin() -> str:
-    """The version of XLA's compiler for GPUs beside this jaxlib.
-
-    Returns:
-        Its version.
-
-    Raises:
-        ImportError: if there is none, or one of another version; the message says what to install.
-    """
+    """Version of XLA's compiler for GPUs beside this jaxlib; ImportError says what to install."""
     jaxlib = importlib.metadata.version("jaxlib")
     found = None
     for name in _PLUGINS:
@@ -160,26 +154,16 @@ def plugin() -> str:
 def compile_plan(setting: Setting) -> CompiledPlan:
     """Compiles the programs of a setting for its GPUs, which need not be there.
 
-    A process of its own does it, because this one's JAX may be under way on other devices; its noise goes nowhere.
-
-    Args:
-        setting: what is planned for.
-
-    Returns:
-        What the compiler says.
-
-    Raises:
-        ImportError: without the compiler; the message says what to install.
-        ValueError: where the compiler refuses the GPU, or one of the programs on it, and for a policy that reads
-            prompts in chunks, or whose rows wait in host memory.
-        TypeError: for a policy or sampler that another process cannot be given.
+    A process of its own does it, because this one's JAX may be in use on other devices; its output is discarded.
+    ImportError without the compiler; ValueError where it refuses, and for policies with chunked prompts or offloaded
+    rows; TypeError for a policy that cannot be pickled.
     """
     jaxlib = plugin()
     parts = setting.policy.parts()
     remedy = "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
     require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
     reading = parts.reading(setting.config.layers, bucket(setting.context))
-    # GPUs that are not there have no host beside them: the compiler would count its memory as theirs.
+    # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
     remedy = "rows that wait in host memory are not compiled: plan without the compiler, or leave offload out"
     require(reading is None or not reading.offloaded, "policy", setting.policy, remedy)
     try:
@@ -207,18 +191,20 @@ def compile_plan(setting: Setting) -> CompiledPlan:
 
 
 def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
+    """(kernel, bytes) of the kernels that spill registers, largest first."""
     worst = collections.Counter[str]()
     for each in found:
         worst[each.name] = max(worst[each.name], each.spills)
     return tuple((name, spilled) for name, spilled in worst.most_common() if spilled)
 
 
-def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: bool) -> dict:
+def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: bool) -> dict[str, Any]:
+    """Runs `worker.main` in a child process and returns its result; `dump` keeps the PTX in `folder`."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     if dump:
-        # From JAX 0.11 on PTX is left only on demand.
+        # From JAX 0.11 on PTX is dumped only on demand.
         flags.append(f"--xla_dump_to={folder} --xla_dump_hlo_as_text=false --xla_dump_emitter_re=ptx")
-    # XLA and JAX say at length that there is no GPU, which is the point here; one that is there is left in peace.
+    # Silences the warnings that there is no GPU, and hides one that is there.
     quiet = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **quiet, "XLA_FLAGS": " ".join(flags).strip()}
     environment.pop("JAX_PLATFORMS", None)

@@ -1,4 +1,4 @@
-"""GPUs by name: what their data sheets say, and what a compiler must know of them."""
+"""GPUs by name: figures of their data sheets, and XLA's target config to compile for them."""
 
 import dataclasses
 import difflib
@@ -26,14 +26,14 @@ device_description_str: "{description}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPU:
-    """A kind of GPU.
+    """A kind of GPU: figures of its data sheet and of the driver.
 
     Attributes:
         name: as users write it.
         description: as the driver names it.
         aliases: other spellings of the name.
         memory: bytes, the data sheet's decimal gigabytes; drivers report some percent more, which goes to contexts,
-            communication buffers and what an allocator cannot use.
+            communication buffers and fragmentation.
         reported: bytes that the driver reports.
         bandwidth: of the memory, bytes/s.
         products: dense bfloat16 matrix products with float32 sums, FLOP/s.
@@ -42,13 +42,13 @@ class GPU:
         per_host: GPUs of a host.
         capability: CUDA's compute capability, (major, minor).
         cores: multiprocessors.
-        fpus: float32 lanes of each.
+        fpus: float32 lanes of a multiprocessor.
         clock: boost clock, Hz.
         l2: bytes of the L2 cache.
         shared_core: bytes of shared memory of a multiprocessor.
-        shared: bytes of it that a block can ask for.
-        threads: that a multiprocessor holds.
-        sources: where the numbers are from.
+        shared: bytes of shared memory that a block can request.
+        threads: resident threads of a multiprocessor.
+        sources: addresses of the figures' sources.
     """
 
     name: str
@@ -79,61 +79,42 @@ class GPU:
 
     @property
     def architecture(self) -> str:
-        """What ptxas calls it, `sm_90a` say."""
+        """Architecture name for ptxas, such as `sm_90a`."""
         major, minor = self.capability
         return f"sm_{major}{minor}{'a' * (major >= 9)}"
 
     @property
     def target(self) -> str:
-        """XLA's target config, by which it compiles for a GPU that is not there."""
+        """XLA's target config, as text, for compiling without the GPU."""
         major, minor = self.capability
         return _TARGET.format(major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self))
 
 
 @functools.cache
 def gpus() -> dict[str, GPU]:
-    """Every GPU that is known, by name."""
+    """Every known GPU by name."""
     data = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
-    return {name: _gpu(name, given) for name, given in data.items()}
-
-
-def _gpu(name: str, given: dict[str, Any]) -> GPU:
-    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return GPU(name=name, **plain)
+    found = {}
+    for name, given in data.items():
+        figures: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
+        found[name] = GPU(name=name, **figures)
+    return found
 
 
 def gpu_named(name: str) -> GPU:
-    """Looks a GPU up.
-
-    Args:
-        name: in any case, `h100` say, or one of its other spellings.
-
-    Returns:
-        The GPU.
-
-    Raises:
-        ValueError: for one that is not known; the message offers the nearest names.
-    """
+    """GPU of a name or alias in any case; ValueError offers the nearest names."""
     known = {spelling: gpu for gpu in gpus().values() for spelling in (gpu.name, *gpu.aliases)}
-    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
-    near = difflib.get_close_matches(plain, known, n=2, cutoff=0.5)
-    meant = f"; did you mean {' or '.join(near)}?" if near else ""
-    require(plain in known, "gpus", name, f"no such GPU; known ones: {', '.join(gpus())}{meant}")
-    return known[plain]
+    spelled = name.strip().lower().replace("_", "-").replace(" ", "-")
+    near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    require(spelled in known, "gpus", name, f"no such GPU; known ones: {', '.join(gpus())}{hint}")
+    return known[spelled]
 
 
 def gpus_named(given: str) -> tuple[GPU, int]:
-    """Reads how many GPUs of which kind.
-
-    Args:
-        given: `h100x8`, or `h100` for one.
-
-    Returns:
-        The GPU, and how many.
-
-    Raises:
-        ValueError: for none of them, and for a GPU that is not known.
-    """
+    """Kind and number of GPUs in a text such as `h100x8`, or `h100` for one."""
     if not isinstance(given, str):
         raise TypeError(f"gpus={given!r}: give a kind and how many, 'h100x8' say")
     counted = _COUNTED.fullmatch(given.strip().lower())
@@ -141,10 +122,6 @@ def gpus_named(given: str) -> tuple[GPU, int]:
     if counted is None or given.strip().lower() in gpus():
         return gpu_named(given), 1
     name, count = counted.groups()
-    require(
-        0 < len(count) <= 6 and int(count) > 0,
-        "gpus",
-        given,
-        f"give 1 or more of them, {name}x8 say; fewer than a million",
-    )
+    remedy = f"give 1 or more of them, {name}x8 say; fewer than a million"
+    require(0 < len(count) <= 6 and int(count) > 0, "gpus", given, remedy)
     return gpu_named(name), int(count)

@@ -1,8 +1,10 @@
-"""What a compiled program's text says: what travels between devices, what is written in place, what is copied."""
+"""Reads the text of compiled programs: collectives, donated arguments, copies."""
 
 import collections
 import math
 import re
+from collections.abc import Iterable
+from typing import Any
 
 _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
 _RESULT = r"= (\([^=]*?\)|\S+)"
@@ -11,35 +13,35 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "
 NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "uint32": "u32", "bool": "pred"}
 
 
-def arrays_in(text):
-    """Arrays named in a piece of text: type and sizes."""
+def arrays_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of each array named in a piece of HLO text."""
     return [(kind, tuple(map(int, filter(None, sizes.split(","))))) for kind, sizes in _ARRAY.findall(text)]
 
 
-def shown(arrays):
-    """Arrays as HLO writes them."""
+def shown(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """Arrays as HLO text, such as `f32[4,8]`."""
     return " ".join(f"{kind}[{','.join(map(str, sizes))}]" for kind, sizes in arrays)
 
 
-def size_of(kind, sizes):
+def size_of(kind: str, sizes: tuple[int, ...]) -> int:
     """Bytes of an array."""
     return BYTES[kind] * math.prod(sizes)
 
 
-def collectives(text):
-    """What travels, and how many of its instructions do the same; what is in a loop counts once."""
-    found = collections.Counter()
+def collectives(text: str) -> collections.Counter[Any]:
+    """Number of collectives by (kind, arrays sent); an instruction in a loop counts once."""
+    found = collections.Counter[Any]()
     for result, kind, start in re.findall(rf"{_RESULT} ({_KINDS})(-start)?\(", text):
         arrays = arrays_in(result)
         if start and result.startswith("((" if kind == "all-reduce" else "("):
-            # What begins a transfer names what is sent, and then what comes of it; a sum so only from JAX 0.11 on.
+            # A start instruction names its operands and then its results; a sum does so only from JAX 0.11 on.
             arrays = arrays[len(arrays) // 2 :]
         found[kind, tuple(arrays)] += 1
     return found
 
 
-def aliased(text):
-    """Bytes of the arguments that results are written into."""
+def aliased(text: str) -> int:
+    """Bytes of the donated arguments that results are written into."""
     head = text.split("\n", 1)[0]
     layout = head[head.index("entry_computation_layout=") :]
     arguments = arrays_in(layout[: layout.index("->")])
@@ -48,7 +50,7 @@ def aliased(text):
     return sum(size_of(*arguments[int(each)]) for each in numbers)
 
 
-def copies(text, arrays):
-    """Copies of some arrays."""
+def copies(text: str, arrays: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Number of copy instructions of arrays of given dtypes and shapes."""
     made = re.findall(rf"{_RESULT} (?:copy|copy-start)\(", text)
     return sum(arrays_in(result)[0] in arrays for result in made)

@@ -1,45 +1,27 @@
-"""Memory against context, a line for each policy, with the GPU's limit."""
+"""Draws peak memory against context, a line for each policy, with the GPU's limit."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from jaxkv._drawing import saved, sheet, style
 from jaxkv._errors import require
-from jaxkv.planning.planner import Plan
+from jaxkv.planning.plans import Plan, policy_name, title
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import sizes_of
-from jaxkv.planning.table import policy_name, title
 
 KINDS = ("png", "svg", "pdf")
 _LEAST, _POINTS = 1024, 15
 
 
 def kind_of(name: str) -> str:
-    """The kind of picture that a file's name asks for.
-
-    Args:
-        name: of the file.
-
-    Returns:
-        One of `KINDS`.
-
-    Raises:
-        ValueError: for any other.
-    """
+    """Kind of picture of a file name, one of `KINDS`; ValueError for any other."""
     suffix = name.rpartition(".")[2].lower() if "." in name else ""
     require(suffix in KINDS, "--plot", name, f"give a file that ends in .{', .'.join(KINDS)}")
     return suffix
 
 
 def peaks(setting: Setting) -> list[tuple[int, int]]:
-    """The peak of a GPU for contexts up to what the model was made for.
-
-    Args:
-        setting: of which the context is left out.
-
-    Returns:
-        (tokens, bytes), ascending; contexts for which there is no such budget are missing.
-    """
+    """(tokens, peak bytes) of a GPU for contexts up to the model's positions, where the budget can be honoured."""
     limit = setting.config.max_positions
     lengths = sorted({limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))})
     found = []
@@ -52,18 +34,7 @@ def peaks(setting: Setting) -> list[tuple[int, int]]:
 
 
 def drawn(plans: Sequence[Plan], kind: str) -> bytes:
-    """Draws plans of one model on the same GPUs.
-
-    Args:
-        plans: a line each.
-        kind: one of `KINDS`.
-
-    Returns:
-        The picture's file.
-
-    Raises:
-        ImportError: without matplotlib; the message says how to get it.
-    """
+    """Bytes of a picture of kind `kind`, with a line for each plan, all of one model on the same GPUs."""
     first = plans[0].setting
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()

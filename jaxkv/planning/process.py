@@ -1,51 +1,47 @@
-"""The most memory that a process takes on this machine: what a CPU has no allocator of its own to say."""
+"""Peak memory of a process that loads a model and generates on this machine's CPU, from measured constants."""
 
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder
-from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.planning.setting import Request
+from jaxkv.planning.sizes import parameters_of
 
-# All of these are of `benchmarks/plan_memory.py`: resident bytes of fresh processes on Linux with JAX 0.10.2. They are
-# constants, and not what the process at hand has, because that may hold anything: a notebook's arrays, other programs.
+# Resident bytes of fresh processes on Linux with JAX 0.10.2, measured by `benchmarks/plan_memory.py`. Constants, not a
+# reading of this process, which may hold anything: a notebook's arrays, other programs.
 # Python with jax, flax and jaxkv imported, and JAX's backend started.
 STARTED = 211_000_000
 # A tokenizer of some 50,000 tokens, and its chat template.
 TOKENIZER = 35_000_000
-# What loading leaves with malloc, and code that it has brought in.
+# Memory that malloc keeps after loading, and code that loading imports.
 LEFT = 130_000_000
-# Programs of a whole run, for each layer, read from the compilation cache: of policies whose steps append or choose
-# what is read, and of those whose steps drop and merge rows. SmolLM2 has 30 layers.
+# Programs of a whole run per layer, read from the compilation cache: for decode steps that append or select rows, and
+# for steps that evict or merge rows. SmolLM2 has 30 layers.
 _APPEND, _DROP = 3_400_000, 8_800_000
-# XLA computes in float32 on a CPU: programs of 16 bits convert on the way, which makes them larger.
+# XLA computes in float32 on a CPU: 16-bit programs convert, which makes them larger.
 _NARROW = 1_700_000
-# What the compiler takes on top of that where nothing was cached, for each layer likewise.
+# Memory of the compiler on top of that per layer, where nothing was cached.
 _COMPILE_APPEND, _COMPILE_DROP = 3_600_000, 11_500_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
-    """What a process takes that loads a model and generates with it, in bytes.
+    """Bytes of a process that loads a model and generates with it.
 
     Attributes:
         started: Python, JAX and the tokenizer, before any weights.
-        weights: of the model.
-        loading: what loading takes on top, while it goes on.
-        left: what it leaves behind.
-        cache: pools, with the room for new tokens, and tables.
-        activations: what prefill computes with beside them.
+        weights: the parameters.
+        loading: on top of the weights while they are loaded.
+        left: left behind by loading.
+        cache: pools with room for new tokens, and tables.
+        activations: prefill's, beside the cache.
         programs: compiled programs, read from the compilation cache.
-        compiling: what the compiler takes in a first run, without one.
-        waiting: rows that wait in host memory, which is this machine's.
+        compiling: on top of that in a first run, which compiles them.
+        waiting: rows offloaded to host memory, which is this machine's.
     """
 
     started: int
@@ -60,67 +56,34 @@ class Process:
 
     @property
     def peak(self) -> int:
-        """The most at once, of a run whose programs are in the compilation cache, as `jaxkv generate` keeps them."""
+        """Peak bytes of a run whose programs are in the compilation cache."""
         running = self.left + self.cache + self.activations + self.programs + self.waiting
         return self.started + self.weights + max(self.loading, running)
 
     @property
     def first_peak(self) -> int:
-        """The same of a run that compiles them."""
+        """Peak bytes of a run that compiles its programs."""
         return self.peak + self.compiling
 
 
-def process_of(
-    config: ModelConfig, policy: Method, *, batch: int = 1, context: int, new: int = 256, dtype: str = "float32"
-) -> Process:
-    """Predicts what a process of its own takes on a CPU.
-
-    Args:
-        config: the model's shape.
-        policy: the compression, with all that it takes from the model.
-        batch: prompts.
-        context: tokens of each.
-        new: tokens that are drawn after each.
-        dtype: of weights, activations and cache.
-
-    Returns:
-        Its bytes.
-
-    Raises:
-        ValueError: if the budget cannot be honoured for such prompts.
-    """
-    parts, lengths = policy.parts(), np.full(batch, context)
-    room = first_room(parts, config.layers, lengths, new) if new else 0
+def process_of(request: Request) -> Process:
+    """Bytes of a process that serves a request on a CPU; ValueError if the budget cannot be honoured."""
+    config, policy, dtype = request.config, request.policy, request.dtype
+    parts, lengths, item = policy.parts(), np.full(request.batch, request.context), jnp.dtype(dtype).itemsize
+    room = first_room(parts, config.layers, lengths, request.new) if request.new else 0
     planned = plan_prefill(config, policy, lengths.tolist(), dtype=dtype, room=room)
-    narrow = jnp.dtype(dtype).itemsize < 4
-    drops = _drops(parts)
-    each = (_DROP if drops else _APPEND) + (_NARROW if narrow else 0)
-    weights, largest = _weights(config, dtype)
+    evicts = parts.ongoing is not None and parts.ongoing.evicts
+    parameters = parameters_of(config)
+    largest = max(math.prod(each.shape) for each in parameters)
     return Process(
         started=STARTED + TOKENIZER,
-        weights=weights,
-        # The largest tensor once as float32, as it is read, and once more as it is kept.
-        loading=largest + largest * jnp.dtype(dtype).itemsize // 4,
+        weights=item * sum(each.copies * math.prod(each.shape) for each in parameters),
+        # The largest tensor once in float32, as it is read, and once in the dtype in which it is kept.
+        loading=(4 + item) * largest,
         left=LEFT,
         cache=planned.cache_bytes,
         activations=planned.peak_bytes - planned.cache_bytes,
-        programs=config.layers * each,
-        compiling=config.layers * (_COMPILE_DROP if drops else _COMPILE_APPEND),
+        programs=config.layers * ((_DROP if evicts else _APPEND) + (_NARROW if item < 4 else 0)),
+        compiling=config.layers * (_COMPILE_DROP if evicts else _COMPILE_APPEND),
         waiting=planned.host_bytes,
     )
-
-
-def _drops(parts: Parts) -> bool:
-    return parts.ongoing is not None and parts.ongoing.evicts
-
-
-def _weights(config: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Bytes of all parameters, and of the largest of them as float32."""
-    decoder = Decoder(dataclasses.replace(config, layers=1), dtype=dtype)
-    total, largest = 0, 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(decoder, nnx.Param)):
-        size = math.prod(leaf.shape)
-        in_block = any(str(getattr(key, "key", "")) == "blocks" for key in path)
-        total += size * (config.layers if in_block else 1)
-        largest = max(largest, 4 * size)
-    return total * jnp.dtype(dtype).itemsize, largest

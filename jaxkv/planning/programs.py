@@ -1,6 +1,7 @@
-"""The engine's own programs, traced for arrays that are shapes alone, on devices that need not be there."""
+"""The engine's programs of prefill and decoding, traced on abstract arrays for devices that need not be there."""
 
 import dataclasses
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,37 +26,40 @@ from jaxkv.policies.policy import Method
 from jaxkv.sampling import Greedy
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
-from jaxkv.sharding.record import Call, record
+from jaxkv.sharding.record import Call, record, weigh
 
-# Tokens that one call of the compiled loop draws at most, as `Session` has it.
+# Most tokens that one call of the compiled loop draws, as in `Session`.
 BLOCK = 256
+# Purposes of a prefill's programs by the names of their functions.
+_NAMES = {
+    "_observe": "score",
+    "_choose": "choose",
+    "_choose_over_layers": "choose",
+    "_merged": "merge",
+    "pack_shared": "pack",
+    "logits_of": "logits",
+}
+# Programs on a few integers: they take no memory to speak of and are not compiled.
+SMALL = ("unordered", "placed", "_ring")
 
 
 def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None) -> Flat:
-    """A decoder taken apart, its parameters shapes alone.
-
-    Args:
-        config: the model's shape.
-        dtype: of its parameters.
-        axes: of the mesh that they would lie on, if they would.
-
-    Returns:
-        What programs take.
-    """
+    """Decoder whose parameters are abstract arrays, sharded over a mesh if `axes` is given."""
     decoder = Decoder(config, dtype=dtype)
     if axes is None:
         return Flat(decoder)
     graph, leaves = nnx.split(decoder)
 
-    def there(path: Any, leaf: Any) -> Any:
+    def placed(path: Any, leaf: Any) -> Any:
+        """Abstract parameter with its sharding."""
         name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
         return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
 
-    return Flat(nnx.merge(graph, jax.tree_util.tree_map_with_path(there, leaves)))
+    return Flat(nnx.merge(graph, jax.tree_util.tree_map_with_path(placed, leaves)))
 
 
 class Prefilled(NamedTuple):
-    """A prefill on shapes: the calls of its programs, in order, and the cache that it leaves."""
+    """A prefill on abstract arrays: the `calls` of its programs, in order, and the abstract `cache` that it returns."""
 
     calls: list[Call]
     cache: KVCache
@@ -63,7 +67,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What programs are traced for.
+    """Abstract model, policy and sizes for which programs are traced.
 
     Attributes:
         flat: the model, from `abstract_model`.
@@ -71,8 +75,8 @@ class Work:
         batch: B.
         tokens: of each prompt.
         new: tokens to draw.
-        sharding: where everything lies if the model lies on no mesh; None for the default device.
-        implementation: what computes attention.
+        sharding: of all arrays, for a model that is not on a mesh; None for the default device.
+        implementation: of attention.
     """
 
     flat: Flat
@@ -85,40 +89,43 @@ class Work:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of parameters, activations and cache."""
+        """Dtype of parameters, activations and cache."""
         return jnp.dtype(self.flat.ends[0].dtype)
 
     @property
-    def stretches(self) -> int:
-        """Parts that a mesh cuts kv heads into."""
-        return 1 if self.flat.axes is None else self.flat.axes.size("K")
-
-    @property
     def planned(self) -> PrefillPlan:
-        """The engine's plan of this prefill, with the room that a session leaves for the new tokens."""
+        """Engine's plan of this prefill, with the room that a session leaves for new tokens."""
         lengths = np.full(self.batch, self.tokens)
         room = first_room(self.policy.parts(), self.flat.config.layers, lengths, self.new)
-        options: dict[str, Any] = {"dtype": self.dtype, "implementation": self.implementation}
-        return plan_prefill(self.flat.config, self.policy, lengths.tolist(), room=room, **options)
+        return plan_prefill(
+            self.flat.config,
+            self.policy,
+            lengths.tolist(),
+            dtype=self.dtype,
+            room=room,
+            implementation=self.implementation,
+        )
 
     @cached_property
     def prefill(self) -> Prefilled:
-        """The engine's prefill of these prompts, run on shapes."""
+        """Engine's prefill of these prompts, run on abstract arrays and recorded."""
         flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
-        told = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.layers)
+        numbers = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.layers)
 
-        def walk(tokens: Any, lengths: Any, told: Any, key: Any) -> Any:
-            given = (flat, tokens, lengths, told, self.policy, needed)
-            prompts, cache = finished(read(*given, key=key, implementation=self.implementation))
+        def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
+            """The cache, the logits and the prompts' arrays, which all live to the end of the prefill."""
+            walked = read(
+                flat, tokens, lengths, numbers, self.policy, needed, key=key, implementation=self.implementation
+            )
+            prompts, cache = finished(walked)
             logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
-            # What prompts are made of is held until they are done.
             return cache, logits, [leaf for leaf in jax.tree.leaves(vars(prompts)) if is_traced(leaf)]
 
         calls, (cache, *_) = record(
             walk,
             of((self.batch, needed.slots), jnp.int32),
             of((self.batch,), jnp.int32),
-            jax.tree.map(lambda numbers: numbers.astype(np.int32), told),
+            jax.tree.map(lambda each: each.astype(np.int32), numbers),
             of((), jax.random.key(0).dtype),
             resident=(flat.ends, flat.blocks),
             sharding=self.sharding,
@@ -126,28 +133,23 @@ class Work:
         return Prefilled(calls, cache)
 
     def placed(self, tree: Any) -> Any:
-        """Arrays and shapes as shapes; off a mesh with where they lie."""
-        return jax.tree.map(lambda leaf: self._shape(leaf), tree)
+        """Abstract arrays of a tree's arrays; off a mesh with the work's sharding."""
 
-    def _shape(self, leaf: Any) -> Any:
-        of = jax.ShapeDtypeStruct
-        shape = leaf if isinstance(leaf, of) else of(np.shape(leaf), leaf.dtype)
-        return shape if self.sharding is None else shape.update(sharding=self.sharding)
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            """Abstract array of one leaf."""
+            known = isinstance(leaf, jax.ShapeDtypeStruct)
+            made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+            return made if self.sharding is None else made.update(sharding=self.sharding)
+
+        return jax.tree.map(shape, tree)
 
 
 def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
-    """The loop over new tokens, and what it writes in place.
-
-    Args:
-        work: what it is traced for.
-
-    Returns:
-        The loop, traced; the pools, as shapes.
-    """
+    """Decode loop, traced, and the abstract pools that it writes in place."""
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
     if flat.axes is None:
-        # Tails are for this machine's processor, which is asked where no mesh says what the program is for.
+        # Tails are for CPUs; off a mesh the spec asks this machine's processor.
         spec = dataclasses.replace(spec, tail=False)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done, eos = jax.ShapeDtypeStruct((work.batch,), bool), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -155,3 +157,24 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     running = loop.begin(cache.arrays, spec=spec, size=BLOCK)
     given = loop.loop_arguments(flat, running, draw, work.new, Greedy())
     return loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
+
+
+def prefill_calls(work: Work) -> Iterator[Call]:
+    """Calls of a prefill's programs named by purpose; of calls that differ in numbers alone the one with most bytes."""
+    heaviest = dict[Any, Call]()
+    for call in work.prefill.calls:
+        if call.name not in SMALL:
+            kind = call_name(call), jax.tree.structure(call.arguments)
+            heaviest[kind] = max(heaviest.get(kind, call), call, key=_live_bytes)
+    for (name, _), call in heaviest.items():
+        yield dataclasses.replace(call, name=name)
+
+
+def call_name(call: Call) -> str:
+    """Purpose of a call of a prefill, such as `layer` or `score`."""
+    return "top layer" if call.options.get("last") else _NAMES.get(call.name, call.name)
+
+
+def _live_bytes(call: Call) -> int:
+    """Bytes on one device while a program runs: its arguments, its results and all other live arrays."""
+    return call.beside + weigh(call.arguments) + weigh(call.results)

@@ -1,4 +1,4 @@
-"""What ptxas says of the kernels that XLA left as PTX: registers, shared memory, spills."""
+"""Assembles the PTX that XLA dumped, and reads registers, shared memory and spills of each kernel from ptxas."""
 
 import dataclasses
 import glob
@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel, as ptxas assembles it.
+    """Resources of one kernel as ptxas assembles it.
 
     Attributes:
         name: its entry point.
-        registers: of a thread.
+        registers: per thread.
         shared: bytes of static shared memory.
-        spills: bytes stored to and loaded from local memory, for want of registers.
-        path: the PTX that it stands in.
+        spills: bytes of register spills, stored and loaded.
+        path: file of the PTX.
     """
 
     name: str
@@ -30,53 +30,36 @@ class Kernel:
 
 
 def ptxas() -> str | None:
-    """The assembler of the wheel `nvidia-cuda-nvcc` or of the machine's CUDA toolkit; None where there is none."""
+    """Path of ptxas, from the wheel `nvidia-cuda-nvcc` or the machine's CUDA toolkit; None without one."""
     wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/ptxas")
     return next(iter(wheels), None) or shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
-    """Assembles what lies in a folder.
-
-    Args:
-        folder: that XLA dumped to.
-        architecture: as ptxas calls it, `sm_90a` say.
-        assembler: from `ptxas`.
-
-    Returns:
-        Every kernel.
-
-    Raises:
-        RuntimeError: if ptxas refuses a file.
-    """
-    rows = list[Kernel]()
+    """Resources of every kernel in a folder of XLA dumps; `architecture` is such as `sm_90a`."""
+    found = list[Kernel]()
     for path in sorted(glob.glob(f"{folder}/**/*.ptx", recursive=True)):
         # XLA also leaves the empty rests of modules that it split.
-        if ".version" in Path(path).read_text():
-            rows += _of(path, architecture, assembler)
-    return rows
-
-
-def _of(path: str, architecture: str, assembler: str) -> list[Kernel]:
-    command = [assembler, "-v", f"-arch={architecture}", path, "-o", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"ptxas refuses {path}: {done.stderr[-2000:]}")
-    return said(done.stderr, path)
+        if ".version" not in Path(path).read_text():
+            continue
+        command = [assembler, "-v", f"-arch={architecture}", path, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas refuses {path}: {done.stderr[-2000:]}")
+        found += said(done.stderr, path)
+    return found
 
 
 def said(text: str, path: str = "") -> list[Kernel]:
-    """The kernels that `ptxas -v` has written of, into its standard error."""
-    rows, entries = [], re.split(r"Compiling entry function '([^']+)'", text)
-    number = lambda pattern, of: sum(map(int, re.findall(pattern, of)))  # noqa: E731
-    for name, of in zip(entries[1::2], entries[2::2], strict=True):
-        rows.append(
-            Kernel(
-                name=name,
-                registers=number(r"Used (\d+) registers", of),
-                shared=number(r"(\d+) bytes smem", of),
-                spills=number(r"(\d+) bytes spill stores", of) + number(r"(\d+) bytes spill loads", of),
-                path=path,
-            )
-        )
-    return rows
+    """Resources of the kernels that `ptxas -v` reported on its standard error."""
+    found, entries = [], re.split(r"Compiling entry function '([^']+)'", text)
+    for name, report in zip(entries[1::2], entries[2::2], strict=True):
+        spills = _sum_of(r"(\d+) bytes spill stores", report) + _sum_of(r"(\d+) bytes spill loads", report)
+        registers, shared = _sum_of(r"Used (\d+) registers", report), _sum_of(r"(\d+) bytes smem", report)
+        found.append(Kernel(name=name, registers=registers, shared=shared, spills=spills, path=path))
+    return found
+
+
+def _sum_of(pattern: str, text: str) -> int:
+    """Sum of the numbers that a pattern captures in a text."""
+    return sum(map(int, re.findall(pattern, text)))

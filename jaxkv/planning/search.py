@@ -1,20 +1,14 @@
-"""How much fits: searches for the largest number of something."""
+"""Searches for the largest batch and the longest context that fit."""
 
 from collections.abc import Callable, Iterator
 
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.plan import buckets
 
 
 def largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
-    """The largest number for which all is well, if it is for those below.
+    """Largest integer up to `most` for which a monotone predicate holds, by doubling and bisection.
 
-    Args:
-        sound: whether it is for a number.
-        most: the largest that is tried.
-        low: one for which it is known to be.
-
-    Returns:
-        The number; `low` where it is for none beyond.
+    `low` is returned where it holds for nothing larger.
     """
     high = max(1, 2 * low)
     while high <= most and sound(high):
@@ -27,24 +21,9 @@ def largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
 
 
 def lengths_below(limit: int) -> Iterator[int]:
-    """Prompts' lengths to try, the longest first: a limit, and the ends of the buckets below; shapes follow from these.
+    """Prompt lengths to try, longest first: `limit`, then the end of every smaller bucket, on which shapes depend.
 
-    Args:
-        limit: tokens.
-
-    Yields:
-        Tokens. Those that fit need not be all below one that does: short prompts may have no such budget.
+    Fitting is not monotone in the length: a short prompt may admit no such budget.
     """
-    length = limit
-    while length:
-        yield length
-        length = _before(length)
-
-
-def _before(length: int) -> int:
-    """The largest number of tokens whose bucket is a smaller one."""
-    low, high, mine = 0, length, bucket(length)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if bucket(middle) < mine else (low, middle)
-    return low
+    yield limit
+    yield from (slots for _, slots in buckets(limit)[-2::-1])

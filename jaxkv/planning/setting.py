@@ -1,4 +1,4 @@
-"""What is planned for: a model, a policy, prompts, and the GPUs that are to take them."""
+"""What is planned for: a model, a policy and prompts (`Request`), on GPUs (`Setting`) or on this machine."""
 
 import dataclasses
 import functools
@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxkv._checks import field, whole
 from jaxkv._errors import require
-from jaxkv._values import count, plain
+from jaxkv._values import plain
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.gpus import GPU
 from jaxkv.policies.policy import Method
@@ -18,25 +19,25 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _dtype_name(given: Any) -> str | None:
-    """What a dtype is called, of whatever was given for it; None for what is none."""
+    """Name of a dtype given as text, numpy or JAX type; None for anything else."""
     given = plain(given)
     try:
         return given if isinstance(given, str) else jnp.dtype(given).name
-    except TypeError:  # no dtype at all
+    except TypeError:
         return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be done, wherever.
+class Request:
+    """Model, policy and sizes of one generation, whatever the device.
 
     Attributes:
-        model: the model's name.
-        config: its shape.
-        policy: the compression, with all that it takes from the model.
-        batch: prompts.
-        context: tokens of each.
-        new: tokens that are drawn after each.
+        model: name, for messages.
+        config: the model's shape.
+        policy: the compression, already fitted to the model by `for_model`.
+        batch: number of prompts.
+        context: tokens of each prompt.
+        new: tokens drawn after each prompt.
         dtype: of weights, activations and cache.
     """
 
@@ -51,9 +52,9 @@ class Asked:
     def __post_init__(self) -> None:
         require(isinstance(self.policy, Method), "policy", self.policy, "give a policy such as SnapKV(budget=256)")
         require(isinstance(self.config, ModelConfig), "config", self.config, "give a ModelConfig")
-        count(self, "batch", 1, "give 1 prompt or more")
-        count(self, "context", 1, "every prompt needs at least one token")
-        count(self, "new", 0, "give 0 tokens or more")
+        field(self, "batch", whole, "give 1 prompt or more")
+        field(self, "context", whole, "every prompt needs at least one token")
+        field(self, "new", whole, "give 0 tokens or more", least=0)
         name = _dtype_name(self.dtype)
         require(name in _DTYPES, "dtype", self.dtype, f"give one of {', '.join(_DTYPES)}")
         object.__setattr__(self, "dtype", name)
@@ -63,7 +64,7 @@ class Asked:
 
     @property
     def beyond(self) -> str | None:
-        """What is to be said of new tokens that the model has no positions for; None if there are none."""
+        """Note that some new tokens exceed the model's positions; None if all have one."""
         limit = self.config.max_positions
         if self.context + self.new <= limit or self.policy.parts().rolling:
             return None
@@ -72,13 +73,24 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting(Asked):
-    """A question to plan: what is to be done, on which GPUs.
+class HostSetting(Request):
+    """A request in a process of its own on this machine's CPU.
+
+    Attributes:
+        memory: bytes that are free now; None if the system does not say.
+    """
+
+    memory: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting(Request):
+    """A request on GPUs.
 
     Attributes:
         gpu: the kind of GPU.
-        gpus: how many, all hosts together.
-        data: groups that they form, each with the whole model and a part of the prompts.
+        gpus: number of GPUs, of all hosts together.
+        data: data-parallel groups, each with the whole model and a part of the prompts.
     """
 
     gpu: GPU
@@ -87,36 +99,40 @@ class Setting(Asked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        remedy = "give a GPU, of planning.gpus.gpu_named('h100') say"
-        require(isinstance(self.gpu, GPU), "gpu", self.gpu, remedy)
-        count(self, "gpus", 1, "give 1 GPU or more")
-        count(self, "data", 1, "give 1 group or more")
+        require(isinstance(self.gpu, GPU), "gpu", self.gpu, "give a GPU, of planning.gpus.gpu_named('h100') say")
+        field(self, "gpus", whole, "give 1 GPU or more")
+        field(self, "data", whole, "give 1 group or more")
         remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
         require(self.gpus % self.data == 0, "mesh.data", self.data, remedy)
-        # Refuses what does not divide the model.
+        # Refuses a split that does not divide the model.
         _ = self.mesh
 
     @property
+    def memory(self) -> int:
+        """Bytes of one GPU."""
+        return self.gpu.memory
+
+    @property
     def hosts(self) -> int:
-        """Machines that the GPUs are in."""
+        """Number of machines that hold the GPUs."""
         return -(-self.gpus // self.gpu.per_host)
 
     @property
     def split(self) -> int:
-        """GPUs of a group, over which the model is split."""
+        """Number of GPUs of a group, over which the model is split."""
         return self.gpus // self.data
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
-        """As `sharding.model_mesh` would make it: "data", "kv" and "rep"."""
+        """Abstract mesh with the axes "data", "kv" and "rep", as `sharding.model_mesh` makes it."""
         return abstract_mesh(self.data, self.split, self.config)
 
     @property
     def local(self) -> ModelConfig:
-        """What a GPU has of the model's shape."""
+        """Model shape of one GPU's part."""
         return self.config.on_one_of(self.mesh.shape["kv"], self.split)
 
     @property
     def sequences(self) -> int:
-        """Prompts of a group: copies of the last one fill those that are short of one."""
+        """Number of prompts of a group; the last prompt is copied into groups that have one less."""
         return -(-self.batch // self.data)

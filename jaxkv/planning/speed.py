@@ -1,10 +1,9 @@
-"""Estimates of speed, by arithmetic alone: nothing here has run on a GPU, or been calibrated on one.
+"""Estimates of speed by arithmetic; nothing here has run on a GPU or been calibrated on one.
 
-A decode step is the sum of what it must read, at the bandwidth that copies reach; of its launches; of what its small
-kernels and its attention take beside that; and of what GPUs send one another. A mixture's experts are read as far as
-tokens choose them; what sorting tokens by expert launches is not counted. The constants are those of the performance
-model in `benchmarks/perf_gpu.py` and what it reads off compiled programs, in
-`benchmarks/results/gpu_model.md`; a test holds the two together.
+The time of a decode step is the sum of: bytes that it reads, at the bandwidth of copies; kernel launches; overheads of
+small kernels and of attention; all-reduces. Of a mixture, the experts that tokens choose are read; the launches that
+sort tokens by expert are not counted. Constants are those of the performance model in `benchmarks/perf_gpu.py`, which
+reads compiled programs, with results in `benchmarks/results/gpu_model.md`; a test holds the two together.
 """
 
 import dataclasses
@@ -17,48 +16,44 @@ from jaxkv.planning.setting import Setting
 from jaxkv.policies.reading import WHOLE
 
 _MICRO = 1e-6
-# Of the data sheet's bandwidth, what copies of hundreds of MiB reach on Hopper.
+# Share of the data sheet's bandwidth that copies of hundreds of MiB reach on Hopper.
 COPY = 0.9
-# Of the data sheet's matrix products, what large ones reach: 600 of 989 TFLOP/s in the performance model.
+# Share of the data sheet's FLOP/s that large products reach: 600 of 989 TFLOP/s in the performance model.
 PRODUCTS = 0.6
-# Likewise for prefill's attention: 35% of the sheet's is what well-tuned Triton kernels reach on Hopper.
+# Likewise for attention in prefill: well-tuned Triton kernels reach 35% on Hopper.
 ATTENTION = 0.35
-# Between dependent nodes of a CUDA graph, end to begin, by published microbenchmarks of Hopper.
+# Seconds from the end of a CUDA graph node to the start of its successor, by published microbenchmarks of Hopper.
 LAUNCH = 1.3 * _MICRO
-# What a kernel of a few CTAs takes beside that: one or two trips to memory.
+# Seconds of a kernel of a few CTAs: one or two round trips to memory.
 SMALL = 0.7 * _MICRO
-# A pass over rows waits for what it must know, and ends, beside streaming them; a second kernel merges its chunks.
+# Seconds that a pass over rows takes beside streaming them, to load its tables and to finish; then those of the kernel
+# that merges its chunks.
 PASS = 1.9 * _MICRO
 MERGE = 1.2 * _MICRO
-# Launches of a layer that are matrix products, and of a layer's attention: these are counted by what they read.
+# Launches of a layer that are matrix products, and those of its attention: their time follows from bytes read.
 _PRODUCTS_OF_LAYER, _ATTENTION_OF_LAYER = 4, 2
-# An all-reduce of NCCL's ring, low-latency protocol: to begin with, and for each of 2 (n - 1) hops between GPUs of a
-# host, by NVLink or PCIe, or of two hosts; the constants of its own tuning model (src/graph/tuning.cc).
+# An all-reduce by NCCL's ring with the low-latency protocol: seconds to start, and for each of 2 (n - 1) hops between
+# GPUs of a host, by NVLink or PCIe, or of two hosts; constants of NCCL's own tuning model (src/graph/tuning.cc).
 REDUCE, HOP_NVLINK, HOP_PCIE, HOP_NETWORK = 6.6 * _MICRO, 0.6 * _MICRO, 1.0 * _MICRO, 5.0 * _MICRO
-# That protocol sends a flag with every four bytes.
+# The low-latency protocol sends a flag of four bytes with every four bytes.
 FLAGS = 2
-# Slower than any NVLink, faster than any PCIe.
+# Bytes/s: slower than any NVLink, faster than any PCIe.
 _NVLINK_FROM = 100e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launches:
-    """What a decode step launches.
-
-    Attributes:
-        layer: for each layer.
-        step: besides.
-    """
+    """Kernel launches of a decode step: `layer` for each layer, and `step` once."""
 
     layer: float
     step: float
 
     def of(self, layers: int) -> float:
-        """All of a step's."""
+        """Launches of a step over all layers."""
         return layers * self.layer + self.step
 
 
-# By what a step does with a new token's row, as counted in compiled loops ("Launches of a step" in gpu_model.md).
+# By how a decode step treats cache rows, counted in compiled loops ("Launches of a step" in gpu_model.md).
 APPENDS = Launches(layer=10.0, step=25.0)
 EVICTS = Launches(layer=14.5, step=27.0)
 MERGES = Launches(layer=11.0, step=63.0)
@@ -67,16 +62,16 @@ CHOOSES = Launches(layer=11.9, step=45.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """An estimate; seconds.
+    """Estimated seconds of a decode step, in total and by part, and of prefill.
 
     Attributes:
-        step: of a decode step, in the middle of the answer.
-        tokens: drawn in a second, by all sequences.
-        prefill: of all prompts; roughly.
-        weights: of a step, for reading them, or for multiplying by them where that takes longer.
-        rows: of a step, for reading keys and values.
-        launches: of a step, for launches and for kernels that move next to nothing.
-        sent: of a step, for all-reduces.
+        step: a decode step in the middle of the answer.
+        tokens: tokens/s of all sequences (no seconds).
+        prefill: prefill of all prompts, roughly.
+        weights: of a step, reading weights, or multiplying by them where that takes longer.
+        rows: of a step, reading keys and values.
+        launches: of a step, kernel launches and small kernels.
+        sent: of a step, all-reduces.
     """
 
     step: float
@@ -89,15 +84,7 @@ class Speed:
 
 
 def estimate(setting: Setting, weights: int) -> Speed | None:
-    """Estimates how fast a setting would be.
-
-    Args:
-        setting: what is planned for.
-        weights: bytes of the parameters that a GPU has.
-
-    Returns:
-        The estimate; None for policies that fetch rows from host memory, whose speed is that of another machine's part.
-    """
+    """Estimates the speed of a setting from the bytes of one GPU's weights; None for policies that offload rows."""
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
     reading = parts.reading(setting.config.layers, bucket(setting.context))
     if reading is not None and reading.offloaded:
@@ -108,42 +95,33 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
     product = max(read / copy, 2 * used / item * setting.sequences / flops)
     held, filters = _rows(setting)
     row = local.head_dim * item * local.kv_heads * setting.sequences
-    moved = 2 * row * float(held.sum())
+    rows = 2 * row * float(held.sum())
     if filters:
-        # A filter reads its keys once more for its scores.
-        moved += row * float(held[list(filters)].sum())
+        # A filter layer reads its keys once more to score them.
+        rows += row * float(held[list(filters)].sum())
     ongoing = parts.ongoing
     if ongoing is not None and ongoing.attends:
-        # A logit of each query head and row, and the sum that it is added to.
-        moved += setting.sequences * local.kv_heads * float(held.sum()) * (4 * local.group + 8)
+        # A logit of each query head and row, and the accumulated attention mass.
+        rows += setting.sequences * local.kv_heads * float(held.sum()) * (4 * local.group + 8)
     launched = _launches(setting).of(layers)
     small = launched - layers * (_PRODUCTS_OF_LAYER + _ATTENTION_OF_LAYER)
     launches = launched * LAUNCH + small * SMALL + layers * (PASS + MERGE)
-    # Two sums of hidden states a layer and one for the embedding, float32.
+    # Two all-reduces of float32 hidden states per layer and one for the embedding.
     sent = (2 * layers + 1) * all_reduce(setting, 4 * setting.sequences * setting.config.embed, FLAGS)
-    step = product + moved / copy + launches + sent
+    step = product + rows / copy + launches + sent
     return Speed(
         step=step,
         tokens=setting.batch / step,
         prefill=_prefill(setting, weights, item),
         weights=product,
-        rows=moved / copy,
+        rows=rows / copy,
         launches=launches,
         sent=sent,
     )
 
 
 def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
-    """Seconds of an all-reduce over the GPUs that a model is split over.
-
-    Args:
-        setting: what is planned for.
-        size: bytes that each has.
-        flags: by how much the protocol sends more than that.
-
-    Returns:
-        The time of a ring; 0 where nothing is split.
-    """
+    """Seconds of a ring all-reduce of `size` bytes over the GPUs of a group; `flags` is sent bytes over payload."""
     count, gpu = setting.split, setting.gpu
     if count == 1:
         return 0.0
@@ -155,6 +133,7 @@ def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
 
 
 def _launches(setting: Setting) -> Launches:
+    """Launches of a decode step of the setting's policy."""
     parts = setting.policy.parts()
     if parts.read is not None:
         return CHOOSES
@@ -164,10 +143,10 @@ def _launches(setting: Setting) -> Launches:
 
 
 def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows of a kv head that each layer reads in the middle of the answer, and the layers that choose."""
+    """Rows per kv head `[L]` that a step reads in the middle of the answer, and the indices of filter layers."""
     parts, layers, behind = setting.policy.parts(), setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
-    # Where prompts say how layers share, they share what all have on average.
+    # Budgets over layers that depend on the prompt are taken as uniform.
     kept = np.full(layers, float(planned.budget.mean())) if planned.rows is None else planned.rows.mean(axis=1)
     reading = parts.reading(layers, planned.slots)
     if reading is not None:
@@ -175,35 +154,35 @@ def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
         return np.where(whole, kept, np.minimum(reading.width, kept)) + behind, tuple(reading.filters)
     grows = parts.ongoing is None or not parts.evicts
     period = parts.every or 2 * behind
-    # What is compressed again every so often has half of that behind it; what evicts has none, once it is full.
+    # Recompressed caches hold half a period of new rows on average; evicting ones hold none once full.
     return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
 
 
 def _weights(setting: Setting, weights: int, item: int) -> tuple[float, float]:
-    """Bytes of the parameters that a step reads, and of those that each token is multiplied by."""
+    """Bytes of the parameters that a step reads, and of those that one token is multiplied by."""
     local, experts = setting.local, setting.config.experts
-    # A table that tokens are looked up in, and nothing else, is read a row at a time.
+    # An embedding table that is not the head, too, is read one row per token.
     held = float(weights - (0 if local.tied else local.vocab * local.embed * item))
     if experts is None:
         return held, held
     each = 3 * local.embed * local.hidden * local.layers * item
     others = held - experts.count * each
-    # Hardly two tokens choose the same, until all are chosen.
+    # Tokens are taken to choose different experts until all are chosen.
     return others + min(experts.count, experts.chosen * setting.sequences) * each, others + experts.chosen * each
 
 
 def _products(setting: Setting) -> float:
-    """The data sheet's products of this dtype: float32 ones run as TF32, at half the speed of 16 bits."""
+    """FLOP/s of the data sheet for the setting's dtype; float32 runs as TF32, at half the speed of 16 bits."""
     return setting.gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
 
 
 def _prefill(setting: Setting, weights: int, item: int) -> float:
-    """Seconds of all prompts of a group: products, attention of the lower triangle, all-reduces."""
+    """Seconds to prefill the prompts of a group: matrix products, causal attention, all-reduces."""
     local, tokens, flops = setting.local, setting.sequences * setting.context, _products(setting)
-    # The vocabulary's matrix is for the last tokens alone.
+    # Only the last tokens are multiplied by the head.
     used = _weights(setting, weights, item)[1] / item - local.vocab * local.embed
     products = 2 * used * tokens / (PRODUCTS * flops)
-    # Two products of two operations for each pair of tokens, half of the pairs; once more where all queries score keys.
+    # 4 FLOP per query, key and channel, and half of the pairs; half as much again where all queries score keys.
     passes = 1.5 if setting.policy.parts().needs.sums else 1.0
     pairs = setting.sequences * setting.context**2 / 2
     attention = passes * 4 * pairs * local.layers * local.heads * local.head_dim / (ATTENTION * flops)

@@ -1,4 +1,4 @@
-"""The process that compiles: it reads a setting, and writes what the compiler says of its programs."""
+"""Child process of `compiled`: reads a setting, compiles its programs, writes the compiler's figures."""
 
 import contextlib
 import pickle
@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.planning import hlo
 from jaxkv.planning.compiled import CompiledProgram, Sent
-from jaxkv.planning.programs import Work, abstract_model, traced_loop
+from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
 from jaxkv.planning.setting import Setting
-from jaxkv.planning.walk import prefill_calls
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
 from jaxkv.sharding.record import weigh
@@ -23,18 +22,15 @@ from jaxkv.sharding.record import weigh
 
 @contextlib.contextmanager
 def on_gpus(setting: Setting) -> Iterator[Work]:
-    """A setting's model as shapes on its GPUs.
-
-    Args:
-        setting: what is planned for.
-
-    Yields:
-        What programs are traced for, while they are.
-    """
+    """Context in which a setting's programs can be traced for its GPUs; yields the work with abstract arrays."""
     hosts = setting.hosts if setting.gpus % setting.hosts == 0 else 1
-    known = {"platform": "cuda", "topology_name": setting.gpu.name, "target_config": setting.gpu.target}
-    # Slices, hosts of each, GPUs of each.
-    described = topologies.get_topology_desc(**known, topology=f"1x{hosts}x{setting.gpus // hosts}")
+    # Slices x hosts x GPUs of a host.
+    described = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=setting.gpu.name,
+        target_config=setting.gpu.target,
+        topology=f"1x{hosts}x{setting.gpus // hosts}",
+    )
     devices: Any = np.asarray(described.devices)
     axes = sharding = None
     if setting.gpus > 1:
@@ -46,28 +42,21 @@ def on_gpus(setting: Setting) -> Iterator[Work]:
     work = Work(
         flat=abstract_model(setting.config, setting.dtype, axes),
         policy=setting.policy,
-        # Copies of the last prompt fill groups that are short of one.
+        # The last prompt is copied into groups that have one less.
         batch=setting.sequences * setting.data,
         tokens=setting.context,
         new=max(1, setting.new),
         sharding=sharding,
     )
-    # From JAX 0.11 on, kernels are lowered for the device of the mesh at hand; without one they ask for a GPU.
+    # From JAX 0.11 on, kernels are lowered for the device of the current mesh; without one they ask for a GPU.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield work
 
 
 def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float = 0.0) -> tuple[CompiledProgram, str]:
-    """Compiles a program.
+    """Compiles a traced program; returns its figures and its HLO text.
 
-    Args:
-        name: what it is called.
-        traced: the program, for arrays on GPUs.
-        beside: bytes that lie on a GPU besides.
-        seconds: that tracing took.
-
-    Returns:
-        What the compiler says of it, and the program as it wrote it.
+    `beside` is the bytes of live arrays that are not its arguments, `seconds` the time that tracing took.
     """
     began = time.perf_counter()
     lowered = traced.lower(lowering_platforms=("cuda",))
@@ -94,14 +83,7 @@ def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float 
 
 
 def programs_of(setting: Setting) -> dict[str, Any]:
-    """Compiles a setting's programs; what the compiler refuses is named.
-
-    Args:
-        setting: what is planned for.
-
-    Returns:
-        `decode`, `prefill`, `weights` and `notes`; or `error` and the `program` it is about.
-    """
+    """Compiles a setting's programs: `decode`, `prefill`, `weights`, `notes`; or `error` and the refused `program`."""
     name = "such GPUs"
     try:
         with on_gpus(setting) as work:
@@ -120,7 +102,7 @@ def programs_of(setting: Setting) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Compiles what it is given, and writes the result where it is told."""
+    """Compiles the pickled setting of a stream, and pickles the figures into the path that follows it."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
     made = programs_of(setting) | {"seconds": time.perf_counter() - began}

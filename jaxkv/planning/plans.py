@@ -1,0 +1,351 @@
+"""Results of planning: `Plan` for GPUs and `MachinePlan` for a process here, as text, table or JSON."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxkv._values import brief
+from jaxkv.planning.compiled import CompiledPlan
+from jaxkv.planning.process import Process
+from jaxkv.planning.setting import HostSetting, Request, Setting
+from jaxkv.planning.sizes import Sizes
+from jaxkv.planning.speed import Speed
+from jaxkv.policies.policy import Method
+
+_HEAD = ("policy", "cache", "peak", "fits", "largest batch", "largest context", "estimated tokens/s")
+_MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch", "largest context")
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as text in decimal gigabytes, as data sheets count; in megabytes below 0.1 GB."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
+
+
+def policy_name(policy: Method) -> str:
+    """Short text of a policy: its class, its budget and its other non-default fields."""
+    shown, inner = brief(policy), policy
+    while isinstance(below := getattr(inner, "inner", None), Method):
+        inner = below
+    budget, name = inner.parts().budget, type(inner).__name__
+    if budget is None or "budget=" in shown:
+        return shown
+    if f"{name}(" not in shown:
+        # A wrapper without a base stands on its usual one, which is not shown.
+        name = type(policy).__name__
+    return shown.replace(f"{name}(", f"{name}(budget={budget!r}, ", 1).replace(", )", ")", 1)
+
+
+def title(setting: Setting) -> str:
+    """Model, dtype and GPUs in one line."""
+    split = f"split over {setting.split}" if setting.split > 1 else "whole"
+    groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
+    return f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
+
+
+def _machine_title(setting: HostSetting) -> str:
+    """Model and dtype in one line, for a process on this machine."""
+    return f"{setting.model}, {setting.dtype}, in a process on this machine's CPU"
+
+
+def _prompts(request: Request) -> str:
+    """Numbers of prompts, of their tokens and of new tokens, as text."""
+    return f"{_count_of_prompts(request)} of {request.context:,} tokens, {request.new:,} new tokens each"
+
+
+def _count_of_prompts(request: Request) -> str:
+    """Number of prompts as text."""
+    return f"{request.batch} prompt{'s' * (request.batch > 1)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change that would make a setting fit.
+
+    Attributes:
+        about: the change as text.
+        setting: the changed setting.
+        peak: its peak bytes on one GPU.
+    """
+
+    about: str
+    setting: Setting
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Memory and speed of a model, a policy and prompts on GPUs that need not be there. Bytes are those of one GPU.
+
+    Attributes:
+        setting: what was asked.
+        sizes: bytes by arithmetic.
+        largest_batch: largest number of prompts of this length that fit; 0 where none does.
+        largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
+        remedies: changes that would make it fit, where it does not.
+        speed: an estimate that no GPU has confirmed; None where rows come from host memory.
+        notes: assumptions.
+        compiled: the real compiler's figures, if it was asked.
+    """
+
+    setting: Setting
+    sizes: Sizes
+    largest_batch: int
+    largest_context: int
+    remedies: tuple[Remedy, ...] = ()
+    speed: Speed | None = None
+    notes: tuple[str, ...] = ()
+    compiled: CompiledPlan | None = None
+
+    @property
+    def weights(self) -> int:
+        """Bytes of a GPU's part of the parameters."""
+        return self.sizes.weights
+
+    @property
+    def cache(self) -> int:
+        """Bytes of a GPU's part of the compressed cache, with room for new tokens and policy state."""
+        return self.sizes.grown
+
+    @property
+    def prefill_peak(self) -> int:
+        """Peak bytes of a GPU during prefill."""
+        return self.sizes.prefill_peak
+
+    @property
+    def decode_peak(self) -> int:
+        """Peak bytes of a GPU during decoding."""
+        return self.sizes.decode_peak
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that hold a GPU's offloaded rows."""
+        return self.sizes.host
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak is within the GPU's memory."""
+        return self.sizes.peak <= self.setting.memory
+
+    def __str__(self) -> str:
+        """What `jaxkv plan` prints."""
+        setting, sizes, memory = self.setting, self.sizes, gigabytes(self.setting.memory)
+        rows = f"{sizes.kept:,.0f} of {setting.context:,} rows a head; uncompressed {gigabytes(sizes.full)}"
+        facts = [
+            ("weights", sizes.weights, ""),
+            ("cache", sizes.grown, rows),
+            ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a decode step"),
+            ("peak of prefill", sizes.prefill_peak, f"{sizes.prefill_peak / setting.memory:.0%} of {memory}"),
+            ("peak of decode", sizes.decode_peak, f"{sizes.decode_peak / setting.memory:.0%} of {memory}"),
+        ]
+        if sizes.host:
+            facts.append(("in host memory", sizes.host, "on a GPU's behalf"))
+        verdict = self._verdict()
+        limit = " (the model's own limit)" if self.largest_context == setting.config.max_positions else ""
+        lines = [*_head(title(setting), self, facts), f"{verdict[0].upper()}{verdict[1:]}.", _largest(self, limit)]
+        lines += [f"  would fit: {each.about} ({gigabytes(each.peak)})" for each in self.remedies]
+        if not self.fits and not self.remedies:
+            tried = "a smaller budget, another policy, up to 16 times the GPUs"
+            lines.append(f"  nothing that was tried would fit: {tried}")
+        if self.speed is None:
+            lines.append("No estimate of speed: rows come from host memory, which is another machine's part.")
+        else:
+            step = f"{self.speed.tokens:,.0f} tokens/s ({self.speed.step * 1e3:.1f} ms a step)"
+            lines.append(f"Estimated, never measured on a GPU: {step}, prefill {self.speed.prefill:,.1f} s.")
+        lines += [*_notes([self]), *([""] if self.compiled is not None else []), *self._compiled_lines()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Plan({title(self.setting)}: {self._verdict()})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In a notebook, the text."""
+        printer.text(str(self))
+
+    def _verdict(self) -> str:
+        """Sentence that says whether it fits, and by how much."""
+        peak, memory = self.sizes.peak, self.setting.memory
+        if self.fits:
+            return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each GPU"
+        when = "prefill" if self.prefill_peak >= self.decode_peak else "decode"
+        return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each GPU"
+
+    def _compiled_lines(self) -> list[str]:
+        """Lines with the compiler's figures and how far the arithmetic is off; none if it was not asked."""
+        compiled, weights = self.compiled, self.sizes.weights
+        if compiled is None:
+            return []
+        lines = [str(compiled)]
+        for name, ours, theirs in (
+            ("prefill", self.prefill_peak, compiled.prefill.peak),
+            ("decode", self.decode_peak, compiled.decode.peak),
+        ):
+            beside = (ours - weights) / max(1, theirs - weights) - 1
+            both = f"{gigabytes(ours)} by arithmetic, {gigabytes(theirs)} by the compiler"
+            lines.append(f"  {name}: {both}: off by {ours / theirs - 1:+.2%}, weights left out by {beside:+.2%}")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON can have it; sizes in bytes."""
+        setting, sizes = self.setting, self.sizes
+        found: dict[str, Any] = {
+            "model": setting.model,
+            "policy": policy_name(setting.policy),
+            "gpu": setting.gpu.name,
+            "gpus": setting.gpus,
+            "mesh": {"data": setting.data, "model": setting.split},
+            "batch": setting.batch,
+            "context": setting.context,
+            "new": setting.new,
+            "dtype": setting.dtype,
+            "memory_bytes": setting.memory,
+            "weights_bytes": sizes.weights,
+            "cache_bytes": sizes.grown,
+            "uncompressed_bytes": sizes.full,
+            "rows": sizes.kept,
+            "prefill_activation_bytes": sizes.prefill,
+            "decode_activation_bytes": sizes.decode,
+            "prefill_peak_bytes": sizes.prefill_peak,
+            "decode_peak_bytes": sizes.decode_peak,
+            "host_bytes": sizes.host,
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "largest_context": self.largest_context,
+            "would_fit": [{"change": each.about, "peak_bytes": each.peak} for each in self.remedies],
+            "estimated": None if self.speed is None else dataclasses.asdict(self.speed),
+            "notes": list(self.notes),
+        }
+        if self.compiled is not None:
+            peaks = {f"{name}_peak_bytes": getattr(self.compiled, name).peak for name in ("prefill", "decode")}
+            found["compiled"] = peaks | dataclasses.asdict(self.compiled)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachinePlan:
+    """Memory of a process that loads a model here, on a CPU, and generates with it.
+
+    Attributes:
+        setting: what was asked, with the bytes that are free now.
+        process: the process' bytes by part.
+        largest_batch: largest number of prompts of this length that fit; 0 where none does.
+        largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
+        notes: assumptions.
+    """
+
+    setting: HostSetting
+    process: Process
+    largest_batch: int
+    largest_context: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def free(self) -> int | None:
+        """Bytes that are free on this machine; None if the system does not say."""
+        return self.setting.memory
+
+    @property
+    def fits(self) -> bool:
+        """True if a first run fits into free memory, or nothing says how much is free."""
+        return self.setting.memory is None or self.process.first_peak <= self.setting.memory
+
+    def __str__(self) -> str:
+        """What `jaxkv plan --gpus cpu` prints."""
+        made, free = self.process, self.setting.memory
+        facts = [
+            ("Python and JAX", made.started + made.left, "with the tokenizer, and what loading leaves"),
+            ("weights", made.weights, f"{gigabytes(made.loading)} on top while they are loaded"),
+            ("cache", made.cache, ""),
+            ("activations", made.activations, "of prefill"),
+            ("programs", made.programs, f"{gigabytes(made.compiling)} on top in a first run, which compiles them"),
+        ]
+        if made.waiting:
+            facts.append(("waiting rows", made.waiting, "of layers whose rows are offloaded"))
+        facts.append(("peak", made.peak, f"{gigabytes(made.first_peak)} in a first run"))
+        verdict = "Nothing says how much memory this machine has free."
+        if free is not None:
+            verdict = f"It {'fits' if self.fits else 'does NOT fit'}: {gigabytes(free)} are free now."
+        head = _head(_machine_title(self.setting), self, facts)
+        return "\n".join([*head, verdict, _largest(self), *_notes([self])])
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"MachinePlan({self.setting.model}, {policy_name(self.setting.policy)}: {gigabytes(self.process.peak)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In a notebook, the text."""
+        printer.text(str(self))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON can have it; sizes in bytes."""
+        setting, made = self.setting, self.process
+        return {
+            **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "dtype")},
+            "policy": policy_name(setting.policy),
+            "gpu": "cpu",
+            **{f"{name}_bytes": size for name, size in dataclasses.asdict(made).items()},
+            "peak_bytes": made.peak,
+            "first_peak_bytes": made.first_peak,
+            "free_bytes": setting.memory,
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "largest_context": self.largest_context,
+            "notes": list(self.notes),
+        }
+
+
+def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, str]]) -> list[str]:
+    """Lines of a plan's title, policy and prompts, then one line per (name, bytes, remark)."""
+    sizes = [gigabytes(size) for _, size, _ in facts]
+    width = max(map(len, sizes))
+    lines = [first, f"{policy_name(plan.setting.policy)}: {_prompts(plan.setting)}", ""]
+    for (name, _, remark), size in zip(facts, sizes, strict=True):
+        lines.append(f"  {name:<16} {size:>{width}}  {remark}".rstrip())
+    return [*lines, ""]
+
+
+def _largest(plan: Plan | MachinePlan, limit: str = "") -> str:
+    """Sentence with the largest batch and the longest context."""
+    batch, context = (f"{each:,}" if each else "none" for each in (plan.largest_batch, plan.largest_context))
+    prompts = _count_of_prompts(plan.setting)
+    return f"Largest batch of such prompts: {batch}. Longest context of {prompts}: {context}{limit}."
+
+
+def _notes(plans: Iterable[Plan | MachinePlan]) -> list[str]:
+    """Lines of the notes of plans, each note once."""
+    return [f"Note: {note}." for note in dict.fromkeys(note for each in plans for note in each.notes)]
+
+
+def compared(plans: Sequence[Plan | MachinePlan]) -> str:
+    """Table as text of plans that differ in the policy, one line each; bytes are those of a GPU or of the process."""
+    first = plans[0]
+    rows, compiled = list[tuple[str, ...]](), list[str]()
+    for plan in plans:
+        name, fits = policy_name(plan.setting.policy), "yes" if plan.fits else "NO"
+        most = (f"{plan.largest_batch:,}", f"{plan.largest_context:,}")
+        if isinstance(plan, MachinePlan):
+            sizes = (plan.process.cache, plan.process.peak, plan.process.first_peak)
+            rows.append((name, *map(gigabytes, sizes), fits, *most))
+            continue
+        speed = "-" if plan.speed is None else f"{plan.speed.tokens:,.0f}"
+        rows.append((name, gigabytes(plan.cache), gigabytes(plan.sizes.peak), fits, *most, speed))
+        if plan.compiled is not None:
+            compiled += ["", name, *plan._compiled_lines()]
+    if isinstance(first, MachinePlan):
+        lines = [_machine_title(first.setting), _prompts(first.setting), "", *_aligned([_MACHINE_HEAD, *rows])]
+    else:
+        memory = gigabytes(first.setting.memory)
+        lines = [title(first.setting), f"{_prompts(first.setting)}; sizes are those of a GPU with {memory}", ""]
+        lines += [*_aligned([_HEAD, *rows]), *compiled]
+        lines += ["", "Speeds are estimates: nothing has run on a GPU."]
+    return "\n".join([*lines, *_notes(plans)])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first column aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
