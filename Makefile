@@ -11,6 +11,7 @@ BIN := .venv/bin
 PEER := .venv-peer/bin
 AOT := .venv-aot/bin
 LATEST := .venv-latest/bin
+LOWEST := .venv-lowest/bin
 FOREIGN := .venv-foreign/bin
 DOCS := .venv-docs/bin
 PYTEST_FLAGS := -q -n auto --dist loadfile --no-loadscope-reorder
@@ -25,6 +26,7 @@ AOT_PACKAGES := jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 $(AOT_TOOLS)
 AOT_STAMP := .venv-aot/.made-0.10.2-nvdisasm
 AOT_VERSIONS := 0.11 0.12
 LATEST_STAMP := .venv-latest/.made-0.12
+LOWEST_STAMP := .venv-lowest/.made-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
 # KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
 FOREIGN_PACKAGES := keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
   namex==0.1.0 h5py==3.16.0 optree==0.20.0
@@ -32,8 +34,12 @@ FOREIGN_STAMP := .venv-foreign/.made-keras-hub-0.32.0
 DOCS_STAMP := .venv-docs/.made-$(shell cksum < docs/requirements.txt | cut -d ' ' -f 1)
 LATEST_TESTS := tests/test_kernels.py tests/test_kernels_decode.py tests/test_kernels_prefill.py \
   tests/test_kernels_step.py tests/test_implementations.py tests/test_layout.py
+# What calls other packages: readers of files, tokenizers, Orbax, the hub, the decoder; and an export's programs.
+LOWEST_TESTS := tests/test_layout.py tests/test_packaging.py tests/test_checkpoints.py tests/test_gguf_metadata.py \
+  tests/test_weights.py tests/test_text.py tests/test_templates.py tests/test_fetching.py tests/test_orbax.py \
+  tests/test_saved_caches.py tests/test_golden.py
 
-.PHONY: help demo test test-latest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
+.PHONY: help demo test test-latest test-lowest test-foreign lint format bench bench-peer bench-gpu against long-answer soak \
   sharded-soak slots-table decode-step throughput omnikv recall tune aot aot-quick aot-sharded plan-cells \
   plan-memory needle train-tiny orders-tiny needle-tiny clean \
   docs docs-links $(AOT_VERSIONS:%=aot-%)
@@ -62,6 +68,7 @@ help:
 	@echo "make plan-cells   a plan's arithmetic beside what the compiler says, for GPUs that are not there"
 	@echo "make plan-memory  the most memory of a process here, predicted and measured"
 	@echo "make test-latest  test the kernels with the newest JAX, under Python 3.12"
+	@echo "make test-lowest  test readers, tokenizers and decoders with the oldest packages that pyproject.toml allows"
 	@echo "make test-foreign KerasHub's Llama over jaxkv.compress, append and attend, in an environment of its own"
 	@echo "make docs         these pages, into docs/_build/html, and every internal link followed; docs-links: those outside, too"
 	@echo "make train-tiny   train the tiny model that comes with jaxkv, an hour; what was ended goes on with the same command"
@@ -182,7 +189,7 @@ needle: $(STAMP)
 	@$(BIN)/python -m benchmarks.needle
 
 clean:
-	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-foreign .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peer .venv-aot $(AOT_VERSIONS:%=.venv-aot-%) .venv-latest .venv-lowest .venv-foreign .venv-docs docs/_build docs/notebooks docs/results build dist jaxkv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find jaxkv checkpoints tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 test-foreign: $(FOREIGN_STAMP)
@@ -301,4 +308,19 @@ $(LATEST_STAMP): pyproject.toml
 	echo "== .venv-latest: creating with $$("$(PYTHON)" --version)" >&2; \
 	"$(PYTHON)" -m venv .venv-latest; \
 	$(LATEST)/python -m pip install $(PIP_FLAGS) 'jax>=0.12,<0.13' -e '.[test]'; \
+	touch $@
+
+# Old packages warn of newer ones: there, what is deprecated is no error.
+test-lowest: $(LOWEST_STAMP)
+	@$(LOWEST)/python -m pytest $(PYTEST_FLAGS) -m "not real" -W default::DeprecationWarning $(LOWEST_TESTS)
+
+# Every `name>=version` of pyproject.toml as `name==version`; what these packages need in turn comes as pip chooses it.
+$(LOWEST_STAMP): pyproject.toml
+	@$(find_python); \
+	set -e; \
+	echo "== .venv-lowest: creating; the oldest packages that pyproject.toml allows" >&2; \
+	rm -rf .venv-lowest; \
+	"$$python" -m venv .venv-lowest; \
+	sed -n 's/^  "\([A-Za-z0-9_-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml > .venv-lowest/lowest.txt; \
+	$(LOWEST)/python -m pip install $(PIP_FLAGS) -c .venv-lowest/lowest.txt -e '.[test]'; \
 	touch $@

@@ -282,7 +282,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        checkpointer.save(folder.absolute(), tree, save_args=chunks)
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=chunks))
 
 
 def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files and folders that appear on disk whole or not at all: written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ import re
 import secrets
 from pathlib import Path
 
-# What a file is called until it is whole.
+# Short, for the file's own name may be as long as names can be.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file through to the disk; a new one has the mode that the umask gives, an old one's successor its.
+    """Writes a file through to the disk, or leaves the old one as it was.
 
-    Args:
-        path: the file.
-        data: what goes into it.
+    A new file gets the mode that the umask gives; a replaced one hands on its mode and, where allowed, its owner.
 
     Raises:
-        OSError: where it cannot be written, naming it; the old file is then as it was.
+        OSError: where it cannot be written, naming the file.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    part = path.with_name(f".jaxkv.{secrets.token_hex(8)}.tmp")
     try:
-        mode = path.stat().st_mode & 0o777 if path.exists() else None
-        # Not read by others before it has its mode.
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
+        old = path.stat() if path.exists() else None
+        # Not readable by others before it has its mode.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        handle = os.open(part, flags, 0o666 if old is None else 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if mode is not None:
-            os.chmod(part, mode)
+        if old is not None:
+            _take_after(part, old)
         os.replace(part, path)
-        settle(path.parent)
+        sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
@@ -44,19 +43,28 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def settle(folder: Path) -> None:
-    """Writes a folder's names through to the disk; a file whose name is lost is lost with it.
+def _take_after(path: Path, old: os.stat_result) -> None:
+    """Gives a file the mode of another one and, where that is allowed, its owner."""
+    if hasattr(os, "chown"):
+        for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
+            with contextlib.suppress(OSError):
+                os.chown(path, owner, group)
+    # Not setuid and its like: the owner may be another now.
+    os.chmod(path, old.st_mode & 0o777)
 
-    Args:
-        folder: in which a file was made or renamed.
-    """
+
+def sync_folder(folder: Path) -> None:
+    """Writes a folder's list of names through to the disk: a file whose name is lost is lost with it."""
     if os.name == "nt":  # folders are not opened there
         return
-    number = os.open(folder, os.O_RDONLY)
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # one that takes files but does not list them
+        return
     try:
         os.fsync(number)
     except OSError as error:
-        # Some file systems have no such thing for folders; a disk that fails is told.
+        # Some file systems do not sync folders; that a disk fails is raised.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -64,11 +72,7 @@ def settle(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what `write_whole` leaves in a folder where it was killed.
-
-    Args:
-        folder: one that nobody else writes to.
-    """
+    """Removes the temporary files that a killed `write_whole` left in a folder to which nobody else writes."""
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
             path.unlink()

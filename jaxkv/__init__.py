@@ -1,112 +1,106 @@
-"""jaxkv: KV-cache compression for long-context inference in JAX."""
+"""jaxkv: KV-cache compression for long-context inference in JAX.
 
-import jaxkv._beside  # noqa: F401  first: it says where two of our packages lie
-from jaxkv._warnings import UnseenQuestionWarning
-from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache
-from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.session import Session
-from jaxkv.evals import evaluate, report
-from jaxkv.exporting import export
-from jaxkv.generation import generate, prefill
-from jaxkv.loading import LanguageModel, load
-from jaxkv.models.config import ModelConfig
-from jaxkv.planning.planner import plan
-from jaxkv.planning.plans import Plan
-from jaxkv.policies import (
-    D2O,
-    H2O,
-    TOVA,
-    AdaKV,
-    BrutalOffload,
-    CaM,
-    CriticalKV,
-    DefensiveKV,
-    ExpectedAttention,
-    FullKV,
-    GlobalBudget,
-    Keep,
-    KeyDiff,
-    KNorm,
-    LayerDefensiveKV,
-    LocalWindow,
-    Merge,
-    Method,
-    OmniKV,
-    Policy,
-    PyramidInfer,
-    PyramidKV,
-    Random,
-    RoCo,
-    SnapKV,
-    StreamingLLM,
-    VarianceLayers,
-    register,
-)
-from jaxkv.resharding import reshard
-from jaxkv.results import Generation, Stats, Stream
-from jaxkv.rows import Rows, append, attend
-from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
-from jaxkv.saved import load_cache
-from jaxkv.transform import compress, compress_layers
+A name is imported from its module when it is first asked for: `import jaxkv` alone imports neither JAX nor Flax.
+"""
 
-__all__ = [
-    "D2O",
-    "H2O",
-    "TOVA",
-    "AdaKV",
-    "BrutalOffload",
-    "CaM",
-    "CriticalKV",
-    "DefensiveKV",
-    "ExpectedAttention",
-    "FullKV",
-    "Generation",
-    "GlobalBudget",
-    "Greedy",
-    "Implementation",
-    "KNorm",
-    "KVCache",
-    "Keep",
-    "KeyDiff",
-    "LanguageModel",
-    "LayerDefensiveKV",
-    "LocalWindow",
-    "Merge",
-    "Method",
-    "MinP",
-    "ModelConfig",
-    "OmniKV",
-    "Plan",
-    "Policy",
-    "PrefillPlan",
-    "PyramidInfer",
-    "PyramidKV",
-    "Random",
-    "RoCo",
-    "Rows",
-    "Session",
-    "SnapKV",
-    "Stats",
-    "Stream",
-    "StreamingLLM",
-    "Temperature",
-    "TopK",
-    "TopP",
-    "UnseenQuestionWarning",
-    "VarianceLayers",
-    "append",
-    "attend",
-    "compress",
-    "compress_layers",
-    "evaluate",
-    "export",
-    "generate",
-    "load",
-    "load_cache",
-    "plan",
-    "prefill",
-    "reshard",
-    "register",
-    "report",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import jaxkv._beside  # first: it says where two of our packages lie
+
+if TYPE_CHECKING:
+    from jaxkv._warnings import UnseenQuestionWarning
+    from jaxkv.attention import Implementation
+    from jaxkv.cache import KVCache
+    from jaxkv.engine.plan import PrefillPlan
+    from jaxkv.engine.session import Session
+    from jaxkv.evals import evaluate, report
+    from jaxkv.exporting import export
+    from jaxkv.generation import generate, prefill
+    from jaxkv.loading import LanguageModel, load
+    from jaxkv.models.config import ModelConfig
+    from jaxkv.planning.planner import plan
+    from jaxkv.planning.plans import Plan
+    from jaxkv.policies import (
+        D2O,
+        H2O,
+        TOVA,
+        AdaKV,
+        BrutalOffload,
+        CaM,
+        CriticalKV,
+        DefensiveKV,
+        ExpectedAttention,
+        FullKV,
+        GlobalBudget,
+        Keep,
+        KeyDiff,
+        KNorm,
+        LayerDefensiveKV,
+        LocalWindow,
+        Merge,
+        Method,
+        OmniKV,
+        Policy,
+        PyramidInfer,
+        PyramidKV,
+        Random,
+        RoCo,
+        SnapKV,
+        StreamingLLM,
+        VarianceLayers,
+        register,
+    )
+    from jaxkv.resharding import reshard
+    from jaxkv.results import Generation, Stats, Stream
+    from jaxkv.rows import Rows, append, attend
+    from jaxkv.sampling import Greedy, MinP, Temperature, TopK, TopP
+    from jaxkv.saved import load_cache
+    from jaxkv.transform import compress, compress_layers
+
+# Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
+_HOMES = {
+    "jaxkv._warnings": "UnseenQuestionWarning",
+    "jaxkv.attention": "Implementation",
+    "jaxkv.cache": "KVCache",
+    "jaxkv.engine.plan": "PrefillPlan",
+    "jaxkv.engine.session": "Session",
+    "jaxkv.evals": "evaluate report",
+    "jaxkv.exporting": "export",
+    "jaxkv.generation": "generate prefill",
+    "jaxkv.loading": "LanguageModel load",
+    "jaxkv.models.config": "ModelConfig",
+    "jaxkv.planning.planner": "plan",
+    "jaxkv.planning.plans": "Plan",
+    "jaxkv.policies": (
+        "D2O H2O TOVA AdaKV BrutalOffload CaM CriticalKV DefensiveKV ExpectedAttention FullKV GlobalBudget "
+        "Keep KeyDiff KNorm LayerDefensiveKV LocalWindow Merge Method OmniKV Policy PyramidInfer PyramidKV "
+        "Random RoCo SnapKV StreamingLLM VarianceLayers register"
+    ),
+    "jaxkv.resharding": "reshard",
+    "jaxkv.results": "Generation Stats Stream",
+    "jaxkv.rows": "Rows append attend",
+    "jaxkv.sampling": "Greedy MinP Temperature TopK TopP",
+    "jaxkv.saved": "load_cache",
+    "jaxkv.transform": "compress compress_layers",
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Public name, or module of the package, imported at its first use."""
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name.startswith("_") or importlib.util.find_spec(f"jaxkv.{name}") is None:
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+    else:
+        value = importlib.import_module(f"jaxkv.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Names in the package, those not yet imported included."""
+    return sorted({*globals(), *_MODULES})

@@ -1,7 +1,5 @@
 """What devices and the machine have free, and the refusal of what does not fit."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 
@@ -53,11 +51,8 @@ def default_device() -> jax.Device:
     return next(iter(jnp.zeros(()).devices()))
 
 
-def machine_bytes() -> int | None:
-    """Bytes of the machine's memory that processes can still have, or None where nothing says so."""
-    try:
-        with open("/proc/meminfo") as lines:
-            table = dict(line.split(":", 1) for line in lines)
-        return int(table["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+def machine_bytes() -> int:
+    """Bytes of the machine's memory that processes can still have."""
+    import psutil
+
+    return psutil.virtual_memory().available

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-KNOWN = {**vars(jaxkv.evals), **vars(jaxkv.policies), **vars(jaxkv)}
+KNOWN = {**vars(jaxkv.evals), **vars(jaxkv.policies), **{name: getattr(jaxkv, name) for name in dir(jaxkv)}}
 # Capitals between backticks that are no names of ours.
 OTHERS = {"ValueError", "RuntimeError", "DIR", "SRC", "DST", "LICENSE", "WORD", "FILE"}
 

@@ -1,5 +1,7 @@
 """What an installed jaxkv takes from the path, and what it leaves there for others."""
 
+import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -8,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+import jaxkv
 
 ROOT = Path(__file__).parent.parent
 BESIDE = ("checkpoints", "pallas_kernels")
@@ -77,3 +81,25 @@ def test_every_package_is_installed():
     lie = {name: setuptools["package-dir"].get(name, name.replace(".", "/")) for name in setuptools["packages"]}
     found = {path.parent for top in ("jaxkv", *BESIDE) for path in (ROOT / top).rglob("__init__.py")}
     assert {ROOT / folder for folder in lie.values()} == found
+
+
+def test_importing_jaxkv_imports_nothing_heavy(tmp_path):
+    late = {"jax", "flax", "numpy", "optax", "orbax", "scipy", "transformers", "tokenizers", "gguf", "safetensors"}
+    run(tmp_path, f"import sys, jaxkv\nlate = {late!r} & sys.modules.keys()\nassert not late, late\n")
+
+
+def test_importing_every_public_name_imports_no_reader_of_rare_formats(tmp_path):
+    late = {"scipy", "transformers", "tokenizers", "gguf", "orbax", "matplotlib", "jinja2", "huggingface_hub"}
+    code = "import sys\nfrom jaxkv import *\nimport jaxkv.analysis, jaxkv.cli, jaxkv.testing\n"
+    run(tmp_path, code + f"late = {late!r} & sys.modules.keys()\nassert not late, late\n")
+
+
+def test_type_checkers_and_python_find_the_same_public_names():
+    tree = ast.parse((ROOT / "jaxkv" / "__init__.py").read_text("utf-8"))
+    block = next(each for each in tree.body if isinstance(each, ast.If))
+    said = {name.name: each.module for each in block.body for name in each.names}
+    assert said == jaxkv._MODULES
+    assert all(getattr(jaxkv, name) is getattr(importlib.import_module(home), name) for name, home in said.items())
+    assert {*jaxkv.__all__} <= {*dir(jaxkv)} and jaxkv.policies.SnapKV is jaxkv.SnapKV
+    with pytest.raises(AttributeError, match="no attribute 'snapkv'"):
+        jaxkv.snapkv  # noqa: B018

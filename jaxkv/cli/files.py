@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import errno
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.cli.streams import stdout_is_closed, to_stderr
 
 # More than any model's positions; /dev/zero ends here.
@@ -118,7 +119,7 @@ class Target:
                 _write_through(self._path, state, data)
                 return
             try:
-                _write_beside(real, state, data)
+                write_whole(Path(real), data)
             except OSError as error:
                 if state is None or error.errno not in _NOT_REPLACED:
                     raise
@@ -186,34 +187,3 @@ def _write_through(path: str, state: os.stat_result, data: bytes) -> None:
     number = os.open(path, os.O_WRONLY) if own is None else os.dup(own)
     with os.fdopen(number, "wb") as file:
         file.write(data)
-
-
-def _write_beside(path: str, state: os.stat_result | None, data: bytes) -> None:
-    """Another process sees the old file or the whole new one: it is written beside, then renamed."""
-    # A short name: with the file's own in it, a long one would be too long.
-    temporary = os.path.join(os.path.dirname(path), f".jaxkv-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    # A new file is as readable as any that the user makes; an old one's successor is not read before it has its mode.
-    number = os.open(temporary, flags, 0o666 if state is None else 0o600)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if state is not None:
-            _take_after(temporary, state)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _take_after(path: str, state: os.stat_result) -> None:
-    """Gives a file another one's owner, where that is allowed, and its mode."""
-    if hasattr(os, "chown"):
-        for owner, group in ((-1, state.st_gid), (state.st_uid, -1)):
-            with contextlib.suppress(OSError):
-                os.chown(path, owner, group)
-    # Not setuid and its like: the owner may be another now.
-    os.chmod(path, state.st_mode & 0o777)

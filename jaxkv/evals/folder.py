@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxkv._errors import require
-from jaxkv.checkpoints.whole_files import settle
+from jaxkv.checkpoints.whole_files import sync_folder
 from jaxkv.evals.records import RUN, SAMPLES, Record, read_record, whole_lines
 
 
@@ -75,7 +75,7 @@ class Lines:
         del self.records[count:], self._ends[count + 1 :]
         with open(self._path, "ab") as file:
             file.truncate(self._ends[-1])
-        settle(self._path.parent)
+        sync_folder(self._path.parent)
 
     def add(self, records: Sequence[Record]) -> None:
         """Appends the lines of one batch and waits for the disk; on an error none of them stays."""
