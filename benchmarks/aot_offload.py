@@ -34,7 +34,7 @@ def measure(device):
     from jaxkv.cache.pools import dense_pool
     from jaxkv.engine import staged
     from jaxkv.engine.filters import Chosen
-    from jaxkv.engine.plan import bucket
+    from jaxkv.engine.lengths import bucket
     from jaxkv.engine.prefill_layer import layer
     from jaxkv.engine.spec import Spec
     from jaxkv.models.rope import angles

@@ -18,7 +18,7 @@ from pathlib import Path
 import jaxkv
 from benchmarks import record
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket
 from jaxkv.policies import UniformLayers
 
 MODEL = "smollm2-135m-instruct"

@@ -16,7 +16,8 @@ from memory import reset_peak, status_bytes
 
 import jaxkv
 from jaxkv.compilation import enable_compilation_cache
-from jaxkv.engine.plan import bucket, plan_prefill
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 # Prompt tokens in all, up to which a whole run warms the process up; a larger cell warms itself.

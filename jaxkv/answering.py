@@ -12,7 +12,7 @@ from jaxkv import hosts
 from jaxkv.cache import KVCache
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.filling import Batch, planned, remember, without_copies
-from jaxkv.engine.plan import LOOK
+from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.session import Session
 from jaxkv.results import Answers, Generation, Stats
 from jaxkv.sampling import Sampling

@@ -10,7 +10,7 @@ from jaxkv._settings import settled
 from jaxkv.arguments import as_cache
 from jaxkv.cache import KVCache, Layout, laid_out
 from jaxkv.cache.bank import committed
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket
 from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh

@@ -16,7 +16,8 @@ from flax import nnx
 
 from jaxkv._settings import settled
 from jaxkv.cache import KVCache
-from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig

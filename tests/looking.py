@@ -7,7 +7,7 @@ import numpy as np
 import oracles as o
 import tiny
 
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.policies.scorer import Needs
 

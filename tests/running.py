@@ -9,7 +9,8 @@ from flax import nnx
 
 import jaxkv
 from jaxkv.cache import KVCache, Turn, repack
-from jaxkv.engine.plan import bucket, plan_prefill
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
 from jaxkv.text.prompts import Encoded

@@ -17,7 +17,7 @@ from jaxkv.cache.pools import Pool, row_norms
 from jaxkv.engine.bookkeeping import faded, with_received
 from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import merged
-from jaxkv.engine.evict import evict
+from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.layer_step import LayerRows, attend
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
@@ -99,7 +99,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
     layer = of_prompt(scores, jnp.asarray(forced), length)
-    mask = choose(layer, count, last, heads=parts.heads).mask
+    mask = choose([layer], count, last, heads=parts.heads).masks[0]
     taken = Unpacked(jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass)
     if parts.merge is not None:
         taken = merged(taken, mask, jax.random.key(0), merge=parts.merge)
@@ -154,10 +154,7 @@ def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count, no
         pool,
         now,
         out[:, :, 0, 0, 0],
-        heads=HEADS,
-        ongoing=spec.ongoing,
-        walk=spec.layout.walk,
-        widest=spec.widest,
+        Eviction(heads=HEADS, ongoing=spec.ongoing, walk=spec.layout.walk, widest=spec.widest),
         products=None if received is None else received.products,
         norms=rows.norms,
     )

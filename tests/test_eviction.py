@@ -19,7 +19,7 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import dense_pool, row_norms
 from jaxkv.engine import evict as evicting
 from jaxkv.engine.compress import merged
-from jaxkv.engine.evict import evict
+from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.tokens import Token
 from jaxkv.policies import (
@@ -207,7 +207,8 @@ def test_among_equals_the_latest_goes(drawn):
     )
     ongoing = H2O(budget=rows, sinks=sinks).parts().ongoing
     for widest in (None, rows):
-        at, there, _ = evicting.weakest(pool, segments, heads=HEADS, ongoing=ongoing, walk=layout.walk, widest=widest)
+        how = Eviction(heads=HEADS, ongoing=ongoing, walk=layout.walk, widest=widest)
+        at, there, _ = evicting.weakest(pool, segments, how)
         for head in range(HEADS):
             free = [i for i in range(rows) if sinks <= pos[head, i] < seen - recent]
             assert bool(there[0, head]) == bool(free)
@@ -283,7 +284,7 @@ def test_attention_that_is_not_a_number_drops_nothing():
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    left = evict(pool, full, attended, heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk)
+    left = evict(pool, full, attended, Eviction(heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk))
     np.testing.assert_array_equal(np.asarray(segments.length) - left.segments.length, [[0, 1], [1, 0]])
 
 

@@ -255,7 +255,7 @@ def test_max_new_tokens_is_exact_across_blocks(model):
 def test_answers_longer_than_a_block(monkeypatch, model):
     expected = jaxkv.generate(model, ids(2, 20)[0], policy=POLICY, stop_at_eos=False, max_new_tokens=40)
     # By module object: the package's attribute of this name is the function.
-    monkeypatch.setattr(sys.modules["jaxkv.engine.session"], "_BLOCK", 16)
+    monkeypatch.setattr(sys.modules["jaxkv.engine.lengths"], "BLOCK", 16)
     out = jaxkv.generate(model, ids(2, 20)[0], policy=POLICY, stop_at_eos=False, max_new_tokens=40)
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     assert_same_rows(out.cache, expected.cache)

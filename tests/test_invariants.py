@@ -253,7 +253,7 @@ def test_packing_is_the_same_with_and_without_jit(name):
 
     def both():
         layer = of_prompt(scores, forced, length)
-        mask, taken = choose(layer, rows, heads=parts.heads).mask, Unpacked(k, v, layer.inside)
+        mask, taken = choose([layer], rows, heads=parts.heads).masks[0], Unpacked(k, v, layer.inside)
         pool, start = pack(taken, mask, rows=40, layout=parts.layout)
         empty = jax.tree.map(jnp.copy, pool)
         return mask, pool, start, pack_shared(empty, taken, mask, start[0])

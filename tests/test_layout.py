@@ -49,8 +49,8 @@ LAYERS = (
     "jaxkv.loading",
     "jaxkv.sampling",
     # Sizes: arguments are refused by them.
-    "jaxkv.engine.stages",
     "jaxkv.engine.lengths",
+    "jaxkv.planning.prefill_bytes",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",

@@ -158,10 +158,10 @@ def test_ties_go_to_the_lowest_head_then_layer_then_position(alpha, seed, levels
     scores = np.random.default_rng(seed).integers(-1, levels, (LAYERS, 2, N)).astype(np.float64)
     rows = jnp.asarray([base + len(FORCED)], jnp.int32)
     nothing = jnp.zeros((1,), jnp.int32)
-    chosen = choosing.choose_over_layers(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
+    chosen = choosing.choose(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
     expected, _ = o.global_select(scores, base + len(FORCED), list(FORCED), N, alpha)
-    assert [[np.flatnonzero(head).tolist() for head in np.asarray(each.mask)[0]] for each in chosen] == expected
-    assert all(each.moved is None for each in chosen)
+    assert [[np.flatnonzero(head).tolist() for head in np.asarray(mask)[0]] for mask in chosen.masks] == expected
+    assert chosen.moved is None
 
 
 def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():

@@ -172,7 +172,7 @@ def library_choice(heads, scores, base, forced=FORCED):
     mask = jnp.asarray(np.isin(np.arange(scores.shape[1]), forced)[None])
     length, rows = jnp.asarray([scores.shape[1]], jnp.int32), jnp.asarray([base + len(forced)], jnp.int32)
     layer = choosing.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
-    chosen = choosing.choose(layer, rows, heads=heads).mask
+    chosen = choosing.choose([layer], rows, heads=heads).masks[0]
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
 

@@ -15,7 +15,8 @@ from tiny import segments
 import jaxkv
 from jaxkv.cache import repack
 from jaxkv.cache.layout import Layout
-from jaxkv.engine.plan import bucket, plan_prefill
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     EntropyLayers,
     ExponentialLayers,

@@ -40,8 +40,7 @@ TRAVELS = {
     # What is observed, where a group's query heads lie apart; claims of heads on their layer's budget.
     "_observe": {"all-reduce": ["B K R", "B R"], "all-gather": ["B K", "B K G"]},
     "unordered": {"all-reduce": [""]},
-    "_choose": {"all-gather": ["B K R"]},
-    "_choose_over_layers": {"all-gather": ["B J R"]},
+    "_choose": {"all-gather": ["B K R", "B J R"]},
     # Whether any head drops rows.
     "_merged": {"all-reduce": ["B"]},
     # Norms of values and positions of the rows they belong to, where a position's norms are compared.

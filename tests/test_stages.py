@@ -7,7 +7,7 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.engine.stages import Prefilling
+from jaxkv.planning.prefill_bytes import PrefillBytes
 from jaxkv.planning.programs import SMALL, Work, abstract_model, call_name
 from jaxkv.sharding.record import Call, weigh
 
@@ -25,16 +25,16 @@ CASES = {
 }
 
 
-def arithmetic(work: Work, monkeypatch) -> Prefilling:
+def arithmetic(work: Work, monkeypatch) -> PrefillBytes:
     """The arithmetic of a prefill's plan on a GPU."""
-    asked, real = list[Prefilling](), Prefilling.stages
+    asked, real = list[PrefillBytes](), PrefillBytes.stages
     with monkeypatch.context() as patched:
-        patched.setattr(Prefilling, "stages", lambda self: asked.append(self) or real(self))
+        patched.setattr(PrefillBytes, "stages", lambda self: asked.append(self) or real(self))
         assert dataclasses.replace(work, implementation=Implementation.PALLAS).planned.peak_bytes > 0
     return asked[0]
 
 
-def of_arrays(stage: str, work: Prefilling) -> int:
+def of_arrays(stage: str, work: PrefillBytes) -> int:
     """Bytes of a stage without those that its program needs beside arrays."""
     group, row = work.config.group, work._rows_of(1)
     needs = {

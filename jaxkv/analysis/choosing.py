@@ -13,13 +13,11 @@ from jaxkv._values import brief, plain, typed
 from jaxkv.analysis.given import several
 from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
-from jaxkv.engine.choosing import Candidates, choose, choose_over_layers, of_prompt
+from jaxkv.engine.choosing import Candidates, choose, of_prompt
 from jaxkv.engine.compress import observe
-from jaxkv.engine.lengths import Table, by_length, rows_by_claims
-from jaxkv.engine.plan import bucket
-from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.lengths import Table, bucket, by_length, rows_by_claims
+from jaxkv.engine.prefill import observed, read_layers
 from jaxkv.engine.prefill_layer import LayerOut
-from jaxkv.engine.prompts import observed
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
@@ -218,14 +216,14 @@ class _Chooser:
         assert self.told.rows is not None and self.told.recent is not None
         axes = self.flat.axes
         rows, newest = (place(each[0], "B", axes, jnp.int32) for each in (self.told.rows, self.told.recent))
-        chosen = choose_over_layers(self.waiting, rows, newest, heads=self.parts.heads, axes=axes)
-        self.masks += [host(each.mask)[0] for each in chosen]
+        chosen = choose(self.waiting, rows, newest, heads=self.parts.heads, axes=axes)
+        self.masks += [host(mask)[0] for mask in chosen.masks]
 
     def _choose(self, rows: Table, recent: Table) -> None:
         axes = self.flat.axes
         for layer, wanted, last in zip(self.waiting, rows, recent, strict=True):
             some, newest = (place(each, "B", axes, jnp.int32) for each in (wanted, last))
-            mask = choose(layer, some, newest, self.below, heads=self.parts.heads, axes=axes).mask
+            (mask,) = choose([layer], some, newest, self.below, heads=self.parts.heads, axes=axes).masks
             self.below = mask[:, 0] if self.parts.nested else None
             self.masks.append(host(mask)[0])
         self.waiting = []

@@ -18,7 +18,7 @@ from jaxkv._values import plain
 from jaxkv.analysis.choosing import kept_rows
 from jaxkv.analysis.given import several, whole
 from jaxkv.arguments import as_model
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.loading import LanguageModel

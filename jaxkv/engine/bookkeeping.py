@@ -11,7 +11,7 @@ from jaxkv.attention import Received
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.layout import by_layer, by_sequence
 from jaxkv.cache.pools import Pool, row_norms
-from jaxkv.engine.evict import evict, weakest
+from jaxkv.engine.evict import Eviction, evict, weakest
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
 from jaxkv.policies.checks import checked
@@ -68,7 +68,8 @@ def within_limits(
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
-    assert spec.ongoing is not None and tables.state is not None
+    assert tables.state is not None
+    eviction = _eviction(spec, heads)
     parts = [slice(group[0], group[-1] + 1) for group in spec.layout.groups(range(layers))]
     foreseen = None if scratch is None else scratch.likely
     pools, norms, lengths, taus, likely = [], [], [], [], []
@@ -77,14 +78,9 @@ def within_limits(
             pool,
             segments_of(tables, part, foreseen),
             by_sequence(jnp.stack(outs[part])),
-            heads=heads,
-            ongoing=spec.ongoing,
-            walk=spec.layout.walk,
-            widest=spec.widest,
-            axes=spec.axes,
+            eviction,
             products=by_sequence(jnp.stack(products[part])) if products else None,
             norms=None if scratch is None else scratch.norms[index],
-            implementation=spec.implementation,
         )
         pools.append(left.pool)
         norms += [] if left.norms is None else [left.norms]
@@ -96,6 +92,19 @@ def within_limits(
     if scratch is None:
         return cache, None
     return cache, Scratch(norms=tuple(norms), likely=None if foreseen is None else jnp.concatenate(likely))
+
+
+def _eviction(spec: Spec, heads: int) -> Eviction:
+    """Static config of eviction from a spec, for `heads` kv heads of a layer here."""
+    assert spec.ongoing is not None
+    return Eviction(
+        ongoing=spec.ongoing,
+        heads=heads,
+        walk=spec.layout.walk,
+        widest=spec.widest,
+        axes=spec.axes,
+        implementation=spec.implementation,
+    )
 
 
 def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"] | None:
@@ -127,18 +136,9 @@ def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
     norms = tuple(row_norms(pool.k) for pool in cache.pools)
     if not spec.looks_ahead:
         return Scratch(norms=norms)
-    heads, ongoing, tables = cache.tables.start.shape[2], spec.ongoing, cache.tables
-    assert ongoing is not None
+    heads, tables = cache.tables.start.shape[2], cache.tables
     soon = dataclasses.replace(segments_of(tables, slice(None)), seen=tables.seen + 1)
-    row, *_ = weakest(
-        cache.pools[0],
-        soon,
-        heads=heads,
-        ongoing=ongoing,
-        walk=spec.layout.walk,
-        widest=spec.widest,
-        axes=spec.axes,
-    )
+    row, *_ = weakest(cache.pools[0], soon, _eviction(spec, heads))
     return Scratch(norms=norms, likely=by_layer(row, heads))
 
 

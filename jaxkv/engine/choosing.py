@@ -1,4 +1,4 @@
-"""Which of a layer's rows stay: what a choice sees of them, and the choice, on a mesh over all devices' heads."""
+"""Which of a layer's rows stay: the rows as a choice sees them, and the choice, on a mesh over all devices' heads."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from jaxkv.sharding.mesh import Axes
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """One layer's rows, in order of position, as a choice among them sees them.
+    """Scores, positions and masks of one layer's rows, in order of position, for a choice among them.
 
     Attributes:
-        scores: `f32[B, K, S]` higher stays; None where everything does.
-        inside: `bool[B, K|1, S]` slots that hold a row.
-        forced: `bool[B, K|1, S]` rows that stay whatever their score, the most recent ones left out.
-        positions: `i32[B|1, K|1, S]` of the rows.
-        seen: `i32[B]` tokens of the text: the most recent rows count from there.
-        norms: `f32[B, K, S]` of the values, for choices that look at them.
-        claim: `f32[B]` the layer's claim on the budget, where budgets follow from what layers claim.
+        scores: float32, higher stays; None where every row stays.
+        inside: mask of slots that hold a row.
+        forced: mask of rows that stay whatever their score, the most recent ones left out.
+        positions: of the rows.
+        seen: tokens of the text: the most recent rows count from there.
+        norms: float32, of the values, for choices that look at them.
+        claim: float32, the layer's claim on the budget, where budgets follow from what layers claim.
     """
 
     scores: Float[Array, "B K S"] | None
@@ -47,41 +47,32 @@ class Candidates:
 
 @jax.jit
 def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
-    """A prompt's rows, every head's alike.
-
-    Args:
-        scores: float32, higher stays; None where everything does.
-        forced: rows that stay whatever their score.
-        length: tokens of each sequence.
-
-    Returns:
-        The rows, without norms and claim.
-    """
+    """Candidates of a prompt, the same positions for every head; without norms and claim."""
     positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
 
 
 class Choice(NamedTuple):
-    """Which rows of a layer stay.
+    """Masks of the rows that stay, one per layer, and how many of them had to replace better ones.
 
     Attributes:
-        mask: `bool[B, K, S]`.
-        moved: `i32[B]` how many of them are there in place of better ones, for which a device had no room; None where
-            there is no such limit.
+        masks: of each layer.
+        moved: rows kept in all layers in place of better ones for which a device had no room; None without such a
+            limit.
     """
 
-    mask: Bool[Array, "B K S"]
+    masks: tuple[Bool[Array, "B K S"], ...]
     moved: Int[Array, " B"] | None
 
 
 def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
-    """Two counts of moved rows together; where one choice had no limit, the other's."""
+    """Sum of two counts of moved rows; None counts nothing."""
     return other if one is None else one if other is None else one + other
 
 
 def choose(
-    layer: Candidates,
+    layers: Sequence[Candidates],
     rows: Int[Array, " B"],
     recent: Int[Array, " B"] | None = None,
     allowed: Bool[Array, "B S"] | None = None,
@@ -90,90 +81,20 @@ def choose(
     heads: HeadBudgets,
     axes: Axes | None = None,
 ) -> Choice:
-    """Chooses the rows of one layer that stay.
+    """Chooses the rows that stay of one layer, or of several whose kv heads compete for one budget.
 
-    Args:
-        layer: what is known of its rows.
-        rows: rows per kv head in this layer, forced ones included; K times as many stay.
-        recent: last rows that stay, too.
-        allowed: the only rows that can be chosen, if not all.
-        due: sequences whose rows are chosen, all rows of the others stay; all by default.
-        heads: how they spread over heads.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The choice; ties go to the lowest head, then to the lowest position.
+    `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
+    last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
+    `due` keep all rows. Ties go to the lowest head, then to the lowest layer, then to the lowest position.
     """
-    if layer.scores is None:
-        return Choice(layer.inside, None)
-    return _choose(layer, rows, recent, allowed, due, heads=Typed(heads), axes=axes)
-
-
-def choose_over_layers(
-    layers: Sequence[Candidates],
-    rows: Int[Array, " B"],
-    recent: Int[Array, " B"],
-    due: Bool[Array, " B"] | None = None,
-    *,
-    heads: HeadBudgets,
-    axes: Axes | None = None,
-) -> list[Choice]:
-    """Chooses the rows of all layers that stay, where the kv heads of all layers compete for one budget.
-
-    Args:
-        layers: each layer's rows.
-        rows: rows per kv head and layer on average, forced ones included; L * K times as many stay.
-        recent: last rows that stay in every layer, too.
-        due: as for `choose`.
-        heads: how the rows spread over the L * K heads.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        One choice per layer; the first one counts the moved rows of all layers. Ties go to the lowest head, then to the
-        lowest layer, then to the lowest position.
-    """
-    masks, moved = _choose_over_layers(tuple(layers), rows, recent, due, heads=Typed(heads), axes=axes)
-    return [Choice(mask, None if index else moved) for index, mask in enumerate(masks)]
-
-
-class _Masks(NamedTuple):
-    """Masks of the rows of each layer that stay, and the moved rows of all layers."""
-
-    masks: tuple[Bool[Array, "B K S"], ...]
-    moved: Int[Array, " B"] | None
-
-
-@program(static=("heads", "axes"))
-def _choose_over_layers(
-    layers: tuple[Candidates, ...],
-    rows: Int[Array, " B"],
-    recent: Int[Array, " B"],
-    due: Bool[Array, " B"] | None,
-    *,
-    heads: Typed,
-    axes: Axes | None,
-) -> _Masks:
-    assert layers[0].scores is not None
-    batch, mine, slots = layers[0].scores.shape
-
-    def joined(name: str) -> Any:
-        """One array of all layers, `[B, K * L, S]`: a device's heads stay side by side."""
-        leaves = [getattr(layer, name) for layer in layers]
-        if leaves[0] is None or leaves[0].shape[1] < mine:
-            # What is the same for all heads is a prompt's, and the same for all layers.
-            return leaves[0]
-        return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, slots)
-
-    together: dict[str, Any] = {name: joined(name) for name in ("scores", "inside", "forced", "positions", "norms")}
-    every = dataclasses.replace(layers[0], **together)
-    mask, moved = _chosen(every, rows, recent, None, due, heads.part, axes)
-    each = jnp.moveaxis(mask.reshape(batch, mine, len(layers), slots), 2, 0)
-    return _Masks(tuple(each), moved)
+    if layers[0].scores is None:
+        return Choice(tuple(layer.inside for layer in layers), None)
+    return _choose(tuple(layers), rows, recent, allowed, due, heads=Typed(heads), axes=axes)
 
 
 @program(static=("heads", "axes"))
 def _choose(
-    layer: Candidates,
+    layers: tuple[Candidates, ...],
     rows: Int[Array, " B"],
     recent: Int[Array, " B"] | None,
     allowed: Bool[Array, "B S"] | None,
@@ -182,19 +103,8 @@ def _choose(
     heads: Typed,
     axes: Axes | None,
 ) -> Choice:
-    return _chosen(layer, rows, recent, allowed, due, heads.part, axes)
-
-
-def _chosen(
-    layer: Candidates,
-    rows: Int[Array, " B"],
-    recent: Int[Array, " B"] | None,
-    allowed: Bool[Array, "B S"] | None,
-    due: Bool[Array, " B"] | None,
-    budgets: HeadBudgets,
-    axes: Axes | None,
-) -> Choice:
-    """Choice among the rows of the heads given, which share `rows` per head on average."""
+    """`choose` as a program: several layers' heads lie side by side as those of one."""
+    budgets, layer = heads.part, _joined(layers)
     mine = layer.inside
     # Where heads look at one another, every device looks at all of them.
     over = None if chooses_apart(budgets) else axes
@@ -215,35 +125,43 @@ def _chosen(
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
-    chosen, moved = _on_devices(chosen, candidates, scores, base, anyway, budgets, over)
+    moved, uneven, devices = None, own_budgets(budgets), 1 if over is None else over.size("K")
+    if uneven is not None and uneven.capacity < devices:
+        # As far as each device has room for its own heads.
+        heads_here = chosen.shape[1] // devices
+        room = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
+        keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
+        chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
     mask = own(forced | chosen, "K", 1, over)
-    if due is None:
-        return Choice(mask, moved)
-    return Choice(jnp.where(due[:, None, None], mask, mine), None if moved is None else jnp.where(due, moved, 0))
+    if due is not None:
+        mask = jnp.where(due[:, None, None], mask, mine)
+        moved = None if moved is None else jnp.where(due, moved, 0)
+    if len(layers) == 1:
+        return Choice((mask,), moved)
+    batch, _, slots = mask.shape
+    return Choice(tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), moved)
 
 
-def _on_devices(
-    chosen: Bool[Array, "B K S"],
-    candidates: Bool[Array, "B #K S"],
-    scores: Float[Array, "B K S"],
-    base: Int[Array, " B"],
-    anyway: Int[Array, " B"],
-    budgets: HeadBudgets,
-    axes: Axes | None,
-) -> tuple[Bool[Array, "B K S"], Int[Array, " B"] | None]:
-    """The choice of all heads as far as each device has room for its own; how many rows had none."""
-    devices = 1 if axes is None else axes.size("K")
-    uneven = own_budgets(budgets)
-    if uneven is None or uneven.capacity >= devices:
-        return chosen, None
-    mine = chosen.shape[1] // devices
-    most = most_rows(uneven.capacity, mine * (base + anyway)) - mine * anyway
-    keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
-    return within_capacity(chosen, keys, uneven.floor(base, anyway), most, devices)
+def _joined(layers: tuple[Candidates, ...]) -> Candidates:
+    """Candidates of several layers as one layer of K * L heads, the layers of a head, and so a device's, adjacent."""
+    first = layers[0]
+    if len(layers) == 1 or first.scores is None:
+        return first
+    batch, heads, slots = first.scores.shape
+
+    def joined(name: str) -> Any:
+        leaves = [getattr(layer, name) for layer in layers]
+        if leaves[0] is None or leaves[0].shape[1] < heads:
+            # What is the same for all heads is a prompt's, and the same for all layers.
+            return leaves[0]
+        return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, slots)
+
+    together: dict[str, Any] = {name: joined(name) for name in ("scores", "inside", "forced", "positions", "norms")}
+    return dataclasses.replace(first, **together)
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """Scores, rows that are there and that stay anyway, and norms: of all heads, where a device has some of them."""
+    """Scores, masks of inside and forced rows, and norms; gathered from all devices' heads if `axes` is given."""
     known = [layer.scores, layer.inside, layer.forced, layer.norms]
     if axes is None or layer.scores is None:
         return known

@@ -1,4 +1,4 @@
-"""Prefill chunk by chunk: above the filter layers a chunk reads only what was chosen of all that came before it."""
+"""Prefill chunk by chunk: above the filter layers a chunk reads only the tokens chosen of all before it."""
 
 import dataclasses
 
@@ -13,7 +13,8 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.compress import Walk
 from jaxkv.engine.decode import extend, newest
-from jaxkv.engine.plan import PrefillPlan, ring_rows
+from jaxkv.engine.lengths import ring_rows
+from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.spec import Spec, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
@@ -21,16 +22,22 @@ from jaxkv.policies.reading import FilteredReads, Reading
 from jaxkv.sharding.mesh import host, place, settle_down, where
 
 
-def _reading(flat: Flat, policy: Method, needed: PrefillPlan) -> Reading:
-    reading = policy.parts().reading(flat.config.layers, needed.slots)
-    assert reading is not None
-    return reading
+def prefill(
+    flat: Flat,
+    tokens: Int[np.ndarray, "B S"],
+    lengths: Int[np.ndarray, " B"],
+    policy: Method,
+    needed: PrefillPlan,
+    *,
+    implementation: Implementation = Implementation.XLA,
+) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
+    """Runs right-padded prompts through the model, a chunk of every prompt at a time; returns cache and logits.
 
-
-def _spec(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Implementation) -> tuple[Spec, int]:
-    """The spec that chunks of prompts are run with, and tokens of a chunk."""
-    read, reading = policy.parts().read, _reading(flat, policy, needed)
-    assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
+    A generator that yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its
+    own, all queries alike (OmniKV, appendix D.10).
+    """
+    read, reading = policy.parts().read, policy.parts().reading(flat.config.layers, needed.slots)
+    assert isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
     spec = Spec(
@@ -41,41 +48,7 @@ def _spec(flat: Flat, policy: Method, needed: PrefillPlan, implementation: Imple
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
     )
-    return spec, chunk
-
-
-def prefill(
-    flat: Flat,
-    tokens: Int[np.ndarray, "B S"],
-    lengths: Int[np.ndarray, " B"],
-    policy: Method,
-    needed: PrefillPlan,
-    *,
-    model: str = "",
-    implementation: Implementation = Implementation.XLA,
-) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Runs prompts through the model, a chunk of every prompt at a time.
-
-    Args:
-        flat: the decoder's parameters.
-        tokens: prompts padded on the right to the plan's slots.
-        lengths: tokens of each prompt.
-        policy: with a `prefill_ratio`.
-        needed: the plan for these lengths.
-        model: the weights' fingerprint.
-        implementation: what computes attention.
-
-    Yields:
-        After each chunk its share of the layers.
-
-    Returns:
-        The cache, and float32 logits of each prompt's last token.
-
-    References:
-        OmniKV, appendix D.10: each chunk chooses `prefill_ratio` tokens for each of its own, all queries alike.
-    """
-    spec, chunk = _spec(flat, policy, needed, implementation)
-    cache = _empty(flat, lengths, policy, needed)
+    cache = _empty(flat, lengths, policy, needed, reading)
     longest = int(np.max(lengths))
     shape = (len(lengths), flat.config.vocab)
     logits = jnp.zeros(shape, jnp.float32, device=where("B V", shape, flat.axes))
@@ -91,13 +64,15 @@ def prefill(
         yield flat.config.layers * chunk / longest
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
-    cache = dataclasses.replace(cache.updated(limit=jnp.copy(cache.length), state=state), model=model)
-    return banked(cache, _reading(flat, policy, needed), needed, release=True), logits
+    cache = cache.updated(limit=jnp.copy(cache.length), state=state)
+    return banked(cache, reading, needed, release=True), logits
 
 
-def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: PrefillPlan) -> KVCache:
-    """A cache of no tokens, with room for the prompts in every layer."""
-    config, axes, reading = flat.config, flat.axes, _reading(flat, policy, needed)
+def _empty(
+    flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: PrefillPlan, reading: Reading
+) -> KVCache:
+    """A cache of no tokens, with room for whole prompts in every layer."""
+    config, axes = flat.config, flat.axes
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, of each stretch of heads.
     mine = heads if axes is None else heads // axes.size("K")
@@ -121,16 +96,9 @@ def _empty(flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: P
 
 
 def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:
-    """Moves rows to host memory, layer by layer, where they are to wait there.
+    """The cache with the rows of offloaded layers in host memory, moved there layer by layer, and small pools for them.
 
-    Args:
-        cache: prompts of which every layer's rows are on the device.
-        reading: which layers' rows wait.
-        needed: the prompts' plan.
-        release: give up the pools of those layers one by one.
-
-    Returns:
-        The cache, with small pools for them and what waits; as it is if nothing does.
+    Unchanged if `reading` offloads nothing. `needed` is the prompts' plan; `release` frees the old pools one by one.
     """
     if not reading.offloaded:
         return cache
@@ -144,8 +112,9 @@ def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bo
     tables = tuple(np.array(host(table)) for table in (cache.start, cache.length, cache.limit, state.choosable))
     for layer in reading.offloaded:
         pool = pools[layer]
-        apart = lambda a: a.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]  # noqa: E731
-        rows.append(put_away(apart(pool.k), apart(pool.v), axes))
+        k, v = (leaf.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots] for leaf in (pool.k, pool.v))
+        rows.append(put_away(k, v, axes))
+        del k, v
         each = 1 + needed.room[layer]
         small = heads * each // cache.stretches
         pools[layer] = empty_pool(

@@ -1,7 +1,7 @@
 """Compression, one function: observe, choose, merge, pack. Prompts, caches and anybody's arrays go through it.
 
-A source says what is known of one layer's rows after the other; where layers share a pool all are looked at before the
-first is packed. It is a walk over the layers, a generator: whoever drives it may do something else between two of them.
+A source gives one layer's rows after the other; where layers share a pool all are looked at before the first is packed.
+It is a walk over the layers, a generator: its caller may do something else between two of them.
 """
 
 import abc
@@ -19,7 +19,7 @@ from jaxkv._values import Typed
 from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, empty_pool_for, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates, Choice, choose, choose_over_layers, moved_in_all
+from jaxkv.engine.choosing import Candidates, choose, moved_in_all
 from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.layers import LayerBudgets
@@ -30,7 +30,7 @@ from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
-# A generator that yields the number of layers each stretch of it has looked at; packing one looks at none.
+# A generator that yields the number of layers looked at since the last time; packing one looks at none.
 Result = TypeVar("Result")
 Walk = Generator[float, None, Result]
 # What a scorer gives one number for.
@@ -38,10 +38,10 @@ ROWS = "kv head and row, [B, K, S]"
 
 
 class Source(abc.ABC):
-    """Layers that are to be compressed. Each is looked at, and then packed, once and in order.
+    """Layers to compress, each of which is looked at and then packed, once and in order.
 
     Attributes:
-        indices: which layers of the model.
+        indices: of the layers in the model.
         axes: of the mesh that they lie on, if they do.
         ahead: layers that may be under way when the next one is looked at, where there is memory for their rows.
     """
@@ -52,30 +52,30 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
-        """One layer's rows, to choose from."""
+        """Scores, positions and masks of one layer's rows, to choose from."""
 
     @abc.abstractmethod
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Rows per kv head that each layer of a group is to keep, and the most recent ones that stay among them."""
+        """Rows per kv head that each layer of a group keeps, and how many of the most recent ones stay among them."""
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the pool for a group of layers that keep so many rows; on a mesh, of each stretch of heads."""
+        """P of the pool for a group of layers whose segments keep `kept` rows; on a mesh, of each stretch of heads."""
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:
-        """One layer's rows, to be packed."""
+        """Keys, values and scores of one layer, to be packed."""
 
 
 class Compressed(NamedTuple):
-    """What is left of some layers.
+    """Pools and segments after compression.
 
     Attributes:
         pools: one per layer, or one for all.
-        start: `i32[L, B, K]` first row of each segment.
-        length: `i32[L, B, K]` its rows.
-        tau: `f32[L, B, K, n]` merging's thresholds, or None.
-        moved: `i32[B]` rows that the policy's `capacity` gave to other devices' heads; None where it limits nothing.
+        start: first row of each segment.
+        length: rows of each segment.
+        tau: merging's thresholds, float32, or None.
+        moved: rows that the policy's `capacity` gave to other devices' heads; None where it limits nothing.
     """
 
     pools: tuple[Pool, ...]
@@ -104,34 +104,20 @@ def compress(
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[Compressed]:
-    """Chooses the rows of each layer that stay, merges the others into them, and packs what is left.
+    """Chooses the rows of each layer that stay, merges the others into them, and packs the result.
 
-    Args:
-        source: the layers.
-        parts: of the policy.
-        key: for mergers that draw.
-        room: rows to leave behind each layer's segments where layers share a pool; by default it is spread evenly.
-        due: sequences to compress, the others only move; all by default.
-        implementation: what gathers rows.
-
-    Yields:
-        After each layer that was looked at 1, after each that was packed 0.
-
-    Returns:
-        Pools and segments.
+    A generator that yields 1 after each layer that was scored and 0 after each that was packed. `key` is for mergers
+    that draw; `room` are the rows to leave behind each layer's segments where layers share a pool, by default the rest
+    of it evenly. Only sequences that are `due`, by default all, are compressed: the others are moved as they are.
     """
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     taus, below, moved, under_way = list[Array](), None, None, deque[Pool]()
     for group in layout.groups(source.indices):
-        chosen = yield from _chosen(source, group, parts, below, due)
-        masks = [each.mask for each in chosen]
-        for each in chosen:
-            moved = moved_in_all(moved, each.moved)
-        below = masks[-1][:, 0] if parts.nested else None
-        kept = counted(masks)
-        size, pool = source.pool_rows(group, kept), None
-        start = None
+        masks, more = yield from _chosen(source, group, parts, below, due)
+        moved, below = moved_in_all(moved, more), masks[-1][:, 0] if parts.nested else None
+        kept = _counted(masks)
+        size, pool, start = source.pool_rows(group, kept), None, None
         if layout.one_pool:
             behind = None if room is None else tuple(room.tolist())
             start = placed(kept, layout=layout, rows=size, room=behind, axes=axes)
@@ -156,7 +142,7 @@ def compress(
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
             # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
             under_way.append(pool)
-            # A pool that layers share is given up for the next layer's.
+            # A pool that layers share is donated to the next layer's packing.
             while len(under_way) > (0 if layout.one_pool else source.ahead):
                 _wait(under_way.popleft())
             del rows
@@ -170,53 +156,48 @@ def compress(
 
 
 def _wait(pool: Pool) -> None:
+    """Blocks until a pool has been computed; not in a trace."""
     if not isinstance(pool.k, jax.core.Tracer):
         jax.block_until_ready(pool)
 
 
 @jax.jit
-def counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
-    """How many rows of each segment stay."""
+def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
+    """Number of rows of each segment that stay."""
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
-) -> Walk[list[Choice]]:
-    """Chooses the rows of a group's layers that stay: a mask for each layer; scores and norms are let go."""
+) -> Walk[tuple[list[Array], Array | None]]:
+    """Masks of the rows that stay of a group's layers, and the count of rows moved to other devices' heads.
+
+    `below` are the positions that the layer below kept, of which a nested policy chooses.
+    """
     seen = list[Candidates]()
     for index in group:
         seen.append(source.candidates(index))
         yield 1.0
     rows, recent = source.wanted(group, [layer.claim for layer in seen])
     if parts.layers.joint:
-        return choose_over_layers(seen, rows[0], recent[0], due, heads=parts.heads, axes=source.axes)
-    chosen = list[Choice]()
+        choice = choose(seen, rows[0], recent[0], due=due, heads=parts.heads, axes=source.axes)
+        return list(choice.masks), choice.moved
+    masks, moved = list[Array](), None
     for at in range(len(group)):
-        # Its scores are let go as soon as it has been chosen from.
-        layer = seen.pop(0)
-        chosen.append(choose(layer, rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes))
-        below = chosen[-1].mask[:, 0] if parts.nested else None
-    return chosen
+        # A layer's scores are let go as soon as it has been chosen from.
+        choice = choose([seen.pop(0)], rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes)
+        masks += choice.masks
+        moved, below = moved_in_all(moved, choice.moved), masks[-1][:, 0] if parts.nested else None
+    return masks, moved
 
 
 def observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets, axes: Axes | None = None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Scores one layer's rows; with the layer's claim on the budget, where budgets follow from scores.
+    """Scores of one layer's rows, the attention mass or the like behind them, and the layer's claim on the budget.
 
-    Args:
-        seen: what the scorer may look at.
-        forced: rows that stay anyway.
-        scorer: the policy's.
-        layers: the policy's.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        Scores, what they were made of, and weights or None.
-
-    Raises:
-        TypeError: if what the scorer gives is no float32 of the rows' shape.
+    The claim leaves out rows that are `forced` to stay; it is None unless budgets of layers follow from claims.
+    A scorer whose results are not float32 of the rows' shape is refused with a TypeError.
     """
     return _observe(seen, forced, scorer=Typed(scorer), layers=Typed(layers), axes=axes)
 
@@ -225,6 +206,7 @@ def observe(
 def _observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Typed, layers: Typed, axes: Axes | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
+    """`observe` as a program."""
     matters, spread, weight = scorer.part, layers.part, None
     if seen.norms is not None:
         # A prompt's rows are every head's.
@@ -243,7 +225,7 @@ def _observe(
 
 @program(static=("axes",))
 def unordered(scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: Axes | None = None) -> Bool[Array, ""]:
-    """Whether a score of any row there is is not a number, so that it has no place in an order."""
+    """True if the score of any row, padding left out, is NaN."""
     inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
     return anywhere((jnp.isnan(scores) & inside).any(), axes)
 
@@ -257,45 +239,33 @@ def merged(
     merge: Merger,
     axes: Axes | None = None,
 ) -> Unpacked:
-    """Merges dropped rows of one layer into those that stay.
+    """One layer's rows with dropped ones merged into `kept` ones, and the merger's thresholds.
 
-    Args:
-        rows: of the layer.
-        kept: rows that stay.
-        key: for mergers that draw.
-        due: sequences that are compressed; all by default.
-        merge: the policy's.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The rows, with the thresholds that the merger goes on with.
-
-    Raises:
-        TypeError: if what the merger gives does not have the rows' shape and dtype.
+    Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
+    and dtype is refused with a TypeError.
     """
-    k, v, tau = _merged(rows.k, rows.v, kept, rows.inside, rows.mass, rows.tau, key, due, merge=Typed(merge), axes=axes)
+    # What the merger does not read stays out of its program.
+    read = rows._replace(score=None, positions=None)
+    k, v, tau = _merged(read, kept, key, due, merge=Typed(merge), axes=axes)
     return rows._replace(k=k, v=v, tau=tau)
 
 
 @program(static=("merge", "axes"))
 def _merged(
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
+    rows: Unpacked,
     kept: Bool[Array, "B K S"],
-    inside: Bool[Array, "B #K S"],
-    mass: Float[Array, "B K S"] | None,
-    tau: Float[Array, "B K n"] | None,
     key: PRNGKeyArray,
     due: Bool[Array, " B"] | None,
     *,
     merge: Typed,
     axes: Axes | None,
 ) -> Merged:
-    merger, (batch, heads, *_) = merge.part, k.shape
-    inside = jnp.broadcast_to(inside, kept.shape)
+    """`merged` as a program: keys, values and thresholds."""
+    merger, k, v, tau = merge.part, rows.k, rows.v, rows.tau
+    inside = jnp.broadcast_to(rows.inside, kept.shape)
     if tau is None and merger.thresholds:
-        tau = jnp.full((batch, heads, merger.thresholds), UNSET, jnp.float32)
-    mass = jnp.zeros(kept.shape, jnp.float32) if mass is None else mass
+        tau = jnp.full((*k.shape[:2], merger.thresholds), UNSET, jnp.float32)
+    mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
     given = merger.merge(k, v, kept, inside, mass, tau, key, **told(merger, axes))
     found = checked_tuple(merger, "merge", given, Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):

@@ -1,17 +1,18 @@
-"""Tokens drawn on top of a cache, a block of them at a time."""
+"""Tokens drawn on top of a cache, a block of them at a time, with room made on the way."""
 
 import dataclasses
 from functools import partial
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import Traffic
 from jaxkv.engine import loop, staged
 from jaxkv.engine.growth import make_room, steps_that_fit
+from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.reading import Reading
@@ -31,41 +32,32 @@ class Drawing:
         self,
         flat: Flat,
         cache: KVCache,
-        logits: Float[Array, "B V"],
         *,
         spec: Spec,
         sampling: Sampling,
         eos: tuple[int, ...],
         key: PRNGKeyArray,
         new: int,
-        size: int,
         traffic: Traffic,
     ):
-        """Takes the cache over, and compiles the loop.
+        """Takes over a cache with logits, none of whose sequences is due, and compiles the loop for `new` tokens.
 
-        Args:
-            flat: the decoder's parameters.
-            cache: none of whose sequences is due; consumed.
-            logits: of each sequence's next token.
-            spec: what is static.
-            sampling: how to draw.
-            eos: ids that end a sequence.
-            key: for the sampling, and for policies that draw when they compress again.
-            new: tokens that will be drawn, for which room is made.
-            size: tokens that one call draws at most.
-            traffic: counts transfers.
+        `eos` are the ids that end a sequence; `key` is for the sampling, and for policies that draw when they compress
+        again; `traffic` counts transfers from host memory.
         """
-        self.left, self.size = new, size
+        self.left, self.size = new, tokens_per_call(new)
         self._flat, self._spec, self._key, self._sampling = flat, spec, key, sampling
         self._batch, self._padding = cache.batch, cache.padding
-        # What fills a mesh's groups draws nothing.
-        done = self._placed(np.zeros(self._batch, bool), others=True)
+        # Padding sequences, which fill a mesh's groups, draw nothing.
+        done = self._placed(np.zeros(self._batch, bool), padding=True)
+        assert cache.logits is not None
         # -2 is no token: drawing then ends by its steps alone.
-        self._draw = loop.draw_of(logits, done, key, np.asarray(sorted(set(eos)) or [-2], np.int32), axes=spec.axes)
+        ends = np.asarray(sorted(set(eos)) or [-2], np.int32)
+        self._draw = loop.draw_of(cache.logits, done, key, ends, axes=spec.axes)
         decode: Any = loop.decode
         if cache.bank is not None:
             decode = partial(staged.decode, bank=cache.bank, traffic=traffic)
-        self._decode = partial(decode, spec=spec, sampling=sampling, size=size)
+        self._decode = partial(decode, spec=spec, sampling=sampling, size=self.size)
         self._running: loop.Running
         self._taken_back = False
         self._begin(cache)
@@ -74,39 +66,34 @@ class Drawing:
         self._begin(self._settled())
 
     def _begin(self, cache: KVCache) -> None:
+        """Starts the loop anew on a cache that holds all rows drawn so far."""
         self._cache, self._running = cache, loop.begin(cache.arrays, spec=self._spec, size=self.size)
-        # Rows drawn since the last settling, and steps before the next.
+        # Rows drawn since then, and steps before rows must be moved.
         self._held, self._fit = 0, steps_that_fit(cache)
 
     def _settled(self) -> KVCache:
+        """The cache with all rows drawn so far in its pools."""
         return dataclasses.replace(self._cache, arrays=loop.settle(self._running, spec=self._spec))
 
     @property
     def final(self) -> bool:
-        """True if drawing changes older rows, by eviction or scores, so that tokens cannot be taken back."""
+        """True if decoding evicts or rescores, so that a step cannot be rolled back."""
         return self._spec.evicts or self._spec.scored
 
     @property
     def reading(self) -> Reading | None:
-        """Which layers read what; None if all read everything."""
+        """Which layers read what while tokens are drawn; None if all read everything."""
         return self._spec.reading
 
     @property
     def done(self) -> Bool[np.ndarray, " B"]:
-        """Which sequences have ended."""
+        """Mask of sequences that have ended, on the host."""
         return host(self._draw.done)[: self._batch]
 
     def draw(self, steps: int) -> Int[np.ndarray, "B n"]:
-        """Draws tokens.
+        """Draws up to `steps` tokens per sequence, -1 behind a sequence's end; fewer if they do not fit or all end.
 
-        Args:
-            steps: how many per sequence at most; fewer where they do not fit, or all sequences end.
-
-        Returns:
-            The tokens, -1 behind a sequence's end.
-
-        Raises:
-            ValueError: if the sampling gives an id outside of the vocabulary.
+        A sampler that gives an id outside of the vocabulary is refused with a ValueError.
         """
         steps = min(steps, self.size)
         if self._fit < 1 or self._held + steps > self.size:
@@ -123,32 +110,24 @@ class Drawing:
         return tokens[:, :ran]
 
     def take_back(self, tokens: Int[np.ndarray, " B"]) -> None:
-        """Forgets the last tokens of some sequences, none of them older than the last `draw`; end these sequences then.
-
-        Args:
-            tokens: how many of each.
-        """
+        """Rolls back the last tokens of each sequence, all of the last `draw`; end these sequences afterwards."""
         # The token that ends a sequence is drawn but never becomes a row.
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
             self._taken_back = True
-            self._running = self._running.rewound(self._placed(rows.astype(np.int32), others=0))
+            self._running = self._running.rewound(self._placed(rows.astype(np.int32), padding=0))
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
-        """Ends sequences.
+        """Ends the sequences that a mask selects."""
+        self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, padding=True))
 
-        Args:
-            which: those.
-        """
-        self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, others=True))
-
-    def _placed(self, of_each: np.ndarray, *, others: Any) -> Array:
-        """Numbers of the sequences that draw on the devices, and another one for those that fill a mesh's groups."""
-        return place(np.pad(of_each, (0, self._padding), constant_values=others), "B", self._spec.axes)
+    def _placed(self, of_each: np.ndarray, *, padding: Any) -> Array:
+        """Numbers of the sequences on the devices, and `padding` for padding sequences."""
+        return place(np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes)
 
     def close(self) -> KVCache:
-        """The cache with all that was drawn, and the logits of what comes next; the drawing is over.
+        """The cache with all that was drawn, and the next token's logits; the drawing is over.
 
-        Without logits where tokens were taken back: nothing is known of what would come in their place.
+        Without logits where tokens were taken back: the tokens that would follow are not known.
         """
         return dataclasses.replace(self._settled(), logits=None if self._taken_back else self._draw.logits)

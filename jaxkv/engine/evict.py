@@ -1,12 +1,11 @@
-"""A step's bookkeeping: the weakest row of each segment makes room for the new one, merged into another or dropped.
+"""Eviction after a step: the lowest-ranked row of each segment is dropped, or merged into another, for the new one.
 
 Everything is a reduction over the rows of segments, written once and run over them as they lie: in one piece where the
-pool is a layer's own, in windows where layers share it. Those of all layers are then looked at together.
+pool is a layer's own, in windows where layers share it.
 """
 
 import dataclasses
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,14 +27,35 @@ from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.mesh import Axes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """Static config of eviction: the policy's rank, merger and protected rows, and how segments are walked.
+
+    Attributes:
+        ongoing: the policy's parts that go on after the prompt.
+        heads: kv heads of one layer; on a mesh, of each device.
+        walk: how rows of segments are reached.
+        widest: the most rows a segment of a shared pool can have, if that is known.
+        axes: of the mesh that it runs on, if it does.
+        implementation: whose backend reduces and moves rows.
+    """
+
+    ongoing: Ongoing
+    heads: int
+    walk: Walk
+    widest: int | None = None
+    axes: Axes | None = None
+    implementation: Implementation = Implementation.XLA
+
+
 class Evicted(NamedTuple):
-    """Pool and segments after a step's eviction; key norms, if they are kept, and the rows likely to go next.
+    """Pool and segments after a step's eviction.
 
     Attributes:
         pool: their pool.
         segments: with the rows and merging's thresholds that are left.
-        norms: `f32[B, P]` length of each key, if they are kept.
-        likely: `i32[B, K]` the row of each most likely to go next, -1 for none.
+        norms: length of each key, if lengths are kept.
+        likely: the row of each segment that is most likely to be dropped next, -1 for none.
     """
 
     pool: Pool
@@ -45,46 +65,27 @@ class Evicted(NamedTuple):
 
 
 def weakest(
-    pool: Pool,
-    segments: Segments,
-    *,
-    heads: int,
-    ongoing: Ongoing,
-    walk: Walk,
-    widest: int | None,
-    axes: Axes | None = None,
-    implementation: Implementation = Implementation.XLA,
+    pool: Pool, segments: Segments, how: Eviction
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
-    """The row of each segment that has to go, if one has to; and the one that may have to at the next step.
+    """The lowest-ranked evictable row of each segment, a mask of segments that have one, and the likely next row.
 
-    Args:
-        pool: their pool, its scores up to date.
-        segments: which rows.
-        heads: segments of one layer.
-        ongoing: the policy's.
-        walk: how their rows are reached.
-        widest: the most rows a segment of a shared pool can have, if that is known.
-        axes: of the mesh whose devices have so many heads each, if it runs on one.
-        implementation: of whose backend it depends whether one reduction does for three.
-
-    Returns:
-        The lowest score among rows that may go, the latest position among equals; whether there is any; and, where
-        segments are looked at whole, the lowest of the others, -1 for none.
+    Ties go to the latest position; -1 stands for no row. The next row is known where segments are looked at whole: the
+    lowest-ranked of the others. Scores of the pool must be up to date.
     """
-    rank = ongoing.rank
+    rank, keep = how.ongoing.rank, how.ongoing.keep
     assert rank is not None
-    lowest_of = _lowest_at_once if backend_of(implementation).few_launches else _lowest
+    lowest_of = _lowest_at_once if backend_of(how.implementation).few_launches else _lowest
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
     def body(best, row, inside, pos, *score):
         lowest, latest, *_ = best
-        may = inside & ~ongoing.keep.protected(pos, prompt)
+        may = inside & ~keep.protected(pos, prompt)
         free = may & (pos < last)
         every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
-        if ongoing.one_set:
-            layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, heads, free.shape[-1])
-            every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", axes)
+        if how.ongoing.one_set:
+            layers = jnp.broadcast_to(every, free.shape).reshape(free.shape[0], -1, how.heads, free.shape[-1])
+            every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", how.axes)
             every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
         mine, position, place = lowest_of(free, every, pos, row)
         # By the next step one more row will have left the most recent ones.
@@ -98,7 +99,8 @@ def weakest(
     shape = segments.start.shape
     none = (jnp.full(shape, jnp.inf, jnp.float32), *(jnp.full(shape, -1, jnp.int32) for _ in range(3)))
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
-    _, _, at, second = fold(body, none, leaves, segments.start, segments.length, walk=walk, block=widest or WALK_BLOCK)
+    block = how.widest or WALK_BLOCK
+    _, _, at, second = fold(body, none, leaves, segments.start, segments.length, walk=how.walk, block=block)
     return at, at >= 0, second
 
 
@@ -111,38 +113,25 @@ def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, A
 
 
 def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
-    """`_lowest` as one reduction: of one kernel instead of three, but scalar code on a CPU."""
+    """`_lowest` as one reduction: one kernel instead of three, but scalar code on a CPU."""
 
     def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
         return tuple(jnp.where(lower, mine, its) for mine, its in zip(one, other, strict=True))
 
-    of = (jnp.where(free, every, jnp.inf), jnp.where(free, pos, -1), jnp.where(free, row, -1))
+    operands = (jnp.where(free, every, jnp.inf), jnp.where(free, pos, -1), jnp.where(free, row, -1))
     none = (jnp.float32(jnp.inf), jnp.int32(-1), jnp.int32(-1))
-    return lax.reduce(of, none, better, (free.ndim - 1,))
-
-
-def _as_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None) -> Joined:
-    """What a merger says of single rows, checked."""
-    checked_tuple(merge, "merge_one", found, Joined)
-    by_layer = dropped.k.shape[:2]
-    checked(merge, "merge_one.joins", found.joins, by_layer, "kv head, [N, K]", jnp.bool_)
-    for name, new in (("k", found.k), ("v", found.v)):
-        if new is not None:
-            checked(merge, f"merge_one.{name}", new, dropped.k.shape, "number of a row, [N, K, D]")
-    if tau is not None:
-        checked(merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]")
-    return found
+    return lax.reduce(operands, none, better, (free.ndim - 1,))
 
 
 class _Writes(NamedTuple):
-    """What a step writes where rows go.
+    """Rows that a step writes in place of dropped ones, and those that it writes because of merging.
 
     Attributes:
-        over: segments that lose a row.
+        over: mask of segments that lose a row.
         tau: merging's thresholds, or None.
-        newest: keys and values of the newest rows, which take the places of those that go, by name.
-        merged: which other rows of the pool are written, and what, by name; those from P on are left out.
+        newest: keys ("k") and values ("v") of the newest rows, which take the places of dropped ones.
+        merged: other rows of the pool and their new keys or values; rows from P on are not written.
     """
 
     over: Bool[Array, "B K"]
@@ -151,7 +140,7 @@ class _Writes(NamedTuple):
     merged: dict[str, tuple[Int[Array, "B K"], Float[Array, "B K D"]]]
 
     def all_of(self, name: str, place: Int[Array, "B K"]) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
-        """All rows that are written of keys or values, the newest ones at their new places, and what."""
+        """Indices of all rows written of keys ("k") or values ("v"), the newest at `place`, and their numbers."""
         parts = [(place, self.newest[name]), *([self.merged[name]] if name in self.merged else [])]
         return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate([new for _, new in parts], axis=1)
 
@@ -160,53 +149,34 @@ def evict(
     pool: Pool,
     segments: Segments,
     attended: Float[Array, "B K"],
+    how: Eviction,
     *,
-    heads: int,
-    ongoing: Ongoing,
-    walk: Walk,
-    widest: int | None = None,
     products: Float[Array, "B K n"] | None = None,
     norms: Float[Array, "B P"] | None = None,
-    axes: Axes | None = None,
-    implementation: Implementation = Implementation.XLA,
 ) -> Evicted:
-    """Brings segments that hold one row too many back to their limit.
+    """Brings segments that hold one row too many back to their limit; a segment's last row is the newest.
 
-    Args:
-        pool: their pool, its scores up to date; the last row of a segment is the newest.
-        segments: which ones.
-        attended: any number of each head's attention output: NaN keeps the rows as they are. A kernel that finds the
-            row by itself needs none: it comes behind attention, as its pool does.
-        heads: segments of one layer.
-        ongoing: the policy's.
-        walk: how their rows are reached.
-        widest: the most rows a segment of a shared pool can have, if that is known.
-        products: those of the likely rows' keys with all keys; the result is the same without.
-        norms: length of each key, if they are kept; the result is the same without.
-        axes: of the mesh whose devices have so many heads each, if it runs on one.
-        implementation: whose backend moves rows where it can.
-
-    Returns:
-        What is left.
+    `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
+    segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.) `products` of the
+    likely rows' keys with all keys, and lengths `norms` of the keys, save work where they are known.
     """
-    backend = backend_of(implementation)
+    backend = backend_of(how.implementation)
     fused = backend.fused_eviction and pool.store.fused
-    if fused and _in_a_kernel(ongoing):
-        return _by_kernel(pool, segments, ongoing, backend)
-    options: Any = {"walk": walk, "widest": widest, "axes": axes, "implementation": implementation}
-    victim, there, second = weakest(pool, segments, heads=heads, ongoing=ongoing, **options)
+    if fused and _in_a_kernel(how.ongoing):
+        return _evict_by_kernel(pool, segments, how.ongoing, backend)
+    victim, there, second = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & there, attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
-    if ongoing.merge is None and fused:
-        length = segments.length - over.astype(jnp.int32)
-        moved = _moved(pool, victim, last, over, backend)
-        return Evicted(moved, dataclasses.replace(segments, length=length), norms, jnp.where(over, second, victim))
+    if how.ongoing.merge is None and fused:
+        k, v, pos, score = backend.replace_rows(pool.k, pool.v, pool.pos, pool.score, victim, last, over)
+        pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
+        segments = dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
+        return Evicted(pool, segments, norms, jnp.where(over, second, victim))
     newest = _rows_at(pool, last)
     writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
-    if ongoing.merge is not None:
-        of = (victim, last, writes, products, norms)
-        writes = _merging_dropped(pool, segments, *of, heads=heads, merge=ongoing.merge, walk=walk, axes=axes)
+    if how.ongoing.merge is not None:
+        writes = _merging_dropped(pool, segments, how, victim, last, writes, products, norms)
     length = segments.length - writes.over.astype(jnp.int32)
     pool, norms = _written(pool, norms, victim, last, writes)
     segments = dataclasses.replace(segments, length=length, tau=writes.tau)
@@ -222,22 +192,23 @@ def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
 def _merging_dropped(
     pool: Pool,
     segments: Segments,
+    how: Eviction,
     victim: Int[Array, "B K"],
     last: Int[Array, "B K"],
     writes: _Writes,
     products: Float[Array, "B K n"] | None,
     norms: Float[Array, "B P"] | None,
-    *,
-    heads: int,
-    merge: Merger,
-    walk: Walk,
-    axes: Axes | None,
 ) -> _Writes:
-    """What is written where a dropped row is compared with those that stay, and the merger may fold it into one."""
-    rows_of = partial(_rows_at, pool)
-    by_layer = lambda a: a.reshape(-1, heads, *a.shape[2:])  # noqa: E731
+    """The writes of dropped rows with those of the merger, which may fold a dropped row into the most similar one."""
+
+    def by_layer(array: Array) -> Array:
+        """Segments of all layers `[B, L * K, ...]` as sequences of one layer's heads `[B * L, K, ...]`."""
+        return array.reshape(-1, how.heads, *array.shape[2:])
+
+    merge = how.ongoing.merge
+    assert merge is not None
     over, tau, newest, merged = writes
-    dropped = rows_of(jnp.maximum(victim, 0))
+    dropped = _rows_at(pool, jnp.maximum(victim, 0))
     tau = None if tau is None else by_layer(tau)
     for index, metric in enumerate(merge.compares):
         by_key, one = metric == "k", getattr(dropped, metric)
@@ -247,13 +218,12 @@ def _merging_dropped(
             cosine, target = nearest_of_products(pool, norms, one, victim, products, wrong, segments)
         else:
             norm = norms if by_key else None
-            cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, walk=walk, norm=norm)
+            cosine, target = nearest(getattr(pool, metric), pool.pos, one, victim, segments, walk=how.walk, norm=norm)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
-        one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, rows_of(target)))
-        decides = (by_layer(cosine), one_of, near, by_layer(over), tau)
-        found = merge.merge_one(index, *decides, **told(merge, axes))
-        found = _as_joined(merge, found, one_of, tau)
+        one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
+        given = merge.merge_one(index, by_layer(cosine), one_of, near, by_layer(over), tau, **told(merge, how.axes))
+        found = _checked_joined(merge, given, one_of, tau)
         tau = None if tau is None else found.tau
         joins = found.joins.reshape(over.shape) & over
         for name, new in (("k", found.k), ("v", found.v)):
@@ -270,55 +240,66 @@ def _merging_dropped(
     return _Writes(over, tau, newest, merged)
 
 
+def _checked_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None) -> Joined:
+    """A merger's result for single rows; wrong shapes and dtypes are refused with a TypeError."""
+    checked_tuple(merge, "merge_one", found, Joined)
+    checked(merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_)
+    for name, new in (("k", found.k), ("v", found.v)):
+        if new is not None:
+            checked(merge, f"merge_one.{name}", new, dropped.k.shape, "number of a row, [N, K, D]")
+    if tau is not None:
+        checked(merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]")
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class _Weigh:
-    """What rows are compared by and which may go, for a kernel: the rule of `weakest`."""
+    """A policy's rank and protected rows as a function for a kernel: the rule of `weakest`."""
 
     rank: Rank
     keep: Keep
 
     def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
+        """Ranks of rows, and a mask of those that are not protected."""
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
 
 
 def _in_a_kernel(ongoing: Ongoing) -> bool:
-    """Whether a kernel can find the row that goes: what users' own ranks are made of is not known."""
+    """True if a kernel can find the row to drop: users' own ranks may call what no kernel can."""
     return type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
 
 
-def _by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
-    """`evict` in one pass; what attention has read is known to come first, as the pool comes from there."""
+def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
+    """`evict` in one kernel; it needs no ordering barrier, as the pool is attention's output."""
     assert ongoing.rank is not None
-    of = (segments.start, segments.length, segments.limit, segments.recent, segments.seen, segments.prompt)
-    weigh = _Weigh(ongoing.rank, ongoing.keep)
-    rows = (pool.k, pool.v, pool.pos, pool.score)
-    k, v, pos, score, moved = backend.evict_rows(*rows, *of, weigh=weigh)
+    k, v, pos, score, dropped = backend.evict_rows(
+        pool.k,
+        pool.v,
+        pool.pos,
+        pool.score,
+        segments.start,
+        segments.length,
+        segments.limit,
+        segments.recent,
+        segments.seen,
+        segments.prompt,
+        weigh=_Weigh(ongoing.rank, ongoing.keep),
+    )
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
-    segments = dataclasses.replace(segments, length=segments.length - moved)
-    return Evicted(pool, segments, None, jnp.full_like(moved, -1))
-
-
-def _moved(
-    pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], over: Bool[Array, "B K"], backend: Backend
-) -> Pool:
-    """The pool with the newest rows in the places of those that go, by a kernel."""
-    k, v, pos, score = backend.replace_rows(pool.k, pool.v, pool.pos, pool.score, victim, last, over)
-    return dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
+    segments = dataclasses.replace(segments, length=segments.length - dropped)
+    return Evicted(pool, segments, None, jnp.full_like(dropped, -1))
 
 
 def _written(
-    pool: Pool,
-    norms: Float[Array, "B P"] | None,
-    victim: Int[Array, "B K"],
-    last: Int[Array, "B K"],
-    writes: _Writes,
+    pool: Pool, norms: Float[Array, "B P"] | None, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
 ) -> tuple[Pool, Float[Array, "B P"] | None]:
-    """Pool and key norms with the newest rows in the places of those that go, and with what was merged."""
+    """Pool and key norms with the newest rows in the places of dropped ones, and with merged rows."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
 
     def move(leaf: Array, empty: int) -> Array:
+        """Copies cells from the last rows to the victims', and empties the last rows'."""
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 

@@ -1,4 +1,4 @@
-"""A batch of a new size, filled with copies up to a size that programs were compiled for where that is quicker."""
+"""Batches of a new size, filled up with copies to a size that programs are compiled for where that is quicker."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from jaxkv.text.prompts import Encoded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Prompts that run together.
+    """Prompts that run together, with copies of the last one, and the plans of both.
 
     Attributes:
         encoded: the prompts, copies of the last one behind them.
@@ -33,22 +33,12 @@ class Batch:
 
 
 def planned(session: Session, encoded: Encoded, new: int) -> Batch:
-    """Plans a batch, and fills a size met for the first time up to a compiled one that takes less time than compiling.
+    """Plans a batch, and fills a new size up to a compiled one if the copies take less time than compiling would.
 
-    The time that copies take is estimated from the last run of the larger size, the time of compiling from its first.
-    A size is filled once: programs are compiled for one that comes again. On a mesh, where prompts are read in chunks
-    or wait in host memory, and where memory is short, nothing is filled.
-
-    Args:
-        session: with the model and policy.
-        encoded: the prompts.
-        new: tokens to draw.
-
-    Returns:
-        The batch.
-
-    Raises:
-        MemoryError: naming the plan's bytes, if those of the prompts alone are not there.
+    The time that copies take is estimated from the last run of the larger size, the time of compiling from its first. A
+    size is filled once: when it comes again, programs are compiled for it. On a mesh, where prompts are read in chunks
+    or wait in host memory, and where memory is short, nothing is filled. Raises MemoryError, naming the plan's bytes,
+    if those of the prompts alone are not there.
     """
     needed, flat, read = session.plan(encoded.lengths, new), session.params.flat, session.policy.parts().read
     batch = Batch(encoded=encoded, copies=0, needed=needed, asked=needed)
@@ -74,11 +64,9 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
 
 
 def remember(session: Session, batch: Batch) -> None:
-    """Notes what a batch took, for `planned`: seconds of compiling when it was first met, of running the last time.
+    """Notes the seconds that a batch took, for `planned`: of compiling when it was first met, of running last time.
 
-    Args:
-        session: that has run it, and nothing else.
-        batch: the batch.
+    The session has run this batch and nothing else.
     """
     if batch.copies:
         return
@@ -89,21 +77,14 @@ def remember(session: Session, batch: Batch) -> None:
 
 
 def _signature(session: Session, batch: Batch) -> tuple:
-    """What programs of prefill are compiled for."""
+    """Dictionary key of the batch's compiled prefill programs."""
     implementation = session.implementations.prefill
     flat, size = session.params.flat, len(batch.encoded.ids)
     return signature_of(flat, size, session.policy, batch.asked, implementation=implementation)
 
 
 def without_copies(cache: KVCache) -> KVCache:
-    """The cache without the copies that filled its batch; the same cache on a mesh, or where there are none.
-
-    Args:
-        cache: any cache; unchanged.
-
-    Returns:
-        A cache whose arrays hold `batch` sequences.
-    """
+    """The cache without the copies that filled its batch; unchanged on a mesh, or where there are none."""
     if not cache.padding or cache.axes is not None:
         return cache
     leaves, tree = jax.tree.flatten(dataclasses.replace(cache, padding=0))

@@ -1,4 +1,4 @@
-"""Room for new rows: how much a cache has, how much it will need, and getting it.
+"""Room for new rows behind segments: how much a cache has, how much decoding will need, and making it.
 
 Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofold: shapes, and so programs, repeat.
 """
@@ -10,7 +10,8 @@ from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import hosts, memory
 from jaxkv.cache import KVCache, repack
-from jaxkv.engine.plan import bucket, widest
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import widest
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
@@ -21,17 +22,11 @@ MOST_AHEAD = 2048
 
 
 def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
-    """Rows to leave behind every segment of each layer, so that tokens can be drawn.
+    """Rows to leave behind every segment of each layer, so that `new` tokens can be drawn, in buckets.
 
-    Args:
-        parts: of the policy.
-        left: rows by which the layer's segments may still grow towards their limit, where the policy has one.
-        new: tokens to draw.
-        grown: rows that the cache has grown by so far.
-
-    Returns:
-        One where a row goes for each that comes, as many as come until the policy compresses again, or all new ones;
-        up to `MOST_AHEAD`, and from there on as many as there are already.
+    One, where a row goes for each new one; those until the policy compresses again; or as many as there are new tokens,
+    up to `MOST_AHEAD` and from there on up to the rows that the cache has `grown` by. `left` are the rows by which a
+    layer's segments may still grow towards their limit, under policies that have one.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
     if parts.ongoing is None:
@@ -46,17 +41,9 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
 def first_room(
     parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
-    """Rows to leave behind every segment of each layer when a prompt is prefilled.
+    """Rows to leave behind every segment of each layer when prompts are prefilled and `new` tokens follow.
 
-    Args:
-        parts: of the policy.
-        layers: L.
-        lengths: tokens of each prompt.
-        new: tokens to draw.
-        most: tokens that there is room for from the beginning; a slot, which never grows, has it for all.
-
-    Returns:
-        Rows of each layer, as `room_for` counts them.
+    There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
     """
     short = 0
     budget = parts.budget
@@ -67,13 +54,9 @@ def first_room(
 
 
 def steps_that_fit(cache: KVCache) -> int:
-    """How many tokens can be drawn before rows must be moved or the policy compresses again.
+    """Number of tokens that can be drawn before rows must be moved or the policy compresses again.
 
-    Args:
-        cache: any cache.
-
-    Returns:
-        Tokens per sequence; a very large number where a spare row is all it takes.
+    The largest int32 where one spare row is all that decoding needs.
     """
     parts, free = cache.policy.parts(), cache.free()
     if parts.ongoing is None:
@@ -88,16 +71,9 @@ def steps_that_fit(cache: KVCache) -> int:
 
 
 def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Compresses sequences that are due, after a question was read, and finds out whether a bound on segments holds.
+    """Compresses sequences that are due, before `new` tokens are drawn; the cache is donated.
 
-    Args:
-        flat: the decoder's parameters.
-        cache: any cache; given up.
-        new: tokens to be drawn.
-        key: for policies that draw.
-
-    Returns:
-        A cache none of whose sequences is due; not `extended` where no segment can grow beyond the policy's bound.
+    The result is `extended` only if a segment may still hold more rows than the policy's bound on prompts.
     """
     if due(cache).any():
         cache = make_room(flat, cache, new, key=key)
@@ -109,16 +85,9 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Compresses what is due, and moves the cache to larger buffers where segments have no room to grow.
+    """Compresses sequences that are due, and moves the cache to larger buffers where segments cannot grow.
 
-    Args:
-        flat: the decoder's parameters.
-        cache: any cache; given up.
-        new: tokens still to be drawn.
-        key: for policies that draw.
-
-    Returns:
-        A cache on which at least one token can be drawn.
+    The cache is donated; at least one of the `new` tokens can be drawn on the result.
     """
     parts, grow_by = cache.policy.parts(), _to_limit(cache).max(axis=(1, 2))
     # Rows below a limit, and of layers without one, have all come one by one.
@@ -132,19 +101,10 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
 
 
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """A copy of a cache for so many prompts, with room for them and, where rows are only added, for new tokens.
+    """Copy of a cache for `batch` prompts of up to `longest` tokens, with room for them.
 
-    Args:
-        given: any cache of as many sequences, or of one; unchanged.
-        batch: how many prompts.
-        longest: tokens of the longest.
-        new: tokens to draw after them.
-
-    Returns:
-        The copy.
-
-    Raises:
-        MemoryError: if it does not fit.
+    Policies that only append leave room for `new` tokens, too. The cache holds as many sequences, or one for all
+    prompts. Raises MemoryError if the copy does not fit.
     """
     goes_on = given.policy.parts().ongoing is not None
     wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
@@ -166,9 +126,9 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
 
 
 def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
-    """What a copy of a cache for so many sequences weighs, with room, and what a prompt on top of it loads.
+    """Bytes of a cache's copy for `batch` sequences with `room` rows, and of what a prompt on top of it loads.
 
-    On a mesh what a device has of that, a CPU's devices together.
+    On a mesh, those on one device; on a CPU's fake devices, on all of them together.
     """
     segments, axes, held = given.config.layers * given.config.kv_heads, given.axes, len(given.seen)
     batch += missing(batch, axes)
@@ -183,5 +143,5 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
 
 
 def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """Rows that each segment may still grow by; those of sequences that nobody asks stand still."""
+    """`limit - length` of each segment; padding sequences left out."""
     return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

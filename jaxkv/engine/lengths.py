@@ -1,7 +1,8 @@
-"""What follows from prompts' lengths alone, before the model runs: on the host, or as a program takes it."""
+"""Arithmetic of prompts' lengths, before the model runs: buckets, blocks of tokens, and rows that policies keep."""
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,19 +15,86 @@ from jaxkv.policies.parts import Parts
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
 Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]
 
+# Prompts are padded to buckets, so that shapes repeat: powers of two, then four steps to the octave.
+_SMALLEST_BUCKET = 16
+_OCTAVE_FROM = 1024
+QUERY_BLOCK = 256
+# Tokens, of all prompts together, that a GPU's prefill takes through the projections and the MLP at once.
+TOKENS_AT_ONCE = 2048
+# Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
+BLOCK = 256
+# Tokens between two looks at the text, when somebody is looking: a stop string, a stream, a progress bar.
+LOOK = 8
+
+
+def bucket(length: int) -> int:
+    """Slots that a prompt of `length` >= 1 tokens is padded to.
+
+    A power of two up to 256, a multiple of 256 up to 1024, then four steps to the octave.
+    """
+    if length <= QUERY_BLOCK:
+        return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+    step = QUERY_BLOCK
+    if length > _OCTAVE_FROM:
+        step = 1 << ((length - 1).bit_length() - 3)
+    return -(-length // step) * step
+
+
+def buckets(longest: int) -> list[tuple[int, int]]:
+    """`(shortest prompt, slots)` of every bucket for prompts of up to `longest` tokens, ascending."""
+    found, slots = list[tuple[int, int]](), bucket(longest)
+    while slots:
+        below = bucket_below(slots)
+        found.append((below + 1, slots))
+        slots = below
+    return found[::-1]
+
+
+def bucket_below(slots: int) -> int:
+    """The next smaller bucket; 0 below the smallest."""
+    if slots <= _SMALLEST_BUCKET:
+        return 0
+    low, high = 0, slots - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if bucket(middle) < slots else (low, middle - 1)
+    return low
+
+
+def tokens_per_call(tokens: int) -> int:
+    """Tokens that one call of a compiled program draws, or reads on top of a cache, of `tokens` in all."""
+    return min(BLOCK, bucket(tokens))
+
+
+def block_size(slots: int, sizes: Iterable[int]) -> int:
+    """The first of some block sizes that divides `slots`; `slots` itself if none does."""
+    return next((size for size in sizes if slots % size == 0), slots)
+
+
+def long_block(slots: int, batch: int) -> int:
+    """Slots of each prompt that go through the projections and the MLP at once where all prompts go together."""
+    # Long blocks fill a GPU; the MLP's float32 product of a block, 2 F wide, bounds them.
+    sizes = [size for size in (2048, 1024, 512) if size * batch <= TOKENS_AT_ONCE]
+    return block_size(slots, [*sizes, QUERY_BLOCK])
+
+
+def ring_rows(queries: int) -> int:
+    """Queries that a ring buffer holds: the observation window, and as many as a stop string can take back."""
+    return queries + LOOK
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLength:
-    """Numbers of prompts that follow from their lengths.
+    """Numbers of rows and tokens that follow from prompts' lengths alone.
 
     Attributes:
         budget: rows per kv head, averaged over layers.
         most: rows that the cache may grow to, see `Parts.may_hold`.
         forced: rows that stay whatever their score.
-        rows: rows per kv head of each layer; None where they follow from the prompts' content.
+        rows: rows per kv head of each layer; None where they follow from scores.
         recent: the most recent rows that stay in each layer; None likewise.
-        reads: tokens of each prompt that are read by layers that do not read everything; None where all layers do.
+        reads: tokens of each prompt that sparse layers read; None where all layers read everything.
     """
 
     budget: Numbers
@@ -38,27 +106,16 @@ class ByLength:
 
 
 def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, strict: bool = True) -> ByLength:
-    """Rows that a policy keeps of prompts of these lengths.
+    """A policy's numbers for prompts of some lengths, int64 on the host.
 
-    Args:
-        parts: of the policy.
-        lengths: tokens of each.
-        layers: L.
-        strict: refuse budgets below the rows that stay anyway, unless the policy clamps them.
-
-    Returns:
-        Its numbers, on the host.
-
-    Raises:
-        ValueError: if the budget cannot be honoured for one of the prompts, naming it.
+    `strict` refuses budgets below the rows that stay anyway with a ValueError, unless the policy clamps them.
     """
     length = np.asarray(lengths, np.int64)
     forced = parts.keep.counts(length)
     budget = parts.budgets(length, forced, strict=strict)
     rows, recent = None, None
     if not parts.claims:
-        rows = parts.layers.rows(budget, length, forced, layers=layers, window=parts.keep.window, weights=None)
-        rows = np.minimum(rows, length)
+        rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
         recent = parts.recents(rows, length, forced)
     return ByLength(
         budget=budget,
@@ -70,24 +127,28 @@ def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, stri
     )
 
 
+def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int) -> Table:
+    """Rows per kv head of each layer by the policy's schedule: int64 on the host, int32 in a trace."""
+    with _in_64_bits(budget):
+        budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
+        rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
+        return rows.astype(np.int32) if is_traced(rows) else rows
+
+
 def rows_by_claims(
     parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any
 ) -> tuple[Table, Table]:
-    """Rows of each layer where they follow from what layers claim: exact, in 64 bits, on the host or traced.
+    """Rows per kv head of each layer that its claim `f32[L, B]` on the budget gives it, and its most recent rows.
 
-    Args:
-        parts: of the policy.
-        budget: `[B]` rows per kv head, averaged over layers.
-        lengths: `[B]` tokens of each prompt.
-        forced: `[B]` rows that stay whatever their score.
-        claims: `f32[L, B]` each layer's claim on the budget.
-
-    Returns:
-        `i32[L, B]` rows per kv head of each layer, and the most recent ones that stay among them.
+    Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.
     """
-    with jax.enable_x64(True) if is_traced(claims) else contextlib.nullcontext():
+    with _in_64_bits(claims):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        given = (budget, lengths, forced)
-        rows = parts.layers.rows(*given, layers=len(claims), window=parts.keep.window, weights=claims)
+        rows = parts.layers.rows(budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims)
         recent = parts.recents(rows, lengths, forced, claims, budget)
         return rows.astype(np.int32), recent.astype(np.int32)
+
+
+def _in_64_bits(given: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes in 64 bits if `given` is traced; numpy always does."""
+    return jax.enable_x64(True) if is_traced(given) else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Mean and covariance of queries, rotated as queries after the text would be: the statistics of ExpectedAttention."""
+"""Mean and covariance of queries, rotated to positions after the text: the statistics of ExpectedAttention."""
 
 from typing import NamedTuple
 
@@ -23,17 +23,9 @@ class _Sums(NamedTuple):
 def prompt_moments(
     block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], asked: FutureQueries, *, size: int
 ) -> QueryMoments:
-    """Computes mean and covariance of the queries of whole prompts, from hidden states.
+    """Mean and covariance of each head's queries over whole prompts, projected from hidden states.
 
-    Args:
-        block: the layer.
-        x: hidden states before the layer.
-        length: tokens of each prompt.
-        asked: the settings.
-        size: tokens of a prompt that are projected at a time; a divisor of S.
-
-    Returns:
-        The moments of each query head.
+    `x` are hidden states before the block, of which `size` tokens of each prompt, a divisor of S, go at a time.
     """
     config, (batch, _, width) = block.config, x.shape
     shape = (batch, config.kv_heads, config.group, config.head_dim)
@@ -54,16 +46,9 @@ def prompt_moments(
 def last_moments(
     q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, asked: FutureQueries
 ) -> QueryMoments:
-    """Computes mean and covariance of the last w queries of each text, which come rotated.
+    """Mean and covariance of each head's last w queries, which come rotated: positions `seen - w` to `seen`.
 
-    Args:
-        q: the queries of positions `seen - w` to `seen`; those of negative positions may hold anything finite.
-        seen: tokens of each text.
-        rope: the layer's rotary embedding.
-        asked: the settings.
-
-    Returns:
-        The moments of each query head.
+    Queries of negative positions may hold anything finite.
     """
     position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
     by = angles(jnp.maximum(position, 0), rope, q.shape[-1])
@@ -75,7 +60,7 @@ def last_moments(
 
 
 def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries) -> _Sums:
-    """Number, mean and outer products of some queries, of those that count."""
+    """Number, mean and summed outer products of the queries that the mask `counts` selects."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
     number = counts.sum(axis=1).astype(jnp.float32)
     wide = q.astype(jnp.float32)
@@ -86,7 +71,7 @@ def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: Fu
 
 
 def _joined(one: _Sums, other: _Sums) -> _Sums:
-    """Number, mean and outer products of two sets of queries together (Chan et al., 1983)."""
+    """Number, mean and summed outer products of the union of two sets of queries (Chan et al., 1983)."""
     number = one.number + other.number
     share = (other.number / jnp.maximum(number, 1.0))[:, None, None, None]
     off = other.mean - one.mean
@@ -98,7 +83,7 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
 
 
 def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQueries) -> QueryMoments:
-    """Moments under the mean rotation of the positions after the text."""
+    """Moments under the mean rotation of the positions that follow the text."""
     ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
     each = angles(ahead, rope, sums.mean.shape[-1])
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""The row of a segment that is most like a given one: what a dropped row may be merged into."""
+"""The row of a segment with the largest cosine to a given one: the row that a dropped one may be merged into."""
 
 from functools import partial
 
@@ -22,19 +22,10 @@ def nearest(
     walk: Walk,
     norm: Float[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """The row of each segment with the largest cosine to a given one.
+    """Largest cosine of each segment's rows to the vector `of`, and the row that has it; ties go to the first position.
 
-    Args:
-        rows: keys or values of the pool.
-        pos: their positions.
-        of: what they are compared with.
-        but: a row that does not count: the given one itself.
-        segments: which rows to look at.
-        walk: how rows are reached.
-        norm: lengths of the rows, if they are known.
-
-    Returns:
-        The cosine, and the row: the earliest position among equals.
+    `rows` are the pool's keys or values at positions `pos`, `norm` their lengths if these are known. The row `but`, the
+    given one itself, does not count.
     """
 
     def body(best, row, inside, rows, pos, *norm):
@@ -64,29 +55,21 @@ def nearest_of_products(
     wrong: Bool[Array, "B K"],
     segments: Segments,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """`nearest` among keys whose products are known for most segments: only the others' rows are read.
+    """`nearest` among keys, from products that attention found while it read them.
 
-    Args:
-        pool: their pool.
-        norms: length of each of its keys.
-        of: the key of each segment that is compared.
-        but: its row.
-        products: what attention found while it read the keys, in the rows of `attention.columns.span`.
-        wrong: segments where that was another row's key.
-        segments: which rows to look at.
-
-    Returns:
-        As `nearest`.
+    `products` lie in the rows of `attention.columns.span`; only for segments marked in `wrong`, where they are of
+    another row's key, are keys read again. `of` is the key to compare, `but` its row, `norms` the pool's key lengths.
     """
     first, width = span(segments.start, pool.rows, products.shape[-1])
-    at = lambda a, b, s: lax.dynamic_slice(a, (b, s, *(0,) * (a.ndim - 2)), (1, 1, *a.shape[2:]))  # noqa: E731
 
     def mend(state):
+        """Finds the products of the first wrong segment anew."""
         wrong, products = state
         index = jnp.argmax(wrong.reshape(-1)).astype(jnp.int32)
         b, s = index // wrong.shape[1], index % wrong.shape[1]
         keys = lax.dynamic_slice(pool.k, (b, first[b, s], 0), (1, width, pool.k.shape[2])).astype(jnp.float32)
-        product = _dots(at(of, b, s), keys[:, None])
+        one = lax.dynamic_slice(of, (b, s, 0), (1, 1, of.shape[2]))
+        product = _dots(one, keys[:, None])
         return wrong.at[b, s].set(False), lax.dynamic_update_slice(products, product, (b, s, 0))
 
     _, products = lax.while_loop(lambda state: state[0].any(), mend, (wrong, products))
@@ -98,11 +81,12 @@ def nearest_of_products(
 
 
 def _cosines(products: Float[Array, "B K n"], of: Float[Array, "B K D"], length: Float[Array, "B _ n"]) -> Array:
+    """Cosines from inner products and the rows' lengths."""
     return products / (row_norms(of)[..., None] * length)
 
 
 def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -> tuple[Array, Array, Array]:
-    """The largest cosine, its position, the earliest among equals, and its row."""
+    """Largest cosine among rows that count, its earliest position, and its row; -1 for none."""
     cosine = jnp.where(counts, cosine, -jnp.inf)
     top = cosine.max(axis=-1)
     none = jnp.iinfo(jnp.int32).max
@@ -111,6 +95,7 @@ def _most(cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]) -
 
 
 def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
+    """Inner products, float32, of each head's vector with its rows, which several heads may share."""
     dot = partial(lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     if rows.shape[1] == 1:
         return dot(q, rows[:, 0], (((2,), (2,)), ((0,), (0,))))

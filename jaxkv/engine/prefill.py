@@ -5,80 +5,152 @@ so padding costs memory but no time. Alive at once: hidden states, one layer's K
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._values import namespace, typed
+from jaxkv import memory
+from jaxkv._errors import require
+from jaxkv._values import is_traced, namespace, typed
 from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, State, Tables
-from jaxkv.cache.bank import Bank, committed
+from jaxkv.cache.bank import Bank, committed, put_away
+from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
-from jaxkv.engine.compress import Compressed, Walk, compress
-from jaxkv.engine.lengths import ByLength, Table, by_length
+from jaxkv.engine.choosing import Candidates, of_prompt
+from jaxkv.engine.compress import Compressed, Source, Walk, compress, observe, unordered
+from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.prefill_layer import LayerOut
-from jaxkv.engine.prompts import Prompts, embed, pool_rows_of, run_layer, tables_of
+from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.spec import reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.policies.parts import Parts
+from jaxkv.models.rope import Angles, angles
+from jaxkv.models.values import Rope
+from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.scorer import Needs
+from jaxkv.policies.reading import Reading
+from jaxkv.policies.scorer import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import settle_down
+from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
+
+# The device never waits for the host with that many; more would only hold memory.
+_MOST_AHEAD = 4
+
+
+@program(static=("graphs",), on="graphs")
+def embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[Array, "B S E"]:
+    """Hidden states before the first block."""
+    return graphs.ends(ends).embed(tokens)
 
 
 @program(static=("graphs",), on="graphs")
 def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
-    """Float32 logits of the next token."""
+    """Float32 logits of the next token, from hidden states after the last block."""
     return graphs.ends(ends).logits(x)
 
 
+_LAYER_STATICS = ("graphs", "needs", "last", "implementation")
+_layer = program(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
+# The top block gives back one token's hidden state: there is nothing to write in place.
+_top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
+
+
+@partial(jax.jit, static_argnames=("slots", "rope", "dim"))
+def _angles(*, slots: int, rope: Rope, dim: int) -> Angles:
+    """Rotary angles of positions 0 to `slots`."""
+    return angles(jnp.arange(slots, dtype=jnp.int32)[None], rope, dim)
+
+
+def _angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
+    """Rotary angles of positions 0 to `slots` for each rotary embedding of the model, where the model lies."""
+    ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
+    dim = flat.config.head_dim
+    return {rope: settle_down(_angles(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
+
+
+def _run_layer(
+    flat: Flat,
+    index: int,
+    x: Array,
+    length: Array,
+    tables: dict[Rope, Angles],
+    needs: Needs,
+    implementation: Implementation,
+) -> LayerOut:
+    """Runs one block over whole prompts; the hidden states `x` are donated, except by the top block."""
+    last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
+    return (_top_layer if last else _layer)(
+        flat.blocks[index],
+        x,
+        length,
+        tables[graphs.spec.rope],
+        graphs=graphs,
+        needs=needs,
+        last=last,
+        implementation=implementation,
+    )
+
+
 def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
-    """Runs prompts through the model and shows what attention is made of, layer by layer.
+    """Runs right-padded prompts through the model without compressing them, and yields each layer's output.
 
-    Args:
-        flat: the decoder's parameters.
-        tokens: prompts, padded on the right.
-        length: tokens of each.
-        needs: what to show beside keys and values.
-
-    Yields:
-        A layer; its hidden states are given up to the next one.
+    A layer's hidden states are donated to the next one; `needs` says what comes beside keys and values.
     """
     x = embed(flat.ends, tokens, graphs=flat.graphs)
-    tables = tables_of(flat, tokens.shape[1])
+    tables = _angles_by_rope(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
-        out = run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
+        out = _run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
         x = out.x
         yield out
-        # One layer at a time, where whoever looks lets go of it as well.
+        # One layer at a time: the caller must drop its reference, too.
         del out
 
 
-def in_chunks(policy: Method) -> bool:
-    """True if prompts are read chunk by chunk, each through the whole model."""
-    read = policy.parts().read
-    return read is not None and read.by_chunks
+def observed(
+    flat: Flat,
+    out: LayerOut,
+    scorer: Scorer,
+    length: Array,
+    index: int,
+    key: PRNGKeyArray,
+    implementation: Implementation,
+) -> Observed:
+    """A layer's output as a scorer takes it: keys, values, and the last queries that it asks for."""
+    # Others than the scorer may have asked for queries, norms and moments, too.
+    first, future = out.q.shape[3] - scorer.queries, future_of(scorer)
+    return Observed(
+        q=out.q[..., first:, :],
+        q_positions=out.q_positions[:, first:],
+        k=out.k,
+        v=out.v,
+        length=length,
+        layer=jnp.int32(index),
+        key=key,
+        sums=out.sums,
+        norms=out.norms if norms_of(scorer) else None,
+        moments=next((each for each in out.moments if each.asked == future), None),
+        implementation=implementation,
+        axes=flat.axes,
+        group_axes=flat.axes,
+    )
+
+
+def pool_rows_of(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
+    """P of each pool; on a mesh, of each stretch of heads."""
+    return needed.pool_rows(flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K"))
 
 
 def signature_of(
     flat: Flat, batch: int, policy: Method, needed: PrefillPlan, *, implementation: Implementation
 ) -> tuple[Hashable, ...]:
-    """What programs of a prefill are compiled for: equal where the same programs serve.
+    """Dictionary key that two prefills share if they run the same compiled programs.
 
-    Args:
-        flat: the decoder's parameters.
-        batch: B.
-        policy: the compression.
-        needed: the plan; the number of its prompts does not matter.
-        implementation: what computes attention.
-
-    Returns:
-        A key of dictionaries.
+    Of the plan only slots and pools enter it, not the number of its prompts.
     """
     parts = policy.parts()
     scored = parts.ongoing is not None and parts.ongoing.scored
@@ -94,40 +166,25 @@ def prefill(
     needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
-    model: str = "",
     implementation: Implementation = Implementation.XLA,
+    strict: bool = True,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Runs prompts through the model and compresses their keys and values.
+    """Runs right-padded prompts through the model, compresses them, and returns the cache and the last tokens' logits.
 
-    Under a policy that reads prompts in chunks the whole model runs over each chunk, else each layer over the whole.
-
-    Args:
-        flat: the decoder's parameters.
-        tokens: prompts padded on the right to the plan's slots.
-        lengths: tokens of each prompt.
-        policy: the compression.
-        needed: the plan for these lengths.
-        key: for policies that draw.
-        model: the weights' fingerprint.
-        implementation: what computes attention.
-
-    Yields:
-        After each layer or chunk the number of layers that it comes to; where memory lets the host run ahead the device
-        may not be done with it.
-
-    Returns:
-        The cache, and float32 logits of each prompt's last token.
+    A generator that yields the number of layers done: 1 after each layer, 0 after each packing, parts of one for
+    policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
+    `needed` is the plan for these lengths; `strict` refuses lengths that the policy's budget cannot honour.
     """
-    if in_chunks(policy):
-        of: dict[str, Any] = {"model": model, "implementation": implementation}
-        return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, **of))
-    told = by_length(policy.parts(), lengths, flat.config.layers)
+    read_parts = policy.parts().read
+    if read_parts is not None and read_parts.by_chunks:
+        # Each chunk goes through the whole model.
+        return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, implementation=implementation))
+    told = by_length(policy.parts(), lengths, flat.config.layers, strict=strict)
     lengths = np.asarray(lengths, np.int64)
-    given: dict[str, Any] = {"key": key, "model": model, "implementation": implementation}
-    prompts, cache = yield from read(flat, tokens, lengths, told, policy, needed, **given)
+    walk = read(flat, tokens, lengths, told, policy, needed, key=key, implementation=implementation)
+    prompts, cache = yield from walk
     prompts.require_ordered()
-    if prompts.banked:
-        assert prompts.reading is not None
+    if prompts.banked and prompts.reading is not None:
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
     logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
@@ -144,27 +201,11 @@ def read(
     needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
-    model: str = "",
     implementation: Implementation = Implementation.XLA,
-) -> Walk[tuple[Prompts, KVCache]]:
-    """`prefill` without a look at the prompts' numbers: they may be traced, as one program of all layers.
+) -> Walk[tuple["Prompts", KVCache]]:
+    """`prefill` up to logits and checks of scores, for lengths that may be traced; returns the prompts and the cache.
 
-    Args:
-        flat: as for `prefill`.
-        tokens: as for `prefill`.
-        lengths: as for `prefill`.
-        told: what follows from the lengths.
-        policy: as for `prefill`.
-        needed: slots, pools and room; the lengths that it was made for do not matter.
-        key: as for `prefill`.
-        model: as for `prefill`.
-        implementation: as for `prefill`.
-
-    Yields:
-        As `prefill`.
-
-    Returns:
-        The prompts, whose hidden states and checks are still to be looked at; and the cache.
+    `told` are the policy's numbers for the lengths; of the plan slots, pools and room count.
     """
     parts = policy.parts()
     prompts = Prompts(flat, tokens, lengths, parts, needed, told, key, implementation)
@@ -185,16 +226,125 @@ def read(
         policy=policy,
         config=flat.config,
         slots=needed.slots,
-        model=model,
         axes=flat.axes,
     )
     return prompts, settle_down(cache, flat.axes)
 
 
+class Prompts(Source):
+    """Prompts on their way through the model: rows and scores that `compress` chooses from, a layer at a time.
+
+    Attributes:
+        x: hidden states after the layers that have run; after the last one the last token's.
+        rings: remembered queries of the layers that have some.
+        banked: rows of the layers that wait in host memory.
+        kept_rows: `[L, B]` rows per kv head of each layer, once they are known.
+        recents: `[L, B]` most recent rows that stay among them.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
+        lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
+        parts: Parts,
+        needed: PrefillPlan,
+        told: ByLength,
+        key: PRNGKeyArray,
+        implementation: Implementation,
+    ):
+        """Embeds the prompts."""
+        layers = flat.config.layers
+        self.flat, self.parts, self.needed, self.lengths, self.told = flat, parts, needed, lengths, told
+        self.implementation = implementation
+        self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
+        self.indices, self.axes = range(layers), flat.axes
+        self.length = place(lengths, "B", flat.axes, jnp.int32)
+        self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
+        # Rows of every layer before it is scored; and of layers that keep everything.
+        self.prompts = of_prompt(None, self.forced, self.length)
+        heads = flat.config.kv_heads // (flat.axes.size("K") if flat.axes is not None and inside() else 1)
+        everything = jnp.broadcast_to(self.prompts.inside, (*self.length.shape, heads, needed.slots))
+        self.whole = dataclasses.replace(self.prompts, inside=everything)
+        self.reading = parts.reading(layers, needed.slots)
+        self.remembered = _remembered(parts.ongoing, self.reading, layers)
+        self.ahead = _layers_ahead(needed, self.length)
+        self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
+        self.angles = _angles_by_rope(flat, needed.slots)
+        self.kept_rows, self.recents = told.rows, told.recent
+        self.totals = pool_rows_of(flat, needed)
+        self.held: dict[int, Unpacked] = {}
+        self.banked, self.rings, self.torn = list[Array](), list[Array](), list[Array]()
+
+    def candidates(self, index: int) -> Candidates:
+        """Runs a layer and scores its rows, which are held until they are packed, or put away into host memory."""
+        parts, scorer, length = self.parts, self.parts.scorer, self.length
+        out = _run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
+        self.x = out.x
+        k = out.k if out.unrotated is None else out.unrotated
+        rows = Unpacked(k, out.v, self.prompts.inside)
+        if self.remembered[index]:
+            last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
+            self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
+        if self.reading is not None and index in self.reading.offloaded:
+            # Before the next but one begins: two layers' rows are on their way at most.
+            jax.block_until_ready(self.banked[-1:])
+            self.banked.append(put_away(k, out.v, self.axes))
+            self.held[index] = rows
+            return dataclasses.replace(self.whole, inside=jnp.zeros_like(self.whole.inside))
+        if scorer is None:
+            self.held[index] = rows
+            return self.whole
+        seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
+        scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
+        self.torn.append(unordered(scores, length, axes=self.axes))
+        scored = parts.ongoing is not None and parts.ongoing.scored
+        self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
+        norms = out.norms if parts.heads.needs_norms else None
+        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
+
+    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
+        """Rows `[n, B]` that each layer keeps by the plan or by its claim, and the most recent ones that stay."""
+        if self.parts.claims:
+            traced, known, told = is_traced(self.length), [each for each in claims if each is not None], self.told
+            if not traced:
+                self.require_ordered()
+            weights: Any = jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
+            self.kept_rows, self.recents = rows_by_claims(self.parts, told.budget, self.lengths, told.forced, weights)
+        assert self.kept_rows is not None and self.recents is not None
+        part = slice(group[0], group[-1] + 1)
+        rows, recents = (place(table[part], "n B", self.axes, jnp.int32) for table in (self.kept_rows, self.recents))
+        return rows, recents
+
+    def pool_rows(self, group: Sequence[int], kept: Array) -> int:
+        """P of the group's pool by the plan, whatever is kept."""
+        return self.totals[group[0]]
+
+    def rows(self, index: int) -> Unpacked:
+        """Takes out the keys and values that were held of a layer."""
+        return self.held.pop(index)
+
+    def ordered(self) -> Bool[Array, ""]:
+        """True, on the device, if no score is NaN: for a program, which cannot refuse any."""
+        return ~jnp.stack([*self.torn, jnp.zeros((), bool)]).any()
+
+    def require_ordered(self) -> None:
+        """Refuses NaN scores with a ValueError that names their layers; the first wait for the device."""
+        for each in self.torn:
+            each.copy_to_host_async()
+        layers = np.flatnonzero([bool(host(each)) for each in self.torn]).tolist()
+        remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
+        require(not layers, "scores", "NaN", remedy + "that is not finite")
+
+
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
-    """Target sizes, and what policies remember that go on after the prompt."""
+    """Segments' limits, and the state of policies that evict or compress again after the prompt.
+
+    A limit is the rows kept; for prompts shorter than the budget the budget; no number ever reached for layers that
+    grow without end.
+    """
     parts, lengths, told, rows = prompts.parts, prompts.lengths, prompts.told, prompts.kept_rows
-    xp = namespace(lengths)
+    xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
     assert rows is not None and prompts.recents is not None
     short = told.most > lengths
     targets = xp.where(short, told.most, rows)
@@ -206,18 +356,40 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
         tau=made.tau,
         rings=tuple(prompts.rings),
     )
-    return _limits(parts, targets, short, made.length), state
-
-
-def _limits(
-    parts: Parts, targets: Table, short: Bool[np.ndarray, " B"] | Bool[Array, " B"], kept: Int[Array, "L B K"]
-) -> Int[Array, "L B K"]:
-    """Target sizes: what was kept, or for prompts shorter than the budget the budget; layers that go on growing."""
-    most = np.iinfo(np.int32).max // 2
-    xp = namespace(targets)
-    per_layer = xp.where(parts.layers.unlimited(len(targets))[:, None], most, targets)
-    spread = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
+    per_layer = xp.where(parts.layers.unlimited(len(targets))[:, None], endless, targets)
+    limit = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
-        return spread
-    grown = jnp.asarray(short[None, :, None] | (per_layer == most)[..., None])
-    return jnp.where(grown, spread, kept)
+        return limit, state
+    grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
+    return jnp.where(grown, limit, kept), state
+
+
+def _layers_ahead(needed: PrefillPlan, placed: Array) -> int:
+    """Number of layers that the host may dispatch beyond the plan's, by the device allocator's spare bytes."""
+    if is_traced(placed):
+        return 0
+    spare = memory.allocator_bytes(placed.addressable_shards[0].device)
+    if spare is None:
+        return 0
+    return max(0, min(_MOST_AHEAD, (spare - needed.peak_bytes) // (needed.peak_bytes - needed.cache_bytes)))
+
+
+def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
+    """Number of each layer's last queries that the cache remembers."""
+    if ongoing is not None:
+        return [ongoing.queries] * layers
+    return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(layers)]
+
+
+@program(static=("rows", "axes"))
+def _ring(
+    q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, axes: Axes | None
+) -> Float[Array, "B K G R D"]:
+    """Ring buffer of the prompt's last queries, float32, each at its position modulo `rows`."""
+    batch, heads, group, window, dim = q.shape
+    position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
+    slot = jnp.where(position >= 0, position % rows, rows)
+    ring = jnp.zeros((batch, rows, heads, group, dim), jnp.float32)
+    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    by_token = jnp.moveaxis(q, 3, 1).astype(jnp.float32)
+    return jnp.moveaxis(ring.at[index, slot].set(by_token, mode="drop", unique_indices=True), 1, 3)

@@ -1,4 +1,4 @@
-"""One block of the decoder over whole prompts, in blocks of tokens."""
+"""One decoder block over whole prompts: the program that prefill runs layer by layer, in blocks of tokens."""
 
 import dataclasses
 from functools import partial
@@ -10,12 +10,15 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import Walk, as_bits, from_bits
+from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_moments
-from jaxkv.engine.plan import QUERY_BLOCK, TOKENS_AT_ONCE
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.scorer import Needs, QueryMoments
 from jaxkv.sharding.collectives import mean_of_devices
+
+# On a CPU, 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
+_BLOCKS = (512, QUERY_BLOCK)
 
 
 @partial(
@@ -25,17 +28,17 @@ from jaxkv.sharding.collectives import mean_of_devices
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOut:
-    """One layer's yield.
+    """One layer's hidden states, keys and values, and what a policy needs beside them.
 
     Attributes:
-        x: `[B, S, E]` hidden states for the next layer; after the last layer `[B, E]`, the last token's.
-        k: `[B, K, S, D]` rotated keys.
-        v: `[B, K, S, D]` values.
+        x: hidden states for the next layer `[B, S, E]`; after the last layer the last token's `[B, E]`.
+        k: rotated keys.
+        v: values.
         unrotated: keys before RoPE where the policy stores those, else None.
-        q: `[B, K, G, w, D]` rotated queries of the last w tokens.
-        q_positions: `i32[B, w]` their positions; negative ones do not exist.
-        sums: `f32[B, K, G, S]` attention each key receives from all queries, if asked for.
-        norms: `f32[B, K, S]` L1 norms of values at the layer's output, mean over the group, if asked for.
+        q: rotated queries of the last w tokens.
+        q_positions: their positions; negative ones do not exist.
+        sums: float32 attention that each key receives from all queries, if asked for.
+        norms: float32 L1 norms of values at the layer's output, mean over the group, if asked for.
         moments: mean and covariance of queries, one for each of the settings asked for.
     """
 
@@ -61,27 +64,16 @@ def layer(
     last: bool,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over whole prompts.
+    """Runs one block over right-padded prompts; `last` says that only the last token's hidden state is wanted.
 
-    Args:
-        leaves: the block's parameters.
-        x: hidden states, donated.
-        length: tokens of each sequence.
-        table: angles of positions 0 to S, the same for all layers.
-        graphs: the decoder's static half.
-        needs: what to return beside hidden states, keys and values.
-        last: this is the top block: only the last token's hidden state is wanted.
-        implementation: what computes attention.
-
-    Returns:
-        The layer's yield.
+    `table` holds the angles of positions 0 to S; `needs` says what comes out beside hidden states, keys and values.
     """
     block = graphs.block(leaves)
     batch, slots, _ = x.shape
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
     window = block.queries(block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at))
-    size = _block(slots, (512, QUERY_BLOCK))
+    size = block_size(slots, _BLOCKS)
     moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
     backend = backend_of(implementation)
     run = _at_once if backend.at_once else _by_sequence
@@ -113,17 +105,12 @@ def layer(
 
 
 def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
-    """L1 norms of values seen through the output projection, mean over the query heads that read them.
+    """L1 norms, float32, of values seen through the block's output projection, mean over query heads of a kv head.
 
-    Args:
-        block: whose projection it is.
-        v: values.
-
-    Returns:
-        The norms, float32; a block of rows at a time, because each row becomes G times E numbers.
+    A block of rows at a time, because each row becomes G times E numbers.
     """
     batch, heads, slots, dim = v.shape
-    size = _block(slots, (512, QUERY_BLOCK))
+    size = block_size(slots, _BLOCKS)
     weight = block.attention.out[...].reshape(-1, heads, block.config.group, dim)
 
     def norms(part: Array) -> Array:
@@ -138,12 +125,13 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """One sequence after the other, as many blocks as it has: padding costs memory but no time. For a CPU.
+    """Hidden states, keys, values, unrotated keys and column sums, one sequence after the other: for a CPU.
 
-    Returns x after the block (as it came, if last), K, V, and un-rotated keys and sums or None.
+    As many blocks as the sequence has: padding costs memory but no time. Hidden states of the top block (`last`) come
+    back as they were; unrotated keys and sums are None unless `needs` asks for them.
     """
     config, (batch, slots, width) = block.config, x.shape
-    size = _block(slots, (512, QUERY_BLOCK))
+    size = block_size(slots, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
 
@@ -190,11 +178,12 @@ def _by_sequence(
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """All sequences together, attention in one call, the matrix products in long blocks. For a GPU."""
+    """Hidden states, keys, values, unrotated keys and column sums, all sequences at once: for a GPU.
+
+    Attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
+    """
     batch, slots, width = x.shape
-    # Long blocks fill the device; the MLP's float32 product of a block, 2 F wide, bounds them.
-    sizes = (size for size in (2048, 1024, 512) if size * batch <= TOKENS_AT_ONCE)
-    size = _block(slots, (*sizes, QUERY_BLOCK))
+    size = long_block(slots, batch)
     config = block.config
 
     def normed(index):
@@ -227,25 +216,24 @@ def _at_once(
 
 
 def _keys_values(block: Block, normed: Array, by: Angles, unrotated: bool) -> tuple[Array, ...]:
+    """Rotated keys and values of normed hidden states; keys before RoPE as well if `unrotated`."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     return (k, v, raw.astype(normed.dtype)) if unrotated else (k, v)
 
 
 def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
+    """Zeros `[B, K, S, D]` to write the results of `_keys_values` into."""
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)
 
 
-def _take(of: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
-    return from_bits(lax.dynamic_slice(as_bits(of), at, sizes), of.dtype)
+def _take(array: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
+    """`lax.dynamic_slice` by the bits of the numbers."""
+    return from_bits(lax.dynamic_slice(as_bits(array), at, sizes), array.dtype)
 
 
-def _put(to: Array, what: Array, at: tuple) -> Array:
-    return from_bits(lax.dynamic_update_slice(as_bits(to), as_bits(what), at), to.dtype)
-
-
-def _block(slots: int, sizes: tuple[int, ...]) -> int:
-    # On a CPU, 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
-    return next((size for size in sizes if slots % size == 0), slots)
+def _put(array: Array, new: Array, at: tuple) -> Array:
+    """`lax.dynamic_update_slice` by the bits of the numbers."""
+    return from_bits(lax.dynamic_update_slice(as_bits(array), as_bits(new), at), array.dtype)

@@ -1,6 +1,5 @@
 """A cache compressed once more: its policy chooses anew among the rows of prompt and answer, in order of position."""
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.choosing import Candidates, moved_in_all
 from jaxkv.engine.compress import ROWS, Source, compress, finished
+from jaxkv.engine.lengths import bucket, layer_rows
 from jaxkv.engine.moments import last_moments
-from jaxkv.engine.plan import bucket
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
@@ -34,56 +33,6 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static(Value):
-    """What programs that look at a layer are compiled for."""
-
-    graphs: Graphs
-    ongoing: Ongoing
-    scorer: Scorer
-    heads: HeadBudgets
-    layout: Layout
-    slots: int
-
-    @property
-    def axes(self) -> Axes | None:
-        """Of the mesh that they run on, if they do."""
-        return self.graphs.axes
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """One layer as programs are given it: its pool and queries, the tables of all layers, its index, a random key."""
-
-    pool: Pool
-    tables: Tables
-    ring: Float[Array, "B K G R D"] | None
-    layer: Int[Array, ""]
-    key: PRNGKeyArray
-
-    @property
-    def segments(self) -> Segments:
-        """Where its rows lie."""
-        return segments_of(self.tables.of_layers(self.layer[None]), 0)
-
-
-def due(cache: KVCache) -> Any:
-    """Which sequences must be compressed again.
-
-    Args:
-        cache: any cache.
-
-    Returns:
-        `bool[B]`, where the cache's numbers are: sequences with `every` rows, or more, beyond their budget; where rows
-        go one by one, any beyond it.
-    """
-    parts = cache.policy.parts()
-    if parts.ongoing is None:
-        return np.zeros(cache.seen.shape, bool)
-    return beyond(cache) >= (parts.every or 1)
-
-
 def beyond(cache: KVCache) -> Any:
     """Rows `[B]` that each sequence's fullest segment holds beyond its limit; negative while there is room to grow."""
     if is_traced(cache.length):
@@ -91,93 +40,28 @@ def beyond(cache: KVCache) -> Any:
     return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
 
 
+def due(cache: KVCache) -> Any:
+    """Mask `bool[B]`, on the host unless traced, of sequences that must be compressed again.
+
+    Those with `every` or more rows beyond their limit; where a row goes for each new one, with any beyond it.
+    """
+    parts = cache.policy.parts()
+    if parts.ongoing is None:
+        return np.zeros(cache.seen.shape, bool)
+    return beyond(cache) >= (parts.every or 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Sizes of what a program takes and gives whose numbers are not known when it is made.
+    """Pool sizes and slots for programs that are made before the cache's numbers are known.
 
     Attributes:
-        rows: of each pool; on a mesh, of each of its stretches.
+        rows: P of each pool; on a mesh, of each of its stretches.
         slots: rows that a segment holds at most.
     """
 
     rows: tuple[int, ...]
     slots: int
-
-
-class _Held(Source):
-    """The layers of a cache: the source of what `compress` chooses from."""
-
-    def __init__(
-        self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None = None
-    ):
-        """Looks at budgets and sizes."""
-        parts = cache.policy.parts()
-        assert parts.scorer is not None and parts.ongoing is not None
-        self.flat, self.cache, self.key, self.room = flat, cache, key, room
-        self.indices, self.wants, self.axes = range(len(room)), _rows(parts, cache), flat.axes
-        assert cache.state is not None
-        self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(cache.state, rings=()))
-        self.fixed, xp = fixed, namespace(self.wants)
-        forced = parts.keep.counts(_there(cache.seen), _there(cache.state.prompt))
-        # What those that stay anyway leave of each layer's rows.
-        left = xp.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
-        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
-        self.recents = xp.minimum(_there(cache.state.recent), left)
-        slots = min(bucket(int(host(cache.seen).max())), _widest(cache)) if fixed is None else fixed.slots
-        self.static = _Static(
-            graphs=flat.graphs,
-            ongoing=parts.ongoing,
-            scorer=parts.scorer,
-            heads=parts.heads,
-            layout=cache.layout,
-            # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
-            slots=slots,
-        )
-
-    def candidates(self, index: int) -> Candidates:
-        """One layer's rows, by the scores they have, or asked for anew."""
-        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
-
-    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows to keep, and the most recent ones that stay among them, of each layer and sequence."""
-        of = slice(group[0], group[-1] + 1)
-        rows, recents = (place(each[of], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
-        return rows, recents
-
-    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Rows of the new pool: the policy's target, or a bucket where sequences hold more; waits for what is kept."""
-        if self.fixed is not None:
-            return self.fixed.rows[self.cache.layout.pool_of(group[0])]
-        of = slice(group[0], group[-1] + 1)
-        stretches, capacity = self.cache.stretches, capacity_of(self.static.heads)
-        heads = kept.shape[2] // stretches
-        # Of a stretch of heads what it may hold, whatever it does: a number that content does not change.
-        share = lambda rows: min(most_rows(capacity, rows), stretches * rows)  # noqa: E731
-        length, takes = host(kept).astype(np.int64), self.cache.layout.takes
-        rows = share(-(-int(takes(length).max()) // stretches))
-        # A sequence that is not due may hold more where another mesh made the cache.
-        rows = max(rows, int(takes(length.reshape(len(length), -1, heads)).max()))
-        target = share(int(heads * self.wants[of].sum(axis=0).max()))
-        size = heads * bucket(-(-rows // heads))
-        return (min(target, size) if rows <= target else size) + heads * int(self.room[of].sum())
-
-    def rows(self, index: int) -> Unpacked:
-        """One layer's rows, taken out of their segments."""
-        return _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
-
-    def _static(self, index: int) -> _Static:
-        return dataclasses.replace(self.static, graphs=self.flat.graphs_of(index))
-
-    def _layer(self, index: int) -> _Layer:
-        cache, state = self.cache, self.cache.state
-        assert state is not None
-        return _Layer(
-            pool=cache.pools[cache.layout.pool_of(index)],
-            tables=self.tables,
-            ring=state.rings[index] if state.rings else None,
-            layer=jnp.int32(index),
-            key=self.key,
-        )
 
 
 def recompress(
@@ -188,17 +72,10 @@ def recompress(
     room: int | Int[np.ndarray, " L"] = 0,
     fixed: Fixed | None = None,
 ) -> KVCache:
-    """Compresses the sequences that are due; the others stay as they are, moved into the new buffers.
+    """A new cache whose due sequences are compressed again, the others moved as they are; `cache` stays unchanged.
 
-    Args:
-        flat: the decoder's parameters.
-        cache: a cache of a policy that goes on after the prompt; unchanged.
-        key: for policies that draw.
-        room: rows to leave behind every segment of the result.
-        fixed: sizes, for a cache whose numbers are traced.
-
-    Returns:
-        The new cache, each of whose pools is as small as its fullest sequence allows.
+    Each pool is as small as its fullest sequence allows, with `room` rows behind every segment, or `fixed` where the
+    cache's numbers are traced. The policy must go on after the prompt.
     """
     parts, state = cache.policy.parts(), cache.state
     assert state is not None
@@ -207,7 +84,8 @@ def recompress(
     made = finished(compress(held, parts, key=key, room=held.room, due=now))
     target = made.length
     if parts.heads.uniform:
-        target = place(_spread(held.wants, target), "L B K", flat.axes, jnp.int32)
+        wants = namespace(held.wants).broadcast_to(held.wants[..., None], target.shape)
+        target = place(wants, "L B K", flat.axes, jnp.int32)
     made_anew = cache.updated(
         pools=made.pools,
         start=made.start,
@@ -221,24 +99,127 @@ def recompress(
     return settle_down(made_anew, flat.axes)
 
 
-def _widest(cache: KVCache) -> int:
-    """Rows that a segment could hold at most where it lies."""
-    most = max(pool.rows for pool in cache.pools) // cache.stretches
-    return cache.layout.widest(most, cache.start.shape[2] // cache.stretches)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Static(Value):
+    """Static config of the programs that read a layer: its graphs, the policy's parts, and slots of a segment."""
+
+    graphs: Graphs
+    ongoing: Ongoing
+    scorer: Scorer
+    heads: HeadBudgets
+    layout: Layout
+    slots: int
+
+    @property
+    def axes(self) -> Axes | None:
+        """Mesh axes that the programs run on, if they do."""
+        return self.graphs.axes
 
 
-def _spread(wants: Any, like: Array) -> Any:
-    return namespace(wants).broadcast_to(wants[..., None], like.shape)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """Arrays of one layer: its pool and remembered queries, the tables of all layers, its index, a random key."""
+
+    pool: Pool
+    tables: Tables
+    ring: Float[Array, "B K G R D"] | None
+    layer: Int[Array, ""]
+    key: PRNGKeyArray
+
+    @property
+    def segments(self) -> Segments:
+        """The layer's part of the tables."""
+        return segments_of(self.tables.of_layers(self.layer[None]), 0)
 
 
-def _there(table: Array) -> Any:
-    """Numbers on the host, in 64 bits; or as they are traced."""
+class _Held(Source):
+    """A cache's layers as a source that `compress` chooses from."""
+
+    def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None):
+        """Computes how many rows each layer is to hold, and the slots of a segment."""
+        parts, state = cache.policy.parts(), cache.state
+        assert parts.scorer is not None and parts.ongoing is not None and state is not None
+        self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
+        self.indices, self.wants, self.axes = range(len(room)), _wanted_rows(parts, cache), flat.axes
+        self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
+        forced, xp = parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)), namespace(self.wants)
+        # What those that stay anyway leave of each layer's rows.
+        left = xp.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
+        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
+        self.recents = xp.minimum(_numbers(state.recent), left)
+        if fixed is None:
+            most = max(pool.rows for pool in cache.pools) // cache.stretches
+            # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
+            heads = cache.start.shape[2] // cache.stretches
+            slots = min(bucket(int(host(cache.seen).max())), cache.layout.widest(most, heads))
+        self.static = _Static(
+            graphs=flat.graphs,
+            ongoing=parts.ongoing,
+            scorer=parts.scorer,
+            heads=parts.heads,
+            layout=cache.layout,
+            slots=slots if fixed is None else fixed.slots,
+        )
+
+    def candidates(self, index: int) -> Candidates:
+        """One layer's rows with the scores that they have, or that the scorer gives anew."""
+        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
+
+    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
+        """Rows `[n, B]` that each layer of a group keeps, and the most recent ones that stay among them."""
+        part = slice(group[0], group[-1] + 1)
+        rows, recents = (place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
+        return rows, recents
+
+    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
+        """P of the new pool: the policy's target, or a bucket where sequences hold more; waits for `kept`."""
+        if self.fixed is not None:
+            return self.fixed.rows[self.cache.layout.pool_of(group[0])]
+        part = slice(group[0], group[-1] + 1)
+        stretches, capacity = self.cache.stretches, capacity_of(self.static.heads)
+        heads = kept.shape[2] // stretches
+
+        def share(rows: int) -> int:
+            """The most that one stretch of heads may hold of so many rows, whatever the content."""
+            return min(most_rows(capacity, rows), stretches * rows)
+
+        length, takes = host(kept).astype(np.int64), self.cache.layout.takes
+        rows = share(-(-int(takes(length).max()) // stretches))
+        # A sequence that is not due may hold more where another mesh made the cache.
+        rows = max(rows, int(takes(length.reshape(len(length), -1, heads)).max()))
+        target = share(int(heads * self.wants[part].sum(axis=0).max()))
+        size = heads * bucket(-(-rows // heads))
+        return (min(target, size) if rows <= target else size) + heads * int(self.room[part].sum())
+
+    def rows(self, index: int) -> Unpacked:
+        """One layer's rows, taken out of their segments."""
+        return _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
+
+    def _static(self, index: int) -> _Static:
+        """Static config of one layer's programs."""
+        return dataclasses.replace(self.static, graphs=self.flat.graphs_of(index))
+
+    def _layer(self, index: int) -> _Layer:
+        """Arrays of one layer."""
+        cache, state = self.cache, self.cache.state
+        return _Layer(
+            pool=cache.pools[cache.layout.pool_of(index)],
+            tables=self.tables,
+            ring=state.rings[index] if state is not None and state.rings else None,
+            layer=jnp.int32(index),
+            key=self.key,
+        )
+
+
+def _numbers(table: Array) -> Any:
+    """A table as int64 numbers on the host; unchanged if traced."""
     return table if is_traced(table) else host(table).astype(np.int64)
 
 
-def _rows(parts: Parts, cache: KVCache) -> Any:
-    """What each layer is to hold: limits, or for schedules over layers what they say of the text so far."""
-    limit, traced = _there(cache.limit), is_traced(cache.limit)
+def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
+    """Rows `[L, B]` per kv head that each layer is to hold: limits, or a schedule's rows for the text so far."""
+    limit, traced = _numbers(cache.limit), is_traced(cache.limit)
     if parts.evicts or parts.layers.from_scores or cache.state is None:
         # Heads of different budgets share their layer's rows, or those of all layers.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
@@ -247,17 +228,14 @@ def _rows(parts: Parts, cache: KVCache) -> Any:
             each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (layers * heads)
             return namespace(each).broadcast_to(each, of_all.shape[:2])
         return of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
-    seen, budget, xp = _there(cache.seen), _there(cache.state.budget), namespace(limit)
-    forced = parts.keep.counts(seen, _there(cache.state.prompt))
+    seen, budget, xp = _numbers(cache.seen), _numbers(cache.state.budget), namespace(limit)
+    forced = parts.keep.counts(seen, _numbers(cache.state.prompt))
     now = xp.maximum(xp.minimum(budget, seen), forced)
-    with jax.enable_x64(True) if traced else contextlib.nullcontext():
-        of = (each.astype(np.int64) for each in (now, seen, forced))
-        rows = parts.layers.rows(*of, layers=len(limit), window=parts.keep.window, weights=None)
-        return rows.astype(limit.dtype)
+    return layer_rows(parts, now, seen, forced, layers=len(limit))
 
 
 def _taken(layer: _Layer, static: _Static) -> Unpacked:
-    """Rows in order of position, in slots of which the first ones hold one."""
+    """A layer's rows, each segment's in order of position in the first of its slots."""
     pool, segments = layer.pool, layer.segments
     batch, heads = segments.start.shape
     slots = min(static.slots, static.layout.widest(pool.rows, heads))
@@ -282,15 +260,36 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
 
 @program(static=("static",), on="static")
 def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
-    """Rows to pack; adds the scorer's fresh observations for mergers that do not compare keys."""
+    """Rows to pack; adds fresh attention mass for mergers that do not compare keys."""
     rows, merge = _taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
     return rows._replace(mass=_observed(leaves, layer, rows, static)[1])
 
 
+@program(static=("static",), on="static")
+def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
+    """A layer's rows as candidates: scored by the policy's rank, or anew by its scorer."""
+    rows, ongoing = _taken(layer, static), static.ongoing
+    pos, segments = rows.positions, layer.segments
+    assert pos is not None
+    if ongoing.rank is None:
+        scores, _ = _observed(leaves, layer, rows, static)
+    else:
+        score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
+        scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
+    return Candidates(
+        scores=scores,
+        inside=rows.inside,
+        forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
+        positions=pos,
+        seen=segments.seen,
+        norms=value_norms(static.graphs.block(leaves), rows.v) if static.heads.needs_norms else None,
+    )
+
+
 def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
-    """Scores and mass by the policy's scorer, asked again: the last queries over the rows there are."""
+    """Scores and attention mass `f32[B, K, S]` that the scorer gives anew: the remembered queries over the rows."""
     segments, k, scorer = layer.segments, rows.k, static.scorer
     batch, heads = segments.length.shape
     window, future, moments = scorer.queries, future_of(scorer), None
@@ -306,7 +305,11 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
             moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)
     # Where heads hold rows of their own number, each is a sequence of its own to the scorer.
     fold = not static.heads.uniform
-    flat = (lambda a: a.reshape(batch * heads, 1, *a.shape[2:])) if fold else (lambda a: a)
+
+    def flat(array: Array) -> Array:
+        """Heads as sequences, where they are."""
+        return array.reshape(batch * heads, 1, *array.shape[2:]) if fold else array
+
     length = segments.length.reshape(-1) if fold else segments.length[:, 0]
     seen = Observed(
         q=flat(q),
@@ -345,24 +348,3 @@ def _value_norms(leaves: Leaves, rows: Unpacked, static: _Static) -> tuple[Array
     back = jnp.argsort(order, axis=-1)
     totals = jnp.take_along_axis(sums, back, axis=-1).reshape(batch, heads, slots)
     return norms, own(totals, "K", 1, axes)
-
-
-@program(static=("static",), on="static")
-def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
-    """A layer's rows, as a choice among them sees them."""
-    rows, ongoing = _taken(layer, static), static.ongoing
-    pos, segments = rows.positions, layer.segments
-    assert pos is not None
-    if ongoing.rank is None:
-        scores, _ = _observed(leaves, layer, rows, static)
-    else:
-        score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
-        scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
-    return Candidates(
-        scores=scores,
-        inside=rows.inside,
-        forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
-        positions=pos,
-        seen=segments.seen,
-        norms=value_norms(static.graphs.block(leaves), rows.v) if static.heads.needs_norms else None,
-    )

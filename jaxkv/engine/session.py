@@ -23,7 +23,8 @@ from jaxkv.engine import staged
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
-from jaxkv.engine.plan import PrefillPlan, bucket, check_memory, plan_prefill
+from jaxkv.engine.lengths import bucket, tokens_per_call
+from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.engine.spec import implementations_for, spec_for
 from jaxkv.loading import LanguageModel
@@ -32,9 +33,6 @@ from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, Sampling
 from jaxkv.sharding.mesh import missing
 from jaxkv.text.prompts import Encoded, Prompt, encode
-
-# Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
-_BLOCK = 256
 
 
 class Session:
@@ -208,8 +206,8 @@ class Session:
             copies = missing(len(encoded.ids), params.axes)
             every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
             of = (params.flat, every.padded(needed.slots), every.lengths, self.policy, needed)
-            options: dict[str, Any] = {"implementation": self.implementations.prefill, "model": params.fingerprint}
-            walk = prefilling.prefill(*of, **options, key=self.key if given is None else given)
+            key, implementation = self.key if given is None else given, self.implementations.prefill
+            walk = prefilling.prefill(*of, key=key, implementation=implementation)
         while True:
             try:
                 with own_settings(), self.clocks.prefill:
@@ -220,7 +218,8 @@ class Session:
             yield layers
         with own_settings(), self.clocks.prefill:
             jax.block_until_ready(logits)
-        return dataclasses.replace(cache, turn=encoded.turn, logits=logits, padding=copies)
+        model = params.fingerprint
+        return dataclasses.replace(cache, model=model, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
@@ -239,7 +238,9 @@ class Session:
             if signature in params.flat.compiled:
                 return
             of = (params.flat, tokens.reshape(batch, -1), np.full(batch, needed.slots), self.policy, needed)
-            jax.block_until_ready(finished(prefilling.prefill(*of, key=self.key, implementation=implementation)))
+            # Spans may protect more of prompts of a whole bucket than of those that were planned: none is refused.
+            walk = prefilling.prefill(*of, key=self.key, implementation=implementation, strict=False)
+            jax.block_until_ready(finished(walk))
 
     @settled
     def extend(
@@ -270,7 +271,7 @@ class Session:
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
                 cache = forked(cache, batch, longest, new)
-        size = min(_BLOCK, bucket(longest)) if chunk is None else chunk
+        size = tokens_per_call(longest) if chunk is None else chunk
         lengths = np.pad(encoded.lengths, (0, cache.padding))
         tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
         spec = spec_for(flat, cache, self.implementations.decode)
@@ -360,22 +361,19 @@ class Session:
         sampling, given = arguments.as_sampling(sampling), arguments.as_key(key)
         keyed = isinstance(sampling, Greedy) or self._keyed or given is not None
         require(keyed, "key", key, f"{sampling} needs jax.random.key(...)")
-        logits = cache.logits
-        require(logits is not None, "cache", "without logits", "give what a session's prefill, extend or draw returned")
-        assert logits is not None
+        remedy = "give what a session's prefill, extend or draw returned"
+        require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key if given is None else given
         with self.clocks.making:
             cache = ready_to_draw(flat, cache, new, key=key)
             return Drawing(
                 flat,
                 cache,
-                logits,
                 spec=spec_for(flat, cache, self.implementations.decode),
                 sampling=sampling,
                 eos=tuple(eos),
                 key=key,
                 new=new,
-                size=min(_BLOCK, bucket(new)),
                 traffic=self.drawn,
             )
 

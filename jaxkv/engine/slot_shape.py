@@ -6,7 +6,8 @@ import numpy as np
 
 from jaxkv._errors import require
 from jaxkv.engine.growth import first_room
-from jaxkv.engine.plan import bucket, buckets, pools_for
+from jaxkv.engine.lengths import bucket, buckets
+from jaxkv.engine.plan import pools_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Parts
 

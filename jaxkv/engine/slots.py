@@ -19,7 +19,7 @@ from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.layer_step import Tail
-from jaxkv.engine.plan import QUERY_BLOCK, bucket, buckets
+from jaxkv.engine.lengths import QUERY_BLOCK, bucket, buckets
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import Cache
-from jaxkv.engine.plan import QUERY_BLOCK
+from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate

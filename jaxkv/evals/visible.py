@@ -13,7 +13,7 @@ from jaxkv._settings import settled
 from jaxkv.analysis.recall import paid
 from jaxkv.cache.pools import dense_pool
 from jaxkv.engine.filters import Asking, choose
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session

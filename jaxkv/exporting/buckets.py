@@ -9,16 +9,13 @@ from jaxtyping import Int
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.engine.lengths import ByLength, by_length, rows_by_claims
-from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
+from jaxkv.engine.lengths import ByLength, bucket, by_length, rows_by_claims, tokens_per_call
+from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.spec import specialise
 from jaxkv.exporting.programs import Setting
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-
-# Tokens drawn by one call of the loop at most, or read at once on top of a cache.
-BLOCK = 256
 
 
 class Asked(NamedTuple):
@@ -143,7 +140,7 @@ def setting_of(
             implementation=implementation,
         ),
         implementation=implementation,
-        steps=min(BLOCK, bucket(asked.new)),
+        steps=tokens_per_call(asked.new),
         longest=bucket(slots + asked.every_token),
     )
 

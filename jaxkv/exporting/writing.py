@@ -24,10 +24,10 @@ from jaxkv.arguments import as_count, as_model, as_sampling
 from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
 from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket, tokens_per_call
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, artefact, shapes_of
-from jaxkv.exporting.buckets import BLOCK, Asked, Table, require_exportable, require_places, setting_of, table
+from jaxkv.exporting.buckets import Asked, Table, require_exportable, require_places, setting_of, table
 from jaxkv.exporting.place import as_folder, unfinished
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
@@ -224,7 +224,7 @@ def _of_bucket(
     yield "prompt", first
     pools, cache, logits, _, beside = first.out
     if asked.question:
-        tokens = i32(batch, min(BLOCK, bucket(asked.question)))
+        tokens = i32(batch, tokens_per_call(asked.question))
         yield "question", made(programs.question, *weights, pools, cache, logits, tokens, i32(batch))
     if request.policy.parts().ongoing is not None:
         yield "again", made(programs.again, *weights, pools, cache, key)

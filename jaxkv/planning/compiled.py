@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.engine.plan import bucket
+from jaxkv.engine.lengths import bucket
 from jaxkv.planning.ptxas import Kernel, kernels, ptxas
 from jaxkv.planning.setting import Setting
 

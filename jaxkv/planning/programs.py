@@ -16,7 +16,7 @@ from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop
 from jaxkv.engine.compress import finished
 from jaxkv.engine.growth import first_room
-from jaxkv.engine.lengths import by_length
+from jaxkv.engine.lengths import BLOCK, by_length
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.prefill import logits_of, read
 from jaxkv.engine.spec import spec_for
@@ -28,13 +28,10 @@ from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
 from jaxkv.sharding.record import Call, record, weigh
 
-# Most tokens that one call of the compiled loop draws, as in `Session`.
-BLOCK = 256
 # Purposes of a prefill's programs by the names of their functions.
 _NAMES = {
     "_observe": "score",
     "_choose": "choose",
-    "_choose_over_layers": "choose",
     "_merged": "merge",
     "pack_shared": "pack",
     "logits_of": "logits",

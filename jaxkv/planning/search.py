@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from jaxkv.engine.plan import buckets
+from jaxkv.engine.lengths import buckets
 
 
 def largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:

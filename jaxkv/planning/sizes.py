@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxkv.attention import Implementation
 from jaxkv.engine.growth import MOST_AHEAD, first_room
-from jaxkv.engine.plan import PrefillPlan, bucket, plan_prefill
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Setting

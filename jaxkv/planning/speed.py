@@ -11,7 +11,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.engine.plan import bucket, plan_prefill
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.setting import Setting
 from jaxkv.policies.reading import WHOLE
 

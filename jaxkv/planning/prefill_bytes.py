@@ -1,0 +1,233 @@
+"""Bytes that a prefill takes on one device, weights left out: by arithmetic, which the engine's plans ask for.
+
+On a GPU prompts go through a layer together; then its rows are scored, chosen, merged and packed, each by a program of
+its own. Most lies there around the last layers, when most of the cache does too: those are looked at. What a program's
+arrays weigh follows from their shapes; what XLA needs beside them is what it needed where it was asked
+(`benchmarks/results/plan_cells.md`).
+"""
+
+import dataclasses
+from functools import cached_property
+
+from jaxkv.attention import Implementation, backend_of
+from jaxkv.engine.lengths import long_block, ring_rows
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.mixture import block_rows
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.reading import Reading
+
+# What XLA gives cuBLAS to work with, on Hopper.
+WORKSPACE = 1 << 25
+
+
+def row_bytes(config: ModelConfig, parts: Parts, item: int) -> int:
+    """Bytes of a pool's row: key, value and position, and the score where the policy goes on observing."""
+    ongoing = parts.ongoing
+    return parts.store.row_bytes(config.head_dim, item) + 4 + (4 if ongoing is not None and ongoing.scored else 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillBytes:
+    """Sizes of a prefill on one device, and the bytes that follow from them.
+
+    Attributes:
+        config: the device's part of the model.
+        parts: of the policy.
+        batch: prompts on the device.
+        slots: of each.
+        item: bytes of a number of the model's dtype.
+        pool_rows: rows of each pool, of one sequence.
+        kv_heads: of all devices together.
+        implementation: what computes attention.
+    """
+
+    config: ModelConfig
+    parts: Parts
+    batch: int
+    slots: int
+    item: int
+    pool_rows: tuple[int, ...]
+    kv_heads: int
+    implementation: Implementation
+
+    @cached_property
+    def reading(self) -> Reading | None:
+        """Which layers read what while tokens are drawn; None if all read everything."""
+        return self.parts.reading(self.config.layers, self.slots)
+
+    @cached_property
+    def pools(self) -> list[int]:
+        """Bytes of each layer's pool, or of the one that all layers share."""
+        return [rows * self.batch * row_bytes(self.config, self.parts, self.item) for rows in self.pool_rows]
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache on the device: pools, tables of segments, remembered queries."""
+        return sum(self.pools) + self._tables
+
+    @property
+    def host(self) -> int:
+        """Bytes of the layers that wait in host memory."""
+        return self._offloaded * self._rows()
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of offloaded rows that are on the device at once while tokens are drawn."""
+        return 0 if self.reading is None else self.reading.loaded * self._token
+
+    @property
+    def peak(self) -> int:
+        """Most bytes on the device: while prompts are prefilled, or while offloaded rows are read."""
+        cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
+        if backend_of(self.implementation).at_once:
+            beside = max(self.stages().values()) + self._tables - cache
+        else:
+            held = self.config.layers if self.parts.layers.from_scores else 1
+            beside = (held + 1) * layer + self._activations()
+        beside += bool(self._offloaded) * layer
+        # Attention wants one layer's loaded rows in another order.
+        turned = 0
+        if reading is not None and self.loaded:
+            turned = self._token * (reading.width if reading.filters else self.slots)
+        # Prompts in chunks are whole on the device until their last chunk.
+        whole = self.host * (read is not None and read.by_chunks)
+        return cache + max(self.loaded + turned, beside) + whole
+
+    @property
+    def _offloaded(self) -> int:
+        """Number of layers whose rows wait in host memory."""
+        return 0 if self.reading is None else len(self.reading.offloaded)
+
+    @property
+    def _token(self) -> int:
+        """Bytes of one layer's keys and values of one token of each prompt."""
+        return self._rows() // self.slots
+
+    @property
+    def _remembered(self) -> int:
+        """Bytes of the queries that the cache remembers."""
+        ongoing, reading, layers = self.parts.ongoing, self.reading, self.config.layers
+        queries = 0
+        if ongoing is not None:
+            queries = layers * ring_rows(ongoing.queries) if ongoing.queries else 0
+        elif reading is not None and reading.ring:
+            queries = len(reading.filters) * ring_rows(reading.ring)
+        return 4 * self.batch * self.config.heads * queries * self.config.head_dim
+
+    @property
+    def _tables(self) -> int:
+        """Bytes of the tables of segments, and of what the policy remembers, queries included."""
+        ongoing, layers = self.parts.ongoing, self.config.layers
+        segments = layers * self.config.kv_heads
+        numbers = 1 + 3 * segments
+        if ongoing is not None:
+            numbers += 2 + layers + segments * (0 if ongoing.merge is None else ongoing.merge.thresholds)
+        elif self.reading is not None:
+            numbers += 2 + layers + segments
+        return 4 * self.batch * numbers + self._remembered
+
+    def _activations(self) -> int:
+        """Bytes that a CPU's prefill computes with beside the rows of the layers that it holds."""
+        config, parts, cells = self.config, self.parts, self.batch * self.slots
+        # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
+        each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
+        found = cells * each + 4 * self.slots * config.head_dim
+        found += 4 * cells * config.heads * parts.needs.sums + self._moments()
+        # Scores of all layers, and as many sort keys and masks, where their heads compete.
+        found += 20 * cells * config.kv_heads * config.layers * parts.layers.joint
+        # Merging compares float32 copies of one layer's rows.
+        return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
+
+    def stages(self) -> dict[str, int]:
+        """Bytes on a GPU while each program runs, by its name, for the layer below the top one and the top one."""
+        layers, rows, found = self.config.layers, self._rows(), dict[str, int]()
+        hidden = self.batch * self.slots * self.config.embed * self.item
+        for index in range(max(0, layers - 2), layers):
+            top = index == layers - 1
+            name = "top layer" if top else "layer"
+            there = self._always() + self._kept(index)
+            found[name] = there + hidden + rows + self._looked() + self._layer(top)
+            # Of the top layer a token's hidden state comes out.
+            there += rows + (0 if top else hidden)
+            found |= {f"{name}, {each}": there + more for each, more in self._afterwards(index, top).items()}
+        found["logits"] = self._always() + sum(self.pools) + 4 * self.batch * self.config.vocab
+        return found
+
+    def _afterwards(self, index: int, top: bool) -> dict[str, int]:
+        """Bytes beside a layer's rows and the layers below while the layer is scored, chosen, merged and packed."""
+        parts, found = self.parts, dict[str, int]()
+        scored = parts.ongoing is not None and parts.ongoing.scored
+        # What was observed, and what rows are ordered by; then the norms, where heads compete by them.
+        scores = self._rows_of(4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms)
+        mask = self._rows_of(1)
+        if parts.scorer is not None:
+            found["score"] = self._looked() + self._rows_of(4 * (2 + self.config.group))
+        if parts.layout.one_pool and not top:
+            return found
+        if parts.scorer is not None:
+            found["choose"] = scores + mask + self._choosing()
+        if parts.merge is not None:
+            found["merge"] = scores + mask + self._rows() + self._rows_of(8 * self.config.head_dim)
+        pool = self.pools[0] if parts.layout.one_pool else self.pools[index]
+        return found | {"pack": scores * (parts.scorer is not None) + mask + pool}
+
+    def _always(self) -> int:
+        """Bytes there all along: masks of slots that exist and that stay, the table of angles, remembered queries."""
+        cells = self.batch * self.slots
+        return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self._remembered
+
+    def _kept(self, index: int) -> int:
+        """Bytes left of the layers below: pools, or rows and scores that wait for a shared pool."""
+        parts = self.parts
+        if not parts.layout.one_pool:
+            return sum(self.pools[:index])
+        scores = self._rows_of(4 * (1 + (parts.merge is not None)) + 4 * parts.needs.norms)
+        return index * (self._rows() + scores)
+
+    def _rows_of(self, size: int) -> int:
+        """Bytes of `size` bytes for each row of a layer."""
+        return self.batch * self.config.kv_heads * self.slots * size
+
+    def _rows(self) -> int:
+        """Bytes of a layer's keys and values."""
+        return self._rows_of(2 * self.config.head_dim * self.item)
+
+    def _moments(self) -> int:
+        """Bytes of one layer's means and covariances of queries, as the policy asks for them."""
+        config = self.config
+        each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
+        return 4 * self.batch * config.heads * config.head_dim * each
+
+    def _looked(self) -> int:
+        """Bytes that come out of a layer for scoring, and of rotated keys where the pool holds unrotated ones."""
+        needs, config = self.parts.needs, self.config
+        window = self.batch * config.heads * needs.queries * config.head_dim * self.item
+        size = config.head_dim * self.item * needs.unrotated + 4 * config.group * needs.sums + 4 * needs.norms
+        return window + self._rows_of(size) + self._moments()
+
+    def _layer(self, top: bool) -> int:
+        """Bytes that a layer's program needs beside what comes out of it."""
+        config, needs, tokens = self.config, self.parts.needs, self.batch * long_block(self.slots, self.batch)
+        queries = self.batch * config.heads * self.slots * config.head_dim * self.item
+        # Queries, output and what else of their size, and the log-sum-exp of each query.
+        attend = queries * backend_of(self.implementation).query_copies
+        attend += 4 * self.batch * config.heads * self.slots
+        # Of a mixture's tokens as many go through at once as an expert takes, and beside them are the sums of all.
+        rows, sums, weights = tokens, self.item, 0
+        if config.experts is not None:
+            rows, sums = block_rows(tokens, config.experts.chosen, config.experts.count), 4
+            # Those of one expert, cut out of all.
+            weights = (2 + config.gated) * config.hidden * config.embed * self.item
+        # Inner products of the MLP, and its output and the residual stream, are float32.
+        inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
+        finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
+        norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
+        if top and not needs.sums:
+            return max(WORKSPACE, norms)
+        return max(attend, norms, 0 if top else finish)
+
+    def _choosing(self) -> int:
+        """Bytes of sort keys and masks: of all devices' heads, where heads look at one another."""
+        heads = self.config.kv_heads if self.parts.heads.uniform else self.kv_heads
+        layers = self.config.layers if self.parts.layers.joint else 1
+        return self.batch * heads * layers * self.slots * 16
