@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,23 +16,14 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["scores", "inside", "forced", "positions", "seen", "norms", "claim"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
     """Scores, positions and masks of one layer's rows, in order of position, for a choice among them.
 
-    Attributes:
-        scores: float32, higher stays; None where every row stays.
-        inside: mask of slots that hold a row.
-        forced: mask of rows that stay whatever their score, the most recent ones left out.
-        positions: of the rows.
-        seen: tokens of the text: the most recent rows count from there.
-        norms: float32, of the values, for choices that look at them.
-        claim: float32, the layer's claim on the budget, where budgets follow from what layers claim.
+    Rows outside of `inside` are padding. `forced` rows stay whatever their score, and all rows do if `scores` is None;
+    the most recent rows are counted back from `seen` tokens. `norms` are the values', `claim` is the layer's on a
+    budget that layers compete for.
     """
 
     scores: Float[Array, "B K S"] | None
@@ -54,12 +44,9 @@ def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], 
 
 
 class Choice(NamedTuple):
-    """Masks of the rows that stay, one per layer, and how many of them had to replace better ones.
+    """Masks of the rows that stay, one per layer, and the number of rows moved for want of room on a device.
 
-    Attributes:
-        masks: of each layer.
-        moved: rows kept in all layers in place of better ones for which a device had no room; None without such a
-            limit.
+    Those stay in place of better ones for which another device had no room; None where there is no such limit.
     """
 
     masks: tuple[Bool[Array, "B K S"], ...]

@@ -68,15 +68,7 @@ class Source(abc.ABC):
 
 
 class Compressed(NamedTuple):
-    """Pools and segments after compression.
-
-    Attributes:
-        pools: one per layer, or one for all.
-        start: first row of each segment.
-        length: rows of each segment.
-        tau: merging's thresholds, float32, or None.
-        moved: rows that the policy's `capacity` gave to other devices' heads; None where it limits nothing.
-    """
+    """Pools (one per layer, or one for all), segments, merging's thresholds, and rows moved to other devices' heads."""
 
     pools: tuple[Pool, ...]
     start: Int[Array, "L B K"]

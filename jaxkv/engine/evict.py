@@ -49,14 +49,7 @@ class Eviction:
 
 
 class Evicted(NamedTuple):
-    """Pool and segments after a step's eviction.
-
-    Attributes:
-        pool: their pool.
-        segments: with the rows and merging's thresholds that are left.
-        norms: length of each key, if lengths are kept.
-        likely: the row of each segment that is most likely to be dropped next, -1 for none.
-    """
+    """Pool, segments and key norms after eviction, and the row of each segment likely to go next, -1 for none."""
 
     pool: Pool
     segments: Segments
@@ -125,13 +118,9 @@ def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[
 
 
 class _Writes(NamedTuple):
-    """Rows that a step writes in place of dropped ones, and those that it writes because of merging.
+    """Rows that a step writes: `newest` in place of dropped ones in the segments `over`, and `merged` ones.
 
-    Attributes:
-        over: mask of segments that lose a row.
-        tau: merging's thresholds, or None.
-        newest: keys ("k") and values ("v") of the newest rows, which take the places of dropped ones.
-        merged: other rows of the pool and their new keys or values; rows from P on are not written.
+    Both by name, "k" or "v"; merged rows come with their indices, of which those from P on are not written.
     """
 
     over: Bool[Array, "B K"]

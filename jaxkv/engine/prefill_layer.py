@@ -1,7 +1,6 @@
 """One decoder block over whole prompts: the program that prefill runs layer by layer, in blocks of tokens."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,7 @@ from jaxkv.sharding.collectives import mean_of_devices
 _BLOCKS = (512, QUERY_BLOCK)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "k", "v", "unrotated", "q", "q_positions", "sums", "norms", "moments"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOut:
     """One layer's hidden states, keys and values, and what a policy needs beside them.
@@ -34,11 +29,11 @@ class LayerOut:
         x: hidden states for the next layer `[B, S, E]`; after the last layer the last token's `[B, E]`.
         k: rotated keys.
         v: values.
-        unrotated: keys before RoPE where the policy stores those, else None.
-        q: rotated queries of the last w tokens.
+        unrotated: keys before RoPE where the policy stores those.
+        q: rotated queries of the last w tokens, as many as asked for.
         q_positions: their positions; negative ones do not exist.
-        sums: float32 attention that each key receives from all queries, if asked for.
-        norms: float32 L1 norms of values at the layer's output, mean over the group, if asked for.
+        sums: attention that each key receives from all queries, if asked for.
+        norms: `value_norms`, if asked for.
         moments: mean and covariance of queries, one for each of the settings asked for.
     """
 
