@@ -33,9 +33,9 @@ def measure(device):
     from jaxkv.cache.layout import Layout
     from jaxkv.cache.pools import dense_pool
     from jaxkv.engine import staged
-    from jaxkv.engine.filters import Chosen
     from jaxkv.engine.lengths import bucket
     from jaxkv.engine.prefill_layer import layer
+    from jaxkv.engine.sparse import Chosen
     from jaxkv.engine.spec import Spec
     from jaxkv.models.rope import angles
     from jaxkv.planning.programs import abstract_model
@@ -68,31 +68,27 @@ def measure(device):
     weights, held = weigh((flat.ends, flat.blocks)), weigh(pools)
     lines, faults, temps, most = [], [], [], 0
     for part in staged.stretches(reading, config.layers, whole=False):
-        loaded = chosen = ahead = None
+        loaded = chosen = None
         if part.loaded:
             loaded = of((1, len(part.layers), reading.width, 2, heads, dim), jnp.bfloat16)
             chosen = Chosen(positions=of((1, reading.width), jnp.int32), count=one)
             most = max(most, weigh(loaded))
-        if part.ask is not None:
-            ahead = staged.Ahead(leaves=flat.blocks[part.ask], pool=pools[part.ask], ring=None, layer=one)
-
-        def run(mine, blocks, tables, x, loaded, chosen, count, layers, ahead, part=part):
-            rings = (None,) * len(part.layers)
-            given = (blocks, mine, rings, tables, x, loaded, chosen, count, layers, ahead)
-            kinds = (config.spec_of(0),) * (len(part.layers) + (ahead is not None))
-            return staged.run_stretch(*given, spec=spec, kinds=kinds)
-
-        inputs = (
-            tuple(pools[index] for index in part.layers),
-            tuple(flat.blocks[index] for index in part.layers),
-            tables,
-            of((1, 1, config.embed), jnp.bfloat16),
-            loaded,
-            chosen,
-            one,
-            of((len(part.layers),), jnp.int32),
-            ahead,
+        every = part.layers if part.ask is None else (*part.layers, part.ask)
+        given = staged.Inputs(
+            blocks=tuple(flat.blocks[index] for index in every),
+            rings=(None,) * len(every),
+            layers=of((len(every),), jnp.int32),
+            filter=None if part.ask is None else pools[part.ask],
+            loaded=loaded,
+            chosen=chosen,
         )
+
+        def run(mine, given, tables, x, count, every=every):
+            kinds = (config.spec_of(0),) * len(every)
+            return staged.run_stretch(mine, given, tables, x, count, spec=spec, kinds=kinds)
+
+        mine = tuple(pools[index] for index in part.layers)
+        inputs = (mine, given, tables, of((1, 1, config.embed), jnp.bfloat16), one)
         compiled = aot.compile_for(device, run, *inputs, donate=(0,))
         temps.append(compiled.memory_analysis().temp_size_in_bytes)
         copies = sum(

@@ -176,6 +176,15 @@ def test_tables_are_what_prompts_of_each_length_get():
         assert known.told.budget[length] == one.budget[0]
 
 
+@pytest.mark.parametrize("question", (0, 40))
+def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(question):
+    policy = jaxkv.GlobalBudget(base=jaxkv.H2O(budget=20))
+    flat, known = tiny.tiny(MODEL).flat, buckets.table(policy.parts(), MODEL.layers, 16)
+    asked = buckets.Asked(question=question, new=2)
+    setting = buckets.setting_of(flat, policy, known, asked, platform="cpu", implementation=jaxkv.Implementation.XLA)
+    assert (setting.spec.widest is None) == bool(question)
+
+
 def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
     options = {"lengths": 64, "question": 0, "new": NEW}
     model = runtime.Model(jaxkv.export(tiny.tiny(MODEL), tmp_path / "out", policy=jaxkv.SnapKV(budget=0.25), **options))

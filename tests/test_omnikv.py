@@ -266,18 +266,17 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
     cache, _, needed = tiny.run(model, tiny.prompts(15, (440, 400)), omni(8, offload=True))
     whole, seen, original = 2 * 2 * needed.slots * config.kv_heads * config.head_dim * 4, [], staged.run_stretch
 
-    def compiling(blocks, pools, *rest, **static):
-        loaded, asked = rest[3], rest[-1]
-        leaves, tree = jax.tree.flatten((blocks, pools, *rest))
+    def compiling(pools, given, *rest, **static):
+        leaves, tree = jax.tree.flatten((pools, given, *rest))
         run = jax.jit(lambda leaves: original(*jax.tree.unflatten(tree, leaves), **static))
         memory = run.lower(leaves).compile().memory_analysis()
         # A filter's own layer and those that read everything are whole by right.
-        right = (blocks, pools) if asked is None else (blocks, pools, asked.leaves, asked.pool)
+        right = (pools, given.blocks, given.filter)
         others = memory.argument_size_in_bytes - sum(leaf.nbytes for leaf in jax.tree.leaves(right))
         assert memory.temp_size_in_bytes + others < whole
-        assert loaded is None or all(leaf.nbytes < whole // 8 for leaf in jax.tree.leaves(pools))
-        seen.append((asked is not None, loaded is not None))
-        return original(blocks, pools, *rest, **static)
+        assert given.loaded is None or all(leaf.nbytes < whole // 8 for leaf in jax.tree.leaves(pools))
+        seen.append((given.filter is not None, given.loaded is not None))
+        return original(pools, given, *rest, **static)
 
     monkeypatch.setattr(staged, "run_stretch", compiling)
     feed(model, cache, walk(1))

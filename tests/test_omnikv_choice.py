@@ -14,9 +14,10 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, selectors, 
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.attention import filters
-from jaxkv.cache.pools import dense_pool
+from jaxkv.attention.filters import Asking, by_position, by_row
 from jaxkv.engine import sparse
-from jaxkv.engine.filters import Asking, Chosen, choose, rows_of
+from jaxkv.engine.sparse import Chosen, choose, rows_of
+from jaxkv.engine.tokens import Candidates
 from jaxkv.policies import EntropyLayers
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
@@ -134,12 +135,10 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
 
 def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
-    pool = dense_pool(keys, keys, jnp.arange(16, dtype=jnp.int32)[None])
     asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
     reading = omni(4).parts().reading(7, 16)
-    number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
-    of = (number(0)[None], number(16)[None], number(12), number(4), number(20))
-    chosen = choose(asked, pool, *of, reading, windowed=True)
+    below, budget, now = (jnp.asarray([n], jnp.int32) for n in (12, 4, 20))
+    chosen = choose(by_row(asked, keys, below, None), Candidates(below, budget), reading, now=now)
     assert chosen.positions[0, :4].tolist() == [0, 1, 2, 5]
 
 
@@ -161,7 +160,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     rng, window, heads, slots = np.random.default_rng(0), 8, 2, 64
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     k = normal(2, heads * slots, 8)
-    pool = dense_pool(k, k, jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads)))
+    pos = jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads))
     now = jnp.asarray([60, 33], jnp.int32)
     asked = Asking(
         q=normal(2, heads, 3, window, 8), positions=now[:, None] - jnp.arange(window), weights=jnp.ones((2, window))
@@ -171,10 +170,16 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     kept = jnp.broadcast_to(known[:, None], start.shape)
     reading = dataclasses.replace(omni(20, selector="uniform").parts().reading(7, slots), every_row=not evicted)
     out = []
+
+    def scores():
+        if evicted:
+            return by_position(asked, k, pos, start, kept, reading.slots, None)
+        return by_row(asked, k, known, None)
+
     # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
     for most in (1 << 24, 2000, 1):
         monkeypatch.setattr(filters, "_LOGITS", most)
-        found = jax.jit(lambda: choose(asked, pool, start, kept, known, budget, now, reading, windowed=False))()
+        found = jax.jit(lambda: choose(scores(), Candidates(known, budget), reading))()
         count = np.asarray(found.count)
         out.append([row[:each].tolist() for row, each in zip(np.asarray(found.positions), count, strict=True)])
     assert out[0] == out[1] == out[2]

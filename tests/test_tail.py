@@ -112,7 +112,7 @@ def compiled(model, policy):
     draw = looping.draw_of(jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none)
     given = looping.loop_arguments(model.flat, running, draw, 4, jaxkv.Greedy())
     leaves, structure = jax.tree.flatten(given)
-    first, end = (len(jax.tree.leaves(given[:count])) for count in (2, 3))
+    first, end = (len(jax.tree.leaves(given[:count])) for count in (1, 2))
     loop = partial(looping._loop.__wrapped__, spec=spec, size=16)
     run = lambda *each: loop(*jax.tree.unflatten(structure, each))  # noqa: E731
     # What it writes is donated, as it is by the library.

@@ -1,4 +1,4 @@
-"""Stores: how a pool holds the keys and values of its rows. Nobody else touches the arrays they are held in."""
+"""Stores: how a pool holds the keys and values of its cache rows; no other module touches these arrays."""
 
 import abc
 import dataclasses
@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 class Store(abc.ABC):
     """Keys and values of a pool's rows: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
 
-    A subclass says how rows are held (`of`), read (`view`), written (`put`) and what one weighs (`row_bytes`); rows are
-    moved without being read (`take`).
+    A subclass defines how rows are encoded (`of`), decoded (`view`), written (`put`) and how many bytes a row takes
+    (`row_bytes`); `take` gathers encoded rows.
 
     Attributes:
-        fused: kernels may read and write what `view` gives in place; else what they fuse is done step by step.
+        fused: True if kernels may read and write the arrays of `view` in place; False runs XLA's separate steps.
     """
 
     fused: ClassVar[bool] = False
@@ -26,24 +26,24 @@ class Store(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Holds rows.
+        """Encodes keys and values.
 
         Args:
             k: keys `[B, P, D]`.
             v: values `[B, P, D]`.
 
         Returns:
-            The store.
+            A store of P rows.
         """
 
     @classmethod
     @abc.abstractmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of one row's key and value.
+        """Bytes of one row: its key and its value.
 
         Args:
             dim: D.
-            itemsize: bytes of a number of the model's dtype.
+            itemsize: bytes per element of the model's dtype.
 
         Returns:
             Bytes.
@@ -51,28 +51,28 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Keys and values in the model's dtype, as attention reads them."""
+        """Decoded keys and values in the model's dtype, as attention reads them."""
 
     @abc.abstractmethod
     def put(
         self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
     ) -> "Store":
-        """Writes rows, in place where the buffers are donated.
+        """Overwrites keys and values of some rows, in place if the buffers are donated.
 
         Args:
-            k: indices of rows, from P on for none, and their keys in any float dtype.
-            v: the same of values; they may be other rows.
+            k: row indices, P or more to write nothing, and keys in any float dtype.
+            v: row indices, which may differ from those of `k`, and values.
 
         Returns:
-            The store with those rows.
+            The updated store.
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gathers rows, as they are held.
+        """Gathers encoded rows.
 
         Args:
-            row: their indices.
-            real: which of them to take; the others are zeros. All by default.
+            row: row indices.
+            real: mask of the rows to copy; the others become zeros. By default all are copied.
 
         Returns:
             A store of n rows.
@@ -89,12 +89,7 @@ class Store(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Store):
-    """Rows as the model makes them, in its dtype.
-
-    Attributes:
-        k: `[B, P, D]` keys.
-        v: `[B, P, D]` values.
-    """
+    """Store that holds keys and values unencoded, in the model's dtype."""
 
     fused: ClassVar[bool] = True
     k: Float[Array, "B P D"]
@@ -102,39 +97,43 @@ class Dense(Store):
 
     @classmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Holds rows in the arrays given."""
+        """Wraps keys and values without a copy."""
         return cls(k=k, v=v)
 
     @classmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of a key and a value of D numbers each."""
+        """Bytes of one row: a key and a value of D elements each."""
         return 2 * dim * itemsize
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """The arrays that rows are held in."""
+        """The key and value arrays themselves."""
         return self.k, self.v
 
     def put(
         self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
     ) -> "Store":
-        """Scatters keys and values into their arrays."""
-        write = lambda leaf, row, new: put_rows(leaf, row, new.astype(leaf.dtype))  # noqa: E731
-        return dataclasses.replace(self, k=write(self.k, *k), v=write(self.v, *v))
+        """Scatters keys and values, cast to the model's dtype, into their arrays."""
+        (k_row, keys), (v_row, values) = k, v
+        k_leaf = put_rows(self.k, k_row, keys.astype(self.k.dtype))
+        v_leaf = put_rows(self.v, v_row, values.astype(self.v.dtype))
+        return dataclasses.replace(self, k=k_leaf, v=v_leaf)
 
 
 def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Writes what each row has, one number or several; rows from P on are left out."""
+    """Scatters one or several numbers per pool row; indices of P or more write nothing."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
 
 
 def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]) -> Array:
-    """Writes rows, in place where the buffer is donated; rows from P on are left out."""
+    """Scatters keys or values, in place if the buffer is donated; indices of P or more write nothing."""
     return _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else put_cells(leaf, row, new)
 
 
 @jax.custom_jvp
 def _scatter_narrow(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+    """`put_cells` of 16-bit floats, on a CPU through their bits as integers."""
+
     def as_integers(leaf: Array, row: Array, new: Array) -> Array:
         # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.
         bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint16)

@@ -1,4 +1,4 @@
-"""A step's bookkeeping over the whole cache: layer by layer, or at once where layers share a pool."""
+"""Scores and evictions of a decode step over the whole cache: by layer, or all layers of a shared pool at once."""
 
 import dataclasses
 
@@ -21,11 +21,11 @@ from jaxkv.sharding.collectives import mean_of_devices
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """What a step keeps for the next one beside the cache, where dropped keys are compared with all others on a CPU.
+    """Key norms of each pool, and predicted evictions, handed from step to step for mergers that compare keys on a CPU.
 
     Attributes:
-        norms: one per pool, `f32[B, P]` length of each key.
-        likely: `i32[L, B, K]` rows likely to go next, -1 for none; None where the program does not look ahead.
+        norms: Euclidean length of each key, one array per pool.
+        likely: rows predicted to be evicted next, -1 for none; None without prediction.
     """
 
     norms: tuple[Float[Array, "B P"], ...]
@@ -33,7 +33,7 @@ class Scratch:
 
 
 def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None) -> Segments:
-    """One layer's segments, or those of several layers one after the other."""
+    """Segments of one layer, or of a slice of layers side by side."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
     none = jnp.zeros(tables.seen.shape, jnp.int32)
@@ -54,17 +54,10 @@ def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] |
 def within_limits(
     cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, spec: Spec
 ) -> tuple[Cache, Scratch | None]:
-    """Brings segments with a row too many back to their limits: layer by layer, or at once where layers share a pool.
+    """Evicts one row of each segment that is over its limit after a single token; layers of a shared pool at once.
 
-    Args:
-        cache: after one token, rows and scores included.
-        outs: `[B, K]` of each layer, any number of each head's attention output.
-        products: `f32[B, K, n]` of each layer, see `Received`; none if the program does not look ahead.
-        scratch: what the step before left, if the program keeps any.
-        spec: what is static.
-
-    Returns:
-        The cache, and what is left for the next step.
+    `outs` are one number of each head's attention output per layer, which order writes behind reads; `products` the
+    keys times the predicted row's key per layer (see `Received`), empty without prediction.
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
@@ -108,7 +101,7 @@ def _eviction(spec: Spec, heads: int) -> Eviction:
 
 
 def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"] | None:
-    """Keys of the rows likely to go, float32, if the program looks ahead."""
+    """Float32 keys of the rows predicted to be evicted next; None without prediction."""
     if scratch is None or scratch.likely is None:
         return None
     keys, _ = cache.pools[0].store.take(jnp.maximum(by_sequence(scratch.likely), 0)).view()
@@ -116,21 +109,24 @@ def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"
 
 
 def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
-    """A pool whose scores count the attention that one layer's rows received."""
-    assert pool.score is not None
+    """The pool with the attention that one layer's rows received added to its scores."""
+    assert pool.score is not None  # Only scored pools receive.
     return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
 
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
-    """Pools after a step: scores count what all query heads of each kv head paid, not only those of the device."""
-    if not spec.scored:
-        return pools
-    mean = lambda score: mean_of_devices(score, "G", spec.axes)  # noqa: E731
-    return [dataclasses.replace(pool, score=mean(pool.score)) for pool in pools]
+    """Pools whose scores are averaged over the devices that share a kv head's query heads."""
+
+    def averaged(pool: Pool) -> Pool:
+        if pool.score is None or not spec.scored:
+            return pool
+        return dataclasses.replace(pool, score=mean_of_devices(pool.score, "G", spec.axes))
+
+    return [averaged(pool) for pool in pools]
 
 
 def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
-    """Key norms, and the rows likely to be dropped, before the first step; None where programs keep neither."""
+    """Key norms, and predicted evictions, before the first step; None if the program keeps neither."""
     if not spec.knows_norms:
         return None
     norms = tuple(row_norms(pool.k) for pool in cache.pools)
@@ -143,26 +139,26 @@ def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple[Pool, ...]:
-    """Pools before `count` new tokens of each sequence: of older attention, what the policy lets count on."""
+    """Pools whose scores have decayed once per new token; sequences without new tokens keep theirs."""
     decay = decay_of(spec)
     if decay is None or decay == 1:
         return pools
 
-    def less(score: Array | None) -> Array:
-        assert score is not None
-        return jnp.where((count > 0)[:, None], score * decay ** count[:, None].astype(jnp.float32), score)
-
-    return tuple(dataclasses.replace(pool, score=less(pool.score)) for pool in pools)
+    some, share = (count > 0)[:, None], decay ** count[:, None].astype(jnp.float32)
+    return tuple(
+        pool if pool.score is None else dataclasses.replace(pool, score=jnp.where(some, pool.score * share, pool.score))
+        for pool in pools
+    )
 
 
 def decay_of(spec: Spec) -> float | None:
-    """What of a row's score is left at each new token; None where attention does not enter it."""
+    """Factor by which a row's score shrinks at each new token; None if attention does not enter scores."""
     rank = spec.ongoing.rank if spec.ongoing is not None and spec.scored else None
     return None if rank is None else rank.decay
 
 
 def scores_of(new_k: Float[Array, "B K N D"], new_v: Float[Array, "B K N D"], spec: Spec) -> Array | None:
-    """The scores that new rows begin with, `f32[B, K, N]`; None where a pool has none."""
+    """Initial scores `f32[B, K, N]` of new rows; None if the pool keeps no scores."""
     ongoing = spec.ongoing
     if ongoing is None or not ongoing.scored or ongoing.rank is None:
         return None

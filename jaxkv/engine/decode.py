@@ -1,4 +1,4 @@
-"""A step of the whole model: a few new tokens at once on top of a cache, a question or the one token of a drawing."""
+"""Decode step of the whole model: N new tokens per sequence on top of a cache, a question or the one token drawn."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,14 +9,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import Cache, KVCache, Tables
-from jaxkv.cache.layout import Layout
+from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
+from jaxkv.engine import staged
 from jaxkv.engine.bookkeeping import Scratch, faded, likely_keys, of_whole_groups, segments_of, within_limits
-from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, layer_step
+from jaxkv.engine.layer_step import Dealt, LayerRows, Tail, run_layers
 from jaxkv.engine.ordering import behind
-from jaxkv.engine.sparse import candidates_of, rest_of
+from jaxkv.engine.sparse import new_tokens, rest_of
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.stream import Stream, begin
+from jaxkv.engine.stream import Stream, first_stream
 from jaxkv.engine.stream import logits as logits_of
 from jaxkv.engine.tokens import NewTokens, step_angles
 from jaxkv.models.decoder import Flat, Leaves
@@ -24,20 +25,25 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 
 
+class Tails(NamedTuple):
+    """Float rows of every layer beside pools that are only read, and how many of them each sequence has."""
+
+    layers: tuple[Tail, ...]
+    written: Int[Array, " B"]
+
+
 class Step(NamedTuple):
-    """Logits and cache after a step, and what stands beside the cache.
+    """Logits and cache after a step, and arrays beside the cache for the next step.
 
     Attributes:
         logits: `f32[B, V]` of each sequence's last real token.
-        cache: with the new rows, unless they went to the tails.
-        tails: rows beside the pools, one for each layer, if there were any.
-        scratch: what the next step needs of this one, if the program keeps any.
+        cache: with the new rows, unless the tails have them.
+        beside: tails, or scratch of mergers, as they were given; None if none were.
     """
 
     logits: Float[Array, "B V"]
     cache: Cache
-    tails: tuple[Tail, ...]
-    scratch: Scratch | None
+    beside: Tails | Scratch | None
 
 
 def step(
@@ -48,100 +54,75 @@ def step(
     count: Int[Array, " B"],
     *,
     spec: Spec,
-    tails: tuple[Tail, ...] = (),
-    written: Int[Array, " B"] | None = None,
-    scratch: Scratch | None = None,
+    beside: Tails | Scratch | None = None,
 ) -> Step:
     """Runs N new tokens per sequence through the model.
 
-    Args:
-        ends: parameters before and after the blocks.
-        blocks: one tuple of parameters per block.
-        cache: with room for N rows behind every segment unless there are tails.
-        tokens: ids, padded on the right.
-        count: how many of the N are real; 0 leaves a sequence's cache as it is.
-        spec: what is static.
-        tails: rows beside the pools, one for each layer, which a single token's row joins; none if it joins the pools.
-        written: rows of the tails that each sequence has.
-        scratch: what the step before left beside the cache, if the program keeps any.
-
-    Returns:
-        Logits, cache, tails and scratch after the step.
+    Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
+    room for N rows behind every segment, unless a single token's row joins the tails in `beside`. Otherwise `beside` is
+    the scratch from the step before, or None.
     """
-    outer = spec.graphs.ends(ends)
+    tails = beside if isinstance(beside, Tails) else None
+    scratch = beside if isinstance(beside, Scratch) else None
+    outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
-    ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32) if written is None else written[:, None]
-    tables = cache.tables
-    new = NewTokens(
-        positions=tables.seen[:, None] + ahead,
-        count=count,
-        written=written,
-        candidates=candidates_of(spec, tables, tokens.shape[1]),
-    )
-    pools, outs, products, rings = list(faded(cache.pools, count, spec)), [], [], []
-    others, norms = likely_keys(cache, scratch), [] if scratch is None else list(scratch.norms)
-    if others is not None:
-        x = behind(x, others.sum(axis=(0, 2, 3))[:, None, None])
-    chosen, after, stream = None, [], begin(x, spec)
-    turned = step_angles(cache, new.positions, spec, tails[0].k.shape[2] if tails else 0)
-    share = dealt_of(cache, spec, new)
-    for layer, leaves in enumerate(blocks):
-        at = spec.layout.pool_of(layer)
-        ring = None if tables.state is None else spec.ring_of(layer)
-        rows = LayerRows(
+    new = new_tokens(spec, tables, count, several, None if tails is None else tails.written)
+    pools, likely = faded(cache.pools, count, spec), likely_keys(cache, scratch)
+    if likely is not None:
+        x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
+    stream, kinds = first_stream(x, spec), [spec.config.spec_of(layer) for layer in range(len(blocks))]
+    turned = step_angles(spec, kinds, new.positions, cache, tail=0 if tails is None else tails.layers[0].k.shape[2])
+    rings, dealt = [spec.ring_of(layer) for layer in range(len(blocks))], _dealt(cache, spec, new)
+
+    def rows_of(layer: int) -> LayerRows:
+        at, ring, state = spec.layout.pool_of(layer), rings[layer], tables.state
+        return LayerRows(
             pool=pools[at],
             segments=segments_of(tables, layer),
             by=turned[layer],
-            tail=tails[layer] if tails else None,
-            ring=None if ring is None or tables.state is None else tables.state.rings[ring],
-            likely=None if others is None else others[layer],
-            norms=norms[at] if norms else None,
-            chosen=chosen if spec.sparse(layer, tokens.shape[1]) else None,
-            dealt=share(layer, pools[at]),
+            layer=layer,
+            tail=None if tails is None else tails.layers[layer],
+            ring=None if ring is None or state is None else state.rings[ring],
+            likely=None if likely is None else likely[layer],
+            norms=None if scratch is None else scratch.norms[at],
+            asks=spec.chooses(layer, several),
+            sparse=spec.sparse(layer, several),
+            dealt=dealt,
         )
-        block, chooses = spec.graphs_of(layer).block(leaves), spec.chooses(layer, tokens.shape[1])
-        stream, rows, out, product, choice = layer_step(block, spec, stream, rows, new, chooses=chooses)
-        chosen = choice if chooses else chosen
-        pools[at] = rows.pool
-        if rows.norms is not None:
-            norms[at] = rows.norms
-        outs.append(out)
-        rings += [] if rows.ring is None else [rows.ring]
-        after += [] if rows.tail is None else [rows.tail]
-        products += [] if product is None else [product]
-    if tokens.shape[1] > 1:
+
+    # Lazily: what a layer reads of tables and pools is traced right before its step.
+    bound = (spec.graphs_of(layer).block(leaves) for layer, leaves in enumerate(blocks))
+    done = run_layers(bound, spec, stream, map(rows_of, range(len(blocks))), new)
+    stream = done[-1].stream
+    if several > 1:
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         stream = Stream(x=x)
     logits = logits_of(outer, stream, tokens.shape[0], spec)
-    state = None if tables.state is None else dataclasses.replace(tables.state, rings=tuple(rings))
-    cache = cache.updated(pools=tuple(of_whole_groups(pools, spec)), state=state)
-    if tails:
-        return Step(logits, cache, tuple(after), None)
+    after = [each.rows for each in done]
+    state = tables.state
+    if state is not None:
+        state = dataclasses.replace(state, rings=tuple(each.ring for each in after if each.ring is not None))
+    last = after[-1:] if spec.layout.one_pool else after
+    cache = cache.updated(pools=tuple(of_whole_groups([each.pool for each in last], spec)), state=state)
+    if tails is not None:
+        return Step(logits, cache, tails._replace(layers=tuple(each.tail for each in after if each.tail is not None)))
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
     if scratch is not None:
-        scratch = dataclasses.replace(scratch, norms=tuple(norms))
-    if spec.evicts and tokens.shape[1] == 1:
-        cache, scratch = within_limits(cache, outs, products, scratch, spec)
-    return Step(logits, cache, (), scratch)
+        norms = tuple(each.norms for each in last if each.norms is not None)
+        scratch = dataclasses.replace(scratch, norms=norms)
+    if spec.evicts and several == 1:
+        products = [each.products for each in done if each.products is not None]
+        cache, scratch = within_limits(cache, [each.out for each in done], products, scratch, spec)
+    return Step(logits, cache, scratch)
 
 
-def dealt_of(cache: Cache, spec: Spec, new: NewTokens) -> Callable[[int, Pool], Dealt | None]:
-    """Makes the table of the rows that each program of a fused decode kernel reads; each layer takes its part.
-
-    Args:
-        cache: before the step.
-        spec: what is static.
-        new: what is known of the tokens.
-
-    Returns:
-        Each layer's share of a table that is made once.
-    """
+def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
+    """Row chunks that the programs of a fused decode kernel read, of all layers; None if steps are not fused."""
     if spec.rolling or not spec.streams(new.positions.shape[1]):
-        return lambda *_: None
+        return None
     tables, picked, rest = cache.tables, None, None
     start, length = tables.start, tables.length
-    layers, _, heads = start.shape
-    sparse = np.asarray([spec.sparse(layer, 1) for layer in range(layers)])
+    sparse = np.asarray([spec.sparse(layer, 1) for layer in range(len(start))])
     if new.candidates is not None and sparse.any():
         # What is chosen is read as if it lay before what is read anyway, from a row 0 on.
         picked, rest, some = jnp.minimum(*new.candidates), rest_of(spec, tables), sparse[:, None, None]
@@ -149,13 +130,7 @@ def dealt_of(cache: Cache, spec: Spec, new: NewTokens) -> Callable[[int, Pool], 
         start = jnp.where(some, 0, start)
     k = cache.pools[0].k
     chunks = spec.backend.deal(start, length, dim=k.shape[2], itemsize=k.dtype.itemsize)
-
-    def share(layer: int, pool: Pool) -> Dealt:
-        widest = pool.rows // heads if spec.layout is Layout.EQUAL else spec.widest
-        chosen = {"picked": picked, "rest": rest} if sparse[layer] else {}
-        return Dealt(chunks=chunks, start=tables.start, layer=layer, widest=widest, **chosen)
-
-    return share
+    return Dealt(chunks=chunks, start=tables.start, picked=picked, rest=rest)
 
 
 @program(static=("spec",), donate=("pools",), on="spec")
@@ -169,25 +144,26 @@ def _extend(
     *,
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    logits, cache, *_ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
+    """Logits and cache after `step`, jit-compiled; pools are donated."""
+    logits, cache, _ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
     return logits, cache
 
 
 def extend(
-    flat: Flat, cache: Cache, tokens: Int[Array, "B N"], count: Int[Array, " B"], *, spec: Spec
+    flat: Flat,
+    cache: Cache,
+    tokens: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    *,
+    spec: Spec,
+    loader: Loader | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """`step`, compiled; the pools given are consumed.
+    """Logits and cache after `step`, in one compiled program; the cache's pools are donated.
 
-    Args:
-        flat: the decoder's parameters.
-        cache: as for `step`; its pools are donated.
-        tokens: as for `step`.
-        count: as for `step`.
-        spec: what is static.
-
-    Returns:
-        Logits and cache, as `step`.
+    With a `loader`, a program for each stretch of layers between transfers from host memory.
     """
+    if loader is not None:
+        return staged.step(flat, cache, tokens, count, spec=spec, loader=loader)
     return _extend(flat.ends, flat.blocks, cache.pools, cache.tables, tokens, count, spec=spec)
 
 
@@ -199,25 +175,16 @@ def read_on_top(
     *,
     size: int,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Runs prompts on top of a cache, a block of every prompt at a time.
+    """Logits of each prompt's last token, and the cache with its rows; the cache's pools are donated.
 
-    Args:
-        run: `extend` or a step of the same form: of a cache's arrays, tokens and how many of them are real.
-        cache: with room for the prompts; given up.
-        tokens: ids, padded on the right to a multiple of `size`.
-        lengths: tokens of each prompt.
-        size: tokens of a block.
-
-    Returns:
-        Float32 logits of each prompt's last token, and the cache with the new rows.
+    `run` is `extend` of a model and spec, called with `size` tokens of every prompt at a time; tokens are padded on the
+    right to a multiple of `size`.
     """
     logits, axes, arrays = cache.logits, cache.axes, cache.arrays
     for first in range(0, tokens.shape[1], size):
-        count = np.clip(lengths - first, 0, size).astype(np.int32)
-        part = place(tokens[:, first : first + size], "B N", axes)
-        placed = place(count, "B", axes)
-        after, arrays = run(arrays, part, placed)
-        logits = after if logits is None else newest(after, logits, placed, axes=axes)
+        count = place(np.clip(lengths - first, 0, size).astype(np.int32), "B", axes)
+        after, arrays = run(arrays, place(tokens[:, first : first + size], "B N", axes), count)
+        logits = after if logits is None else newest(after, logits, count, axes=axes)
     assert logits is not None
     return logits, dataclasses.replace(cache, arrays=arrays)
 
@@ -226,5 +193,5 @@ def read_on_top(
 def newest(
     after: Float[Array, "B V"], before: Float[Array, "B V"], count: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B V"]:
-    """Logits after a block where a sequence had tokens in it (`count` > 0), those from before it elsewhere."""
+    """Logits `after` a block for sequences with tokens in it (`count` > 0), `before` it for the others."""
     return jnp.where((count > 0)[:, None], after, before)

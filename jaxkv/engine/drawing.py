@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
-from jaxkv.cache.bank import Traffic
-from jaxkv.engine import loop, staged
+from jaxkv.cache.bank import Loader, Traffic
+from jaxkv.engine import loop
 from jaxkv.engine.growth import make_room, steps_that_fit
 from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.spec import Spec
@@ -54,10 +54,8 @@ class Drawing:
         # -2 is no token: drawing then ends by its steps alone.
         ends = np.asarray(sorted(set(eos)) or [-2], np.int32)
         self._draw = loop.draw_of(cache.logits, done, key, ends, axes=spec.axes)
-        decode: Any = loop.decode
-        if cache.bank is not None:
-            decode = partial(staged.decode, bank=cache.bank, traffic=traffic)
-        self._decode = partial(decode, spec=spec, sampling=sampling, size=self.size)
+        self._decode = partial(loop.decode, spec=spec, sampling=sampling, size=self.size)
+        self._traffic = traffic
         self._running: loop.Running
         self._taken_back = False
         self._begin(cache)
@@ -67,7 +65,8 @@ class Drawing:
 
     def _begin(self, cache: KVCache) -> None:
         """Starts the loop anew on a cache that holds all rows drawn so far."""
-        self._cache, self._running = cache, loop.begin(cache.arrays, spec=self._spec, size=self.size)
+        loader = Loader.of(cache.bank, self._traffic)
+        self._cache, self._running = cache, loop.begin(cache.arrays, spec=self._spec, size=self.size, loader=loader)
         # Rows drawn since then, and steps before rows must be moved.
         self._held, self._fit = 0, steps_that_fit(cache)
 

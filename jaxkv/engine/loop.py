@@ -1,30 +1,31 @@
-"""Token after token, drawn in a jitted loop."""
+"""Token after token: a compiled loop over decode steps, or a loop in Python for caches with rows in host memory."""
 
 import dataclasses
 import os
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from jaxkv.cache import Cache, Tables
+from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import scratch_of
-from jaxkv.engine.decode import step
+from jaxkv.engine.decode import Tails, extend, step
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.sampling import Sampling, argument
 from jaxkv.sharding.collectives import count_of_all, first, gathered
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes, inside, where
+from jaxkv.sharding.mesh import Axes, host, inside, settle_down, where
 
 
 def _one_command_buffer() -> dict[str, str]:
-    """Options by which a GPU runs the loop over tokens as one command buffer: no wait on the host for each token."""
+    """Compiler options that run the token loop as one GPU command buffer, without a wait on the host per token."""
     name = "xla_gpu_enable_command_buffer"
     if name in os.environ.get("XLA_FLAGS", ""):
         return {}
@@ -35,20 +36,22 @@ def _one_command_buffer() -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Running:
-    """A cache's arrays while tokens are drawn on top of them.
+    """Cache arrays, tails, and a loader of host memory, between runs of the token loop.
 
     Attributes:
-        cache: its pools stand still while there are tails.
-        tails: one per layer where the program keeps new rows beside the pools, else none.
-        written: `i32[B]` rows of the tails that each sequence has.
+        cache: arrays of the cache; its pools are only read while there are tails.
+        tails: float rows beside each layer's pool; empty if the program writes pools.
+        written: rows of the tails that each sequence has.
+        loader: source of rows that wait in host memory, no array; None if all rows are on the device.
     """
 
     cache: Cache
     tails: tuple[Tail, ...]
     written: Int[Array, " B"]
+    loader: Loader | None = None
 
     def rewound(self, rows: Int[Array, " B"]) -> "Running":
-        """Forgets the last rows of each sequence, none of them older than the last `decode`."""
+        """Drops the last rows of each sequence, at most those of the last `decode`."""
         if self.tails:
             return dataclasses.replace(self, written=self.written - rows)
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
@@ -57,35 +60,20 @@ class Running:
         return dataclasses.replace(self, cache=self.cache.updated(length=length, seen=seen))
 
 
-def begin(cache: Cache, *, spec: Spec, size: int) -> Running:
-    """Makes ready to draw.
-
-    Args:
-        cache: with room for `size` rows behind every segment.
-        spec: what is static.
-        size: tokens that each sequence can draw before `settle`, where the program keeps tails.
-
-    Returns:
-        What `decode` takes.
-    """
+def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) -> Running:
+    """A cache ready to draw: room for `size` rows behind every segment, or in new tails if the spec has them."""
     config, axes, (_, batch, heads) = spec.config, None if inside() else spec.axes, cache.tables.start.shape
     shape = (batch, heads, size, config.head_dim)
-    zeros = lambda: jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))  # noqa: E731
+
+    def zeros() -> Array:
+        return jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))
+
     tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if spec.tail else ()
-    return Running(cache=cache, tails=tails, written=jnp.zeros((batch,), jnp.int32))
+    return Running(cache=cache, tails=tails, written=jnp.zeros((batch,), jnp.int32), loader=loader)
 
 
 def settle(running: Running, *, spec: Spec, which: Bool[Array, " B"] | None = None) -> Cache:
-    """Moves the tails' rows behind their segments.
-
-    Args:
-        running: from `begin` or `decode`; consumed.
-        spec: what is static.
-        which: sequences whose rows are moved; all by default.
-
-    Returns:
-        The cache, with every row of those in its pool.
-    """
+    """The cache with the tails' rows of some sequences, all by default, appended to its pools, which are donated."""
     if not running.tails:
         return running.cache
     tables, written = running.cache.tables, running.written
@@ -103,14 +91,15 @@ def _settle(
     *,
     spec: Spec,
 ) -> tuple[Pool, ...]:
-    moved = list(pools)
+    """Pools with the first `written` rows of each sequence's tails behind their segments."""
+    pools_now = list(pools)
     text = tables.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
     for layer, tail in enumerate(tails):
         at = spec.layout.pool_of(layer)
-        dtype = moved[at].k.dtype
+        dtype = pools_now[at].k.dtype
         end = tables.start[layer] + tables.length[layer]
-        moved[at] = append(moved[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
-    return tuple(moved)
+        pools_now[at] = append(pools_now[at], tail.k.astype(dtype), tail.v.astype(dtype), text, end, written)
+    return tuple(pools_now)
 
 
 @jax.tree_util.register_dataclass
@@ -120,11 +109,11 @@ class Draw:
 
     Attributes:
         logits: `f32[B, V]` of the next token.
-        done: `bool[B]` sequences that have ended.
-        left: `i32[B]` tokens that each may still draw; the last of them ends it, as an end token does.
-        key: `key[B]` random keys; each step folds in `row` and the position.
-        row: `i32[B]` numbers folded into the keys: of sequences that share a key their place among those.
-        ends: `i32[B, n]` ids that end each sequence; -2 is none.
+        done: mask of sequences that have ended.
+        left: tokens that each may still draw; the last of them ends it, as an end token does.
+        key: random keys; each step folds in `row` and the position.
+        row: numbers folded into the keys: the index of a sequence among those that share a key.
+        ends: ids that end each sequence; -2 is none.
     """
 
     logits: Float[Array, "B V"]
@@ -135,7 +124,7 @@ class Draw:
     ends: Int[Array, "B n"]
 
     def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "Draw":
-        """Where it stands after a step. What ends a sequence becomes no row: its logits stay those of the last row."""
+        """State after a step; a token that ends a sequence becomes no row, whose logits stay those of its last row."""
         left = self.left - (~self.done).astype(jnp.int32)
         return dataclasses.replace(self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left)
 
@@ -149,18 +138,7 @@ def draw_of(
     *,
     axes: Axes | None = None,
 ) -> Draw:
-    """Makes the sampling state of sequences that begin together: one key, the same end tokens, no end by count.
-
-    Args:
-        logits: of the next token.
-        done: sequences that draw nothing.
-        key: of all sequences.
-        eos: ids that end a sequence.
-        axes: of the mesh that the logits lie on, if they do.
-
-    Returns:
-        The state of their sampling.
-    """
+    """Sampling state of sequences that begin together, with one key and end tokens `eos`, and no end by count."""
     batch = done.shape[0]
     return Draw(
         logits=logits,
@@ -172,10 +150,24 @@ def draw_of(
     )
 
 
-def drawn(
-    draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """The next token of every sequence, and which sequences have then ended."""
+class Drawn(NamedTuple):
+    """One token drawn per sequence.
+
+    Attributes:
+        token: ids; V for an id outside of the vocabulary.
+        shown: ids as callers see them, -1 for sequences that had ended before.
+        done: mask of sequences that have ended now.
+        fed: 1 where the token runs through the model, 0 where the sequence has ended.
+    """
+
+    token: Int[Array, " B"]
+    shown: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    fed: Int[Array, " B"]
+
+
+def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None) -> Drawn:
+    """Samples the next token of every sequence, and finds the sequences that it ends."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
     token = sampling(logits, keys)
@@ -186,7 +178,14 @@ def drawn(
     vocab = logits.shape[1]
     # What is no token of the vocabulary is told as such where it is read; -1 would be taken for an end.
     token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
-    return token, draw.done | (token[:, None] == draw.ends).any(axis=1) | (draw.left <= 1)
+    done = draw.done | (token[:, None] == draw.ends).any(axis=1) | (draw.left <= 1)
+    return Drawn(token, jnp.where(draw.done, -1, token), done, (~done).astype(jnp.int32))
+
+
+@program(static=("axes",))
+def _drawn(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None) -> Drawn:
+    """One token per sequence, as `drawn`, jit-compiled."""
+    return drawn(draw, seen, sampling, axes)
 
 
 def decode(
@@ -200,77 +199,56 @@ def decode(
     size: int,
     idle: int | None = None,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Draws up to `steps` tokens per sequence in one compiled loop.
+    """Draws up to `steps` tokens per sequence: one compiled loop, or a loop in Python if `running` has a loader.
 
     A drawn token runs through the model before the next one is drawn, so that the cache holds all that was said; a
-    token that ends a sequence does not.
+    token that ends a sequence does not. Drawing stops early once more than `idle` sequences have ended, by default all.
+    `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
 
-    Args:
-        flat: the decoder's parameters.
-        running: the cache, with room for `steps` rows; consumed.
-        draw: where sampling stands.
-        steps: tokens wanted now, at most `size`; a number, not a shape.
-        spec: what is static.
-        sampling: how to draw.
-        size: columns of the output.
-        idle: sequences that have ended up to which it goes on; a number, not a shape. By default until all have.
-
-    Returns:
-        The cache, where sampling stands, the tokens (-1 after a sequence's end), and how many steps were run.
+    Returns what `running` has become, its pools or tails donated; the sampling state; the tokens, -1 after a sequence's
+    end, in `size` columns; and the number of steps run.
     """
-    written, tables, moving, out, ran = _loop(
-        *loop_arguments(flat, running, draw, steps, sampling, idle), spec=spec, size=size
-    )
+    # On a mesh, sequences that fill up its groups have ended, too.
+    many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
+    idle = many - 1 if idle is None else idle
+    if running.loader is not None:
+        return _decode_staged(flat, running, draw, int(steps), spec=spec, sampling=sampling, size=size, idle=idle)
+    given = loop_arguments(flat, running, draw, steps, sampling, idle)
+    written, still, draw, out, ran = _loop(*given, spec=spec, size=size)
     tails, pools = (written, running.cache.pools) if running.tails else ((), written)
-    fed, draw = moving
-    return Running(cache=Cache(pools=pools, tables=tables), tails=tails, written=fed), draw, out, ran
+    return dataclasses.replace(still, cache=still.cache.updated(pools=pools), tails=tails), draw, out, ran
 
 
 def loop_arguments(
-    flat: Flat,
-    running: Running,
-    draw: Draw,
-    steps: int | Int[Array, ""],
-    sampling: Sampling,
-    idle: int | None = None,
+    flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int = 0
 ) -> tuple[Any, ...]:
-    """Arguments of the compiled loop that are not static, in its order; the third is donated if the loop is run."""
-    cache, moving = running.cache, (running.written, draw)
+    """Arguments of the compiled loop that are not static, in its order; the second is donated if the loop is run."""
+    cache, limits = running.cache, (jnp.int32(steps), jnp.int32(idle))
     written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
-    # Those that fill a mesh's groups have ended, too.
-    many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
-    most = many - 1 if idle is None else idle
-    counts = jnp.int32(steps), jnp.int32(most)
-    return flat.ends, flat.blocks, written, read, cache.tables, moving, *counts, argument(sampling)
+    still = dataclasses.replace(running, cache=cache.updated(pools=read), tails=())
+    return (flat.ends, flat.blocks), written, still, draw, limits, argument(sampling)
 
 
 @program(static=("spec", "size"), donate=("written",), on="spec", compiler=_one_command_buffer())
 def _loop(
-    ends: Leaves,
-    blocks: tuple[Leaves, ...],
+    weights: tuple[Leaves, tuple[Leaves, ...]],
     written: tuple[Any, ...],
-    read: tuple[Pool, ...],
-    tables: Tables,
-    moving: tuple[Int[Array, " B"], Draw],
-    steps: Int[Array, ""],
-    idle: Int[Array, ""],
+    still: Running,
+    draw: Draw,
+    limits: tuple[Int[Array, ""], Int[Array, ""]],
     sampling: Any,
     *,
     spec: Spec,
     size: int,
-) -> tuple[
-    tuple[Any, ...],
-    Tables,
-    tuple[Int[Array, " B"], Draw],
-    Int[Array, "B size"],
-    Int[Array, ""],
-]:
-    """The loop over what it writes: pools, or tails beside pools that are only read."""
-    fed, draw = moving
-    batch = fed.shape[0]
+) -> tuple[tuple[Any, ...], Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
+    """The loop over new tokens: writes pools, or tails beside pools that it only reads, and gives back what it wrote.
+
+    `still` are the other arrays; `limits` the steps, and the number of ended sequences up to which it goes on.
+    """
+    (steps, idle), tables, batch = limits, still.cache.tables, still.written.shape[0]
+    cache = still.cache if spec.tail else still.cache.updated(pools=written)
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
-    cache = Cache(pools=read if spec.tail else written, tables=tables)
-    store: Any = (written, tables.state) if spec.tail else (cache, scratch_of(cache, spec))
+    carried: Any = (written, tables.state) if spec.tail else (cache, scratch_of(cache, spec))
 
     def going(carry):
         index, _, draw, _, _ = carry
@@ -278,24 +256,45 @@ def _loop(
         return (index < steps) & (count_of_all(draw.done, spec.axes) <= idle)
 
     def body(carry):
-        index, store, draw, fed, out = carry
-        seen = tables.seen + fed if spec.tail else store[0].tables.seen
-        token, done = drawn(draw, seen, sampling, spec.axes)
-        out = lax.dynamic_update_slice(out, jnp.where(draw.done, -1, token)[:, None], (0, index))
-        count = (~done).astype(jnp.int32)
-        one = partial(step, ends, blocks, tokens=token[:, None], count=count, spec=spec)
+        index, carried, draw, fed, out = carry
+        now, beside = carried
         if spec.tail:
-            tails, state = store
-            made = one(cache.updated(state=state), tails=tails, written=fed)
-            store = made.tails, made.cache.tables.state
-        else:
-            made = one(store[0], scratch=store[1])
-            store = made.cache, made.scratch
-        return index + 1, store, draw.after(made.logits, done), fed + count, out
+            now, beside = cache.updated(state=beside), Tails(now, fed)
+        seen = now.tables.seen + fed if spec.tail else now.tables.seen
+        new = drawn(draw, seen, sampling, spec.axes)
+        out = lax.dynamic_update_slice(out, new.shown[:, None], (0, index))
+        made = step(*weights, now, new.token[:, None], new.fed, spec=spec, beside=beside)
+        carried = (made.cache, made.beside)
+        if isinstance(made.beside, Tails):
+            carried = (made.beside.layers, made.cache.tables.state)
+        return index + 1, carried, draw.after(made.logits, new.done), fed + new.fed, out
 
     out = jnp.full((batch, size), -1, jnp.int32)
-    index, store, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), store, draw, fed, out))
+    index, carried, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), carried, draw, still.written, out))
     if spec.tail:
-        tails, state = store
-        return tails, dataclasses.replace(tables, state=state), (fed, draw), out, index
-    return store[0].pools, store[0].tables, (jnp.zeros_like(fed), draw), out, index
+        written, tables = carried[0], dataclasses.replace(tables, state=carried[1])
+    else:
+        written, tables, fed = carried[0].pools, carried[0].tables, jnp.zeros_like(fed)
+    return written, Running(cache=Cache(pools=(), tables=tables), tails=(), written=fed), draw, out, index
+
+
+def _decode_staged(
+    flat: Flat, running: Running, draw: Draw, steps: int, *, spec: Spec, sampling: Sampling, size: int, idle: int
+) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
+    """`decode` as a loop in Python, around transfers from host memory; 0 steps run one step that counts no token."""
+    cache, batch, axes, loader = running.cache, draw.done.shape[0], spec.axes, running.loader
+    draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
+    out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)
+    if steps == 0 and loader is not None:
+        new = _drawn(draw, cache.tables.seen, argument(sampling), axes=axes)
+        uncounted = dataclasses.replace(loader, traffic=Traffic())
+        logits, cache = extend(flat, cache, new.token[:, None], new.fed * 0, spec=spec, loader=uncounted)
+        jax.block_until_ready(logits)
+    while ran < steps and ended.sum() <= idle:
+        new = _drawn(draw, cache.tables.seen, argument(sampling), axes=axes)
+        logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
+        draw = draw.after(logits, new.done)
+        # Only now, with the step under way.
+        out[:, ran], ended = host(new.shown), host(new.done)
+        ran += 1
+    return dataclasses.replace(running, cache=cache), draw, jnp.asarray(out), jnp.int32(ran)

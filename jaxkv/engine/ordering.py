@@ -1,23 +1,16 @@
-"""Writes that wait for reads: how a program says that a buffer it writes in place has been read before."""
+"""Write-after-read order inside a compiled program, so that XLA updates a pool in place instead of copying it."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 
 def behind(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
-    """A value that cannot be had before something has been read: what is written where it says waits for that.
+    """`value` with a data dependence on `read`; False, or NaN, where `read` is NaN.
 
     A program that reads a pool and then writes it in place must say that the reads come first. Where XLA sees no order
     between them it copies the whole pool on a CPU, at every step. A barrier does not say it: `lax.optimization_barrier`
-    is gone before buffers are assigned. What remains is a dependence of data that cannot be folded away. No number
-    read need be known for it but one: whether it is a number at all.
-
-    Args:
-        value: which rows are written, as a mask, or numbers that these are made of.
-        read: what was read, or made of it.
-
-    Returns:
-        The value; where what was read is not a number False, so that nothing is written there, or NaN.
+    is gone before buffers are assigned. What remains is a dependence of data that cannot be folded away: whether one
+    number that was read is NaN.
     """
     if value.dtype == jnp.bool_:
         return value & ~jnp.isnan(read)

@@ -1,4 +1,4 @@
-"""Segments as a step sees them, and reductions over their rows as they lie."""
+"""Segment tables of a decode step, and reductions over the rows of segments."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from jaxkv.attention.xla import Walk, inside_segments, windows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The segments of a layer, or of all layers that share a pool one after the other, as a step sees them.
+    """First row, length and limit of each segment of a layer, or of all layers of a shared pool side by side (K = L K).
 
     Attributes:
-        start: `i32[B, K]`.
-        length: `i32[B, K]` rows, the new one included.
-        limit: `i32[B, K]`.
-        recent: `i32[B, K]` most recent rows that stay.
-        tau: `f32[B, K, n]` merging's thresholds, or None.
-        prompt: `i32[B]` tokens of the prompt.
-        seen: `i32[B]` tokens seen, the new one included.
-        likely: `i32[B, K]` the row most likely to go at this step, -1 for none known; None if nobody asks.
-        choosable: `i32[B, K]` first rows that filter layers choose from; None where every layer reads everything.
+        start: first pool row.
+        length: rows held; in `evict` with the new token's row.
+        limit: rows that eviction leaves.
+        recent: most recent positions that eviction keeps.
+        tau: running similarity thresholds of mergers; None without one.
+        prompt: tokens of each sequence's prompt.
+        seen: tokens of each sequence so far; in `evict` with the new token.
+        likely: index of the row predicted to be evicted next, -1 for none; None without prediction.
+        choosable: first rows of each segment that filter layers choose from; None without filter layers.
     """
 
     start: Int[Array, "B K"]
@@ -49,20 +49,10 @@ def fold(
     walk: Walk,
     block: int,
 ) -> tuple:
-    """Runs a reduction over the rows of segments.
+    """Reduces over the rows of segments: one call of `body` for all rows, or one per window of `block` rows.
 
-    Args:
-        body: takes the carry, rows `i32[B|1, K|1, n]`, whether each lies in the segment `[B, K, n]`, and each leaf's
-            rows `[B, K|1, n, ...]`; gives the carry back.
-        carry: what it starts from.
-        leaves: of the pool, `[B, P, ...]`.
-        start: first rows.
-        length: rows of each segment.
-        walk: how rows are reached.
-        block: rows of a shared pool to look at together.
-
-    Returns:
-        The carry.
+    `body(carry, row, inside, *leaves)` takes pool row indices `i32[B|1, K|1, n]`, the mask `[B, K, n]` of rows inside
+    the segment, and those rows of each pool array, `[B, K|1, n, ...]`; it returns the carry.
     """
     batch, heads = start.shape
     pool_rows = leaves[0].shape[1]

@@ -1,4 +1,4 @@
-"""A model and a policy, ready to run: prompts become caches, caches take more tokens, and tokens are drawn."""
+"""`Session`: a model and a policy; prefill makes caches, extend adds tokens to them, draw generates tokens."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -11,15 +11,15 @@ from jax.sharding import Mesh
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments, hosts, memory
+from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import own_settings, settled
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache
-from jaxkv.cache.bank import Traffic
+from jaxkv.cache import KVCache, Turn
+from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.compilation import Clocks
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
-from jaxkv.engine import staged
 from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
@@ -36,9 +36,9 @@ from jaxkv.text.prompts import Encoded, Prompt, encode
 
 
 class Session:
-    """A model and a policy, ready to run: what `generate` is made of, a step at a time.
+    """A model and a policy, ready to run: the steps that `generate` is made of.
 
-    Caches are values: none that is given is changed, unless it is given up with `donate`.
+    Caches are immutable: calls return new ones, and reuse the buffers of the one given only with `donate`.
 
     ```python
     session = jaxkv.Session(params, jaxkv.SnapKV(budget=256))
@@ -50,11 +50,10 @@ class Session:
     Attributes:
         params: the model.
         policy: the compression.
-        implementations: what computes attention.
-        key: for policies that draw, and for sampling.
-        clocks: what the session has taken so far.
-        read: what has been brought from host memory for tokens read on top of caches.
-        drawn: what has been brought for tokens drawn.
+        implementations: attention backends of prefill and decode.
+        key: random key for policies that draw, and for sampling.
+        clocks: seconds that the session has taken so far.
+        read, drawn: transfers from host memory for tokens read on top of caches, and for tokens drawn.
     """
 
     @settled
@@ -66,12 +65,12 @@ class Session:
         implementation: Implementation | str | None = Implementation.AUTO,
         key: PRNGKeyArray | int | None = None,
     ):
-        """Makes ready.
+        """Checks the arguments, and chooses attention backends; compiles nothing.
 
         Args:
             params: from `jaxkv.load`.
             policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
-            implementation: what computes attention; by default the fastest one here.
+            implementation: attention backend; by default the fastest one here.
             key: random key or seed, for policies that draw and for sampling.
 
         Raises:
@@ -88,23 +87,18 @@ class Session:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
-        """What prompts will need.
+        """The plan of a prefill with room for new tokens, checked against free memory.
 
         Args:
-            lengths: tokens of each.
+            lengths: `[B]` tokens of each prompt.
             new: tokens that will be drawn.
 
-        Returns:
-            The plan of a prefill with room for them.
-
         Raises:
-            MemoryError: naming the plan's bytes, if they are not there.
+            MemoryError: naming the plan's bytes, if so many are not free.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
-        room = first_room(policy.parts(), config.layers, lengths, new) if new else 0
-        needed = self.planned(lengths, room)
-        mesh = None if axes is None else axes.mesh
-        device = None if mesh is None else mesh.local_devices[0]
+        needed = self.planned(lengths, first_room(policy.parts(), config.layers, lengths, new) if new else 0)
+        mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
         with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
@@ -116,31 +110,22 @@ class Session:
     def planned(
         self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...], mesh: Mesh | None = None
     ) -> PrefillPlan:
-        """The plan of a prefill, whether or not there is memory for it.
-
-        Args:
-            lengths: tokens of each prompt.
-            room: rows to leave behind every segment; one number, or one for each layer.
-            mesh: to plan for one of its devices; by default for all of them together.
-
-        Returns:
-            The plan.
-
-        Raises:
-            ValueError: for a budget the policy cannot honour.
-        """
-        options: dict[str, Any] = {"dtype": self.params.dtype, "implementation": self.implementations.prefill}
-        return plan_prefill(self.params.config, self.policy, lengths.tolist(), room=room, mesh=mesh, **options)
+        """Plan of a prefill with `room` behind every segment, of one device of a mesh if given; memory is unchecked."""
+        config, dtype, chosen = self.params.config, self.params.dtype, self.implementations.prefill
+        return plan_prefill(
+            config, self.policy, lengths.tolist(), dtype=dtype, room=room, mesh=mesh, implementation=chosen
+        )
 
     def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
-        """What a plan takes of a device: on a mesh its part of heads and prompts, a CPU's devices together."""
+        """The plan with one device's bytes; on a CPU mesh, whose devices share memory, those of all its devices."""
         axes = self.params.axes
         if axes is None:
             return needed
         mine = self.planned(lengths, needed.room, axes.mesh)
-        of_all = {name: getattr(mine, name) * axes.in_one_memory for name in ("cache_bytes", "peak_bytes")}
-        # What waits does so beside each device that asks for it, in the memory of its process' machine.
-        return dataclasses.replace(mine, **of_all, host_bytes=mine.host_bytes * len(axes.mesh.local_devices))
+        held, peak = (each * axes.in_one_memory for each in (mine.cache_bytes, mine.peak_bytes))
+        # Rows wait beside each device that reads them, in the memory of its process' machine.
+        waiting = mine.host_bytes * len(axes.mesh.local_devices)
+        return dataclasses.replace(mine, cache_bytes=held, peak_bytes=peak, host_bytes=waiting)
 
     @settled
     def prefill(
@@ -155,18 +140,18 @@ class Session:
         """Runs prompts through the model, and compresses their keys and values.
 
         Args:
-            ids: token ids of a prompt, or of several; plain text where the model has a tokenizer.
+            ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
             new: tokens to be drawn later, for which room is left.
-            needed: the plan, if it is to be another than `plan` gives.
-            tick: called on the way with the number of layers done.
-            key: for policies that draw, in place of the session's.
+            needed: a plan in place of the one that `plan` gives.
+            tick: called with the number of layers done since its last call.
+            key: random key or seed for policies that draw, in place of the session's.
 
         Returns:
             The cache, with the logits of each prompt's last token.
 
         Raises:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-            MemoryError: naming the plan's bytes, if they are not there.
+            MemoryError: naming the plan's bytes, if so many are not free.
         """
         walk = self.prefilling(ids, new=new, needed=needed, key=key)
         return finished(walk, lambda layers: tick(layers) if layers else None)
@@ -182,21 +167,21 @@ class Session:
         """Prefills prompts layer by layer, a generator whose caller may run other programs between two layers.
 
         Args:
-            ids: token ids of a prompt, or of several; plain text where the model has a tokenizer.
+            ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
             new: tokens to be drawn later, for which room is left.
-            needed: the plan, if it is to be another than `plan` gives.
-            key: for policies that draw, in place of the session's.
+            needed: a plan in place of the one that `plan` gives.
+            key: random key or seed for policies that draw, in place of the session's.
 
         Yields:
-            The number of layers looked at since the last time: 1 after each, 0 after a layer was packed, and parts of
-            one for policies that read prompts in chunks.
+            Layers run since the last time: 1 after each, 0 after a layer was packed, and fractions for policies that
+            read prompts in chunks.
 
         Returns:
             The cache, with the logits of each prompt's last token.
 
         Raises:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-            MemoryError: naming the plan's bytes, if they are not there.
+            MemoryError: naming the plan's bytes, if so many are not free.
         """
         with own_settings():
             self._require_same("prefill", ids, new=new, needed=needed, key=key)
@@ -205,9 +190,10 @@ class Session:
             needed = self.plan(encoded.lengths, new) if needed is None else needed
             copies = missing(len(encoded.ids), params.axes)
             every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
-            of = (params.flat, every.padded(needed.slots), every.lengths, self.policy, needed)
-            key, implementation = self.key if given is None else given, self.implementations.prefill
-            walk = prefilling.prefill(*of, key=key, implementation=implementation)
+            tokens, key, chosen = every.padded(needed.slots), self.key if given is None else given, self.implementations
+            walk = prefilling.prefill(
+                params.flat, tokens, every.lengths, self.policy, needed, key=key, implementation=chosen.prefill
+            )
         while True:
             try:
                 with own_settings(), self.clocks.prefill:
@@ -218,43 +204,39 @@ class Session:
             yield layers
         with own_settings(), self.clocks.prefill:
             jax.block_until_ready(logits)
-        model = params.fingerprint
-        return dataclasses.replace(cache, model=model, turn=encoded.turn, logits=logits, padding=copies)
+        return dataclasses.replace(cache, model=params.fingerprint, turn=encoded.turn, logits=logits, padding=copies)
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
-        """Compiles what `prefill` will call, by a prefill of made-up prompts; nothing where one of this shape has run.
-
-        Args:
-            needed: the prefill's plan.
-            batch: prompts.
-        """
-        params, implementation = self.params, self.implementations.prefill
+        """Compiles the programs of a planned `prefill` by a run on made-up prompts, unless one of its shape has run."""
+        params, chosen = self.params, self.implementations.prefill
         with self.clocks.making:
             copies = missing(batch, params.axes)
             batch, needed = batch + copies, needed.with_copies(copies) if copies else needed
             tokens = np.arange(batch * needed.slots, dtype=np.int32) % params.config.vocab
-            signature = prefilling.signature_of(params.flat, batch, self.policy, needed, implementation=implementation)
+            signature = prefilling.signature_of(params.flat, batch, self.policy, needed, implementation=chosen)
             if signature in params.flat.compiled:
                 return
-            of = (params.flat, tokens.reshape(batch, -1), np.full(batch, needed.slots), self.policy, needed)
+            prompts, lengths = tokens.reshape(batch, -1), np.full(batch, needed.slots)
             # Spans may protect more of prompts of a whole bucket than of those that were planned: none is refused.
-            walk = prefilling.prefill(*of, key=self.key, implementation=implementation, strict=False)
+            walk = prefilling.prefill(
+                params.flat, prompts, lengths, self.policy, needed, key=self.key, implementation=chosen, strict=False
+            )
             jax.block_until_ready(finished(walk))
 
     @settled
     def extend(
         self, cache: KVCache, ids: Prompt | Encoded, *, new: int = 0, chunk: int | None = None, donate: bool = False
     ) -> KVCache:
-        """Runs more tokens on top of a cache. They are only added to it, unless room is to be made for new ones.
+        """Runs more tokens on top of a cache. All their rows are kept, unless room is to be made for new tokens.
 
         Args:
             cache: of this model and policy; one sequence serves many prompts.
-            ids: as for `prefill`, one prompt for each sequence.
-            new: tokens to be drawn later: what is due is compressed again, and room is made.
-            chunk: tokens at a time; by default 256, or all if they are fewer. One at a time are read as drawn ones are:
-                where a row goes for each new one, it does then.
-            donate: give the cache up, so that its own buffers are written.
+            ids: token ids of a prompt for each sequence; plain text if the model has a tokenizer.
+            new: tokens to be drawn later; with it, sequences over their limit are compressed again and room is made.
+            chunk: tokens at a time; by default 256, or all if they are fewer. Tokens read one at a time evict rows as
+                drawn tokens do.
+            donate: True gives the cache up, so that its own buffers are written.
 
         Returns:
             The cache, with the logits of each prompt's last token.
@@ -264,7 +246,7 @@ class Session:
             MemoryError: if the copy does not fit.
         """
         self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
-        chunk = None if chunk is None else arguments.as_count("chunk", chunk, "read at least 1 token at a time")
+        chunk = None if chunk is None else whole("chunk", chunk, "read at least 1 token at a time")
         encoded, flat = self.encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
@@ -275,15 +257,13 @@ class Session:
         lengths = np.pad(encoded.lengths, (0, cache.padding))
         tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
         spec = spec_for(flat, cache, self.implementations.decode)
-        run: Any = partial(decoding.extend, flat, spec=spec)
-        if cache.bank is not None:
-            run = partial(staged.step, flat, spec=spec, bank=cache.bank, traffic=self.read)
+        run = partial(decoding.extend, flat, spec=spec, loader=Loader.of(cache.bank, self.read))
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
             jax.block_until_ready(logits)
             if new and self.policy.parts().ongoing is not None:
-                # A long question leaves nothing behind but what the policy keeps of it.
+                # Of a long question only those rows stay that the policy keeps.
                 cache = make_room(flat, cache, new, key=self.key)
         return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
 
@@ -303,25 +283,26 @@ class Session:
 
         Args:
             cache: from this session, or another of the same model and policy.
-            steps: tokens per sequence at most.
-            new: tokens that will be drawn in the end, by this call and by those that follow: they then share their
-                programs; by default as many as now.
+            steps: the most tokens to draw per sequence.
+            new: tokens that this call and the following ones will draw together, so that they share programs; by
+                default `steps`.
             sampling: how to draw; Greedy() if None.
             eos: ids that end a sequence.
-            key: for the sampling, in place of the session's: another key is another sample.
-            donate: give the cache up, so that its own buffers are written.
+            key: random key or seed for the sampling, in place of the session's.
+            donate: True gives the cache up, so that its own buffers are written.
 
         Returns:
-            The cache with the tokens, ready for the next ones; and the tokens, -1 behind a sequence's end.
+            The cache with the tokens, ready for the next ones; and the tokens `i32[B, n]`, -1 behind a sequence's end.
 
         Raises:
             ValueError: for a cache without logits, or of another policy or model; for too many steps.
         """
-        given = {"new": new, "sampling": sampling, "eos": eos, "key": key, "donate": donate}
-        self._require_same("draw", None, cache=cache, steps=steps, **given)
-        steps = arguments.as_count("steps", steps, "draw at least 1 token")
+        self._require_same(
+            "draw", None, cache=cache, steps=steps, new=new, sampling=sampling, eos=eos, key=key, donate=donate
+        )
+        steps = whole("steps", steps, "draw at least 1 token")
         self._check(np.zeros(cache.batch, np.int32), steps, cache)
-        new = steps if new is None else max(steps, arguments.as_count("new", new, "draw at least 1 token"))
+        new = steps if new is None else max(steps, whole("new", new, "draw at least 1 token"))
         if not donate:
             with self.clocks.decode:
                 cache = forked(cache, cache.batch, 0, new)
@@ -342,17 +323,14 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Drawing:
-        """What draws tokens on top of a cache block by block, for callers that look at them in between.
+        """A `Drawing`, which draws tokens on top of a cache block by block, for callers that read them in between.
 
         Args:
-            cache: with logits; given up.
+            cache: with logits; its buffers are given up.
             new: tokens that will be drawn.
             sampling: how to draw; Greedy() if None.
             eos: ids that end a sequence.
-            key: as for `draw`.
-
-        Returns:
-            The drawing.
+            key: random key or seed for the sampling, in place of the session's.
 
         Raises:
             ValueError: for a cache without logits.
@@ -379,11 +357,11 @@ class Session:
 
     @settled
     def compress_again(self, cache: KVCache, *, room: int = 0) -> KVCache:
-        """Compresses the sequences that are due: with `every=n`, those that have grown by n rows.
+        """Compresses sequences that are due again: with `every=n`, those that have grown by n rows.
 
         Args:
             cache: of this model and policy.
-            room: rows to leave behind every segment.
+            room: free rows to leave behind every segment.
 
         Returns:
             A new cache; the same one if no sequence is due.
@@ -398,19 +376,20 @@ class Session:
             return jax.block_until_ready(recompress(self.params.flat, cache, key=self.key, room=room))
 
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
-        """Several processes on a mesh are given the same; what comes encoded has been compared before."""
+        """Refuses arguments that differ between a mesh's processes; encoded prompts have been compared before."""
         if not isinstance(ids, Encoded):
-            of = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
-            hosts.require_same(f"Session.{call}", self.params, None, ids=ids, **of, **given)
+            mine = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
+            hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
-        """Token ids of prompts, of plain text where that is given, on top of a cache if there is one."""
+        """Encodes prompts that are not encoded yet; plain text goes on where the cache's conversation stands."""
         if isinstance(ids, Encoded):
             return ids
-        turn = {} if cache is None else {"turn": cache.turn}
-        return encode(ids, self.params.text, self.params.config, raw=True, close=False, **turn)
+        turn = Turn.START if cache is None else cache.turn
+        return encode(ids, self.params.text, self.params.config, raw=True, close=False, turn=turn)
 
     def _check(self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None) -> None:
+        """Refuses a cache of another model or policy, and more tokens than the model has positions."""
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)

@@ -1,4 +1,4 @@
-"""The shape of a slot: pools that fit any prompt up to a limit, and its new tokens."""
+"""Static shape of a slot: pool rows for any prompt up to a limit, and its new tokens."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ from jaxkv.policies.parts import Parts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotShape:
-    """Rows and tokens that every slot of a batch holds at most.
+    """Pool rows and token limits of every slot of a batch.
 
     Attributes:
-        rows: P of each pool; on a mesh, of each stretch of heads.
-        prompt: tokens of a prompt at most.
-        question: tokens read on top of a prompt at most.
-        new: tokens drawn at most.
+        rows: P of each pool; on a mesh, of each device's part.
+        prompt: most tokens of a prompt.
+        question: most tokens read on top of a prompt.
+        new: most tokens drawn.
     """
 
     rows: tuple[int, ...]
@@ -30,35 +30,26 @@ class SlotShape:
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt, question and answer together, in whole buckets."""
+        """Bucket of the longest prompt, question and answer together, in tokens."""
         return bucket(self.prompt + self.question + self.new)
 
 
 def slot_shape(
     parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, stretches: int = 1
 ) -> SlotShape:
-    """Rows of a slot: the most that any prompt up to the limit needs, room for its new tokens included.
+    """Shape of a slot with the most rows that any prompt up to the limit needs, its new tokens included.
 
-    Args:
-        parts: of the policy.
-        config: the model's shape.
-        prompt: tokens of the longest prompt.
-        question: tokens of the longest question on top of one, 0 for none.
-        new: tokens drawn at most.
-        stretches: parts of each pool that a mesh's devices have.
-
-    Returns:
-        The shape.
+    `stretches` is the number of devices that share each pool's heads.
 
     Raises:
-        ValueError: for policies that read prompts in chunks or keep rows in host memory, which slots do not.
+        ValueError: for policies that read prompts in chunks or keep rows in host memory.
     """
     reading = parts.reading(config.layers, bucket(prompt))
     remedy = "slots keep every row on the device: leave offload out, or answer one batch after the other"
     require(reading is None or not reading.offloaded, "policy", "rows wait in host memory", remedy)
     remedy = "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
     require(parts.read is None or not parts.read.by_chunks, "policy", "prompts are read in chunks", remedy)
-    # A policy that chooses anew spreads a longer text over layers as it would a longer prompt.
+    # A policy that compresses again spreads a longer text over layers as it would a longer prompt.
     more = question + new
     longest = prompt + (more if parts.every else 0)
     most = np.zeros(1, np.int64)

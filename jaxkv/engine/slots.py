@@ -1,4 +1,4 @@
-"""Sequences that begin and end independently: a running batch of slots, drawn from by `generate`'s own loop."""
+"""`Slots`: a running batch whose sequences join and leave one by one, drawn from by the loop that `generate` runs."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from jaxkv import arguments, memory
+from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv._values import plain
 from jaxkv.cache import Cache, KVCache
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
@@ -46,11 +46,11 @@ class Slots:
     ```
 
     Attributes:
-        session: model, policy and what computes attention.
+        session: model, policy and attention backends.
         count: number of slots.
-        size: tokens that one run of the compiled loop draws at most.
-        shape: rows and tokens that a slot holds at most.
-        done: `bool[B]` slots that draw nothing: never filled, released, or at their end.
+        size: the most tokens that one run of the compiled loop draws.
+        shape: the most rows and tokens of a slot.
+        done: `bool[B]` mask of slots that draw nothing: never filled, released, or at their end.
     """
 
     @settled
@@ -70,42 +70,44 @@ class Slots:
         Args:
             session: model and policy.
             count: number of slots; on a mesh a multiple of its groups.
-            max_prompt: tokens of a prompt at most.
-            max_new_tokens: tokens drawn for it at most.
-            max_question: tokens read on top of a prefilled prompt at most; 0 for none.
+            max_prompt: the most tokens of a prompt.
+            max_new_tokens: the most tokens drawn for it.
+            max_question: the most tokens read on top of a prefilled prompt; 0 for none.
             ends: number of ids that can end a sequence.
-            size: tokens that one run of the compiled loop draws at most.
+            size: the most tokens that one run of the compiled loop draws.
 
         Raises:
             ValueError: for a policy that keeps rows in host memory or reads prompts in chunks; for a number of slots
                 that a mesh cannot divide; for more tokens than the model has positions.
-            MemoryError: naming the bytes of all slots, if they are not there.
+            MemoryError: naming the bytes of all slots, if so many are not free.
         """
         params, self.session = session.params, session
-        self.count = arguments.as_count("count", count, "give at least 1 slot")
-        self.size = arguments.as_count("size", size, "draw at least 1 token at a time")
-        self._ends = arguments.as_count("ends", ends, "give room for at least 1 end token")
-        max_prompt = arguments.as_count("max_prompt", max_prompt, "take prompts of at least 1 token")
-        max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
-        if plain(max_question) != 0:
-            max_question = arguments.as_count("max_question", max_question, "give 0 for none, or at least 1 token")
+        self.count = count = whole("count", count, "give at least 1 slot")
+        self.size = whole("size", size, "draw at least 1 token at a time")
+        self._ends = whole("ends", ends, "give room for at least 1 end token")
+        max_prompt = whole("max_prompt", max_prompt, "take prompts of at least 1 token")
+        max_new_tokens = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        max_question = whole("max_question", max_question, "give 0 for none, or at least 1 token", least=0)
         config, parts, self._axes = params.config, session.policy.parts(), params.axes
         self._groups, stretches = (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
         require(count % self._groups == 0, "count", count, f"give a multiple of the mesh's {self._groups} groups")
         tokens = max_prompt + max_question + max_new_tokens
         remedy = f"the model was made for {config.max_positions}: lower max_prompt or max_new_tokens"
         require(parts.rolling or tokens <= config.max_positions, "max_prompt", f"{tokens} tokens in all", remedy)
-        limits = {"prompt": max_prompt, "question": max_question, "new": max_new_tokens}
-        self.shape = slot_shape(parts, config, **limits, stretches=stretches)
+        self.shape = slot_shape(
+            parts, config, prompt=max_prompt, question=max_question, new=max_new_tokens, stretches=stretches
+        )
         mine = config.kv_heads // stretches
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
         self._parts, self._every = parts, parts.every
-        decode = session.implementations.decode
-        # Heads that compete for a question's rows, too, may hold more than any prompt gives them.
-        more = parts.evicts and not parts.heads.uniform and max_question > 0
         self._spec = specialise(
-            params.flat, parts, params.dtype, slots=bucket(max_prompt), extended=more, implementation=decode
+            params.flat,
+            parts,
+            params.dtype,
+            slots=bucket(max_prompt),
+            extended=parts.outgrows_prompts and max_question > 0,
+            implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
         # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
@@ -118,17 +120,10 @@ class Slots:
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Runs a prompt through the model straight into the shape of a slot; any number of sequences go on from it.
+        """Prefills a prompt, or on a mesh one for each group, into the shape of a slot; `key` replaces the session's.
 
-        Args:
-            ids: token ids of a prompt; on a mesh of one, or of one for each group, in order.
-            key: for policies that draw; by default the session's.
-
-        Returns:
-            Its cache, with the logits of its last token.
-
-        Raises:
-            ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
+        Returns its cache, which serves any number of sequences. Raises ValueError for an empty or over-long prompt, and
+        for a budget that the policy cannot honour.
         """
         encoded = self.session.encoded(ids)
         longest, most = int(encoded.lengths.max()), self.shape.prompt
@@ -140,18 +135,9 @@ class Slots:
 
     @settled
     def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Runs a question on top of a prefilled prompt, of which it is a copy that goes on.
+        """A copy of a prefilled prompt with a question for each of its sequences; `key` replaces the session's.
 
-        Args:
-            cache: from `prefill`; unchanged.
-            ids: token ids of one question for each of its sequences.
-            key: for policies that draw; by default the session's.
-
-        Returns:
-            The copy, with the logits of the question's last token.
-
-        Raises:
-            ValueError: for an empty or over-long question, and for a cache that these slots' `prefill` did not make.
+        Raises ValueError for an empty or over-long question, and for a cache that these slots' `prefill` did not make.
         """
         encoded, params = self.session.encoded(ids), self.session.params
         longest, most = int(encoded.lengths.max()), self.shape.question
@@ -160,9 +146,9 @@ class Slots:
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
-        run = partial(extend, params.flat, spec=self._spec)
         size = min(QUERY_BLOCK, bucket(longest))
         tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
+        run = partial(extend, params.flat, spec=self._spec)
         logits, copy = read_on_top(run, copy, tokens, every.lengths, size=size)
         if due(copy).any():
             key = arguments.as_key(key)
@@ -179,24 +165,21 @@ class Slots:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Paused:
-        """Makes a sequence that draws tokens behind a prompt, to be inserted into a slot.
+        """A sequence that draws tokens behind a prompt, to be inserted into a slot; the cache is unchanged.
 
         Args:
-            cache: from `prefill` or `extend`; unchanged.
+            cache: from `prefill` or `extend`.
             max_new_tokens: tokens to draw; the last one, like an end token, does not run through the model.
             sampling: how to draw; Greedy() if None.
             eos: ids that end the sequence.
-            key: for the sampling; by default the session's.
-
-        Returns:
-            The sequence.
+            key: random key or seed for the sampling; by default the session's.
 
         Raises:
             ValueError: for more tokens, or more end tokens, than the slots were made for; for a cache that these slots'
                 `prefill` did not make.
             TypeError: for a user's own sampler.
         """
-        new = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        new = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
         self._require_fits(cache, new if self._parts.ongoing is None else 1)
         most, ids = self.shape.new, sorted(set(eos))
         require(new <= most, "max_new_tokens", new, f"these slots were made for up to {most}")
@@ -211,15 +194,7 @@ class Slots:
 
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
-        """Puts a sequence into a slot, whatever was there; the others go on as if nothing had happened.
-
-        Args:
-            sequence: from `begin` or `take`; unchanged.
-            slot: index of the slot.
-
-        Raises:
-            ValueError: for a slot that there is not.
-        """
+        """Copies a sequence from `begin` or `take` into a slot; the other slots go on undisturbed."""
         self._put(sequence.arrays, slot)
         self.done[slot], self._waiting[slot] = sequence.done, 0
         self._beyond[slot] = sequence.beyond[self._group_of(slot)]
@@ -227,17 +202,7 @@ class Slots:
 
     @settled
     def take(self, slot: int) -> Paused:
-        """A copy of a slot's sequence as it stands, which can go on in any slot; release the slot to pause it.
-
-        Args:
-            slot: index of the slot.
-
-        Returns:
-            The sequence.
-
-        Raises:
-            ValueError: for a slot that there is not.
-        """
+        """A copy of a slot's sequence as it stands, which can go on in any slot; release the slot to pause it."""
         self._settle(np.arange(self.count) == slot)
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
         over = np.full(self._groups, self._beyond[slot])
@@ -245,14 +210,7 @@ class Slots:
 
     @settled
     def release(self, slots: Iterable[int]) -> None:
-        """Ends the sequences of some slots, which then draw nothing until others are inserted.
-
-        Args:
-            slots: their indices.
-
-        Raises:
-            ValueError: for a slot that there is not.
-        """
+        """Ends the sequences of some slots, which then draw nothing until others are inserted."""
         which = np.zeros(self.count, bool)
         for slot in slots:
             self._require_slot(slot)
@@ -263,17 +221,12 @@ class Slots:
 
     @settled
     def decode(self, steps: int, *, until: Literal["any", "all"] = "all") -> Int[np.ndarray, "B n"]:
-        """Draws tokens in every slot that is not done; sequences are compressed again in between where they are due.
+        """Draws up to `steps` tokens in every slot that is not done, and compresses sequences again that become due.
 
-        Args:
-            steps: tokens per slot at most.
-            until: stop as soon as any further slot is done, or only when all are.
-
-        Returns:
-            The tokens, -1 where a slot drew nothing.
+        `until="any"` stops as soon as another slot is done, "all" only when all are. -1 where a slot drew nothing.
         """
         require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
-        steps = arguments.as_count("steps", steps, "draw at least 1 token")
+        steps = whole("steps", steps, "draw at least 1 token")
         idle, parts = self.count - 1 if until == "all" else int(self.done.sum()), [np.zeros((self.count, 0), np.int32)]
         while steps and self.done.sum() <= idle:
             parts.append(self._run(steps, idle))
@@ -281,7 +234,7 @@ class Slots:
         return np.concatenate(parts, axis=1)
 
     def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """One run of the compiled loop: up to `steps` tokens, fewer where rows must be moved before more are drawn."""
+        """One run of the compiled loop: up to `steps` tokens, fewer if tails fill up or a sequence is due again."""
         steps = min(steps, self.size)
         if self._every is not None:
             for slot in np.flatnonzero(~self.done & (self._beyond >= self._every)).tolist():
@@ -291,16 +244,9 @@ class Slots:
             # Each as soon as it has no room for another: when that is depends on no other sequence.
             self._settle(~self.done & (self._waiting == self.size))
             steps = min(steps, self.size - int(self._waiting[~self.done].max(initial=0)))
-        before, now = self.done, self._all
+        before, now, flat = self.done, self._all, self.session.params.flat
         running, draw, out, ran = loop.decode(
-            self.session.params.flat,
-            loop.Running(cache=now.cache, tails=self._tails, written=now.written),
-            now.draw,
-            steps,
-            spec=self._spec,
-            sampling=now.sampling,
-            size=self.size,
-            idle=idle,
+            flat, self._running(), now.draw, steps, spec=self._spec, sampling=now.sampling, size=self.size, idle=idle
         )
         self._tails = running.tails
         self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=running.written)
@@ -310,13 +256,17 @@ class Slots:
         self._waiting, self._beyond = self._waiting + rows * self._spec.tail, self._beyond + rows
         return tokens
 
+    def _running(self) -> loop.Running:
+        """Cache arrays and tails of all slots, as the loop takes them."""
+        return loop.Running(cache=self._all.cache, tails=self._tails, written=self._all.written)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots on the devices, rows beside the pools included."""
+        """Bytes of all slots on the devices, tails included."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
 
     def _compile(self) -> None:
-        """Fills a slot with few tokens in every bucket, draws, takes it out and releases it."""
+        """Compiles all programs: fills a slot with few tokens in every bucket, draws, takes it out and releases it."""
         longest = self.shape.prompt
         cache = self._dummy(longest)
         one = self.begin(cache, max_new_tokens=1).arrays
@@ -330,7 +280,7 @@ class Slots:
             try:
                 cache = self._dummy(min(size, longest))
             except ValueError:
-                # The policy refuses all prompts so short, whoever gives one.
+                # The policy refuses all prompts of this bucket.
                 continue
             self.insert(self.begin(cache, max_new_tokens=min(2, self.shape.new)), 0)
         for _, size in buckets(self.shape.question) if self.shape.question else ():
@@ -347,7 +297,7 @@ class Slots:
         jax.block_until_ready(self._all)
 
     def _dummy(self, longest: int) -> KVCache:
-        """A prefill of few tokens in the bucket of a prompt so long; of as many where the policy refuses few."""
+        """Prefill of few tokens in the bucket of `longest` tokens; of `longest` if the policy refuses few."""
         planned = self.session.planned(np.asarray([longest]), 0).in_pools(self.shape.rows)
         try:
             few = min(longest, _FEW)
@@ -357,16 +307,16 @@ class Slots:
         return self.session.prefill([0] * few, needed=planned)
 
     def _of_groups(self, slot: int) -> Int[np.ndarray, " g"]:
-        """A slot's index for the sequence of its own group, -1 for those of the others."""
+        """A slot's index for the sequence of its own group, -1 for those of the other groups."""
         self._require_slot(slot)
         return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
 
     def _require_slot(self, slot: int) -> None:
-        """Refuses an index of no slot."""
+        """Refuses an index without a slot."""
         require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
 
     def _require_fits(self, cache: KVCache, rows: int) -> None:
-        """Refuses a cache of another model, policy or shape, and one without room for `rows` more in each segment."""
+        """Refuses a cache of another model, policy or shape, or without room for `rows` more in each segment."""
         arguments.require_ours(self.session.params, cache, self.session.policy)
         sizes, free = tuple(pool.rows // cache.stretches for pool in cache.pools), int(cache.free().min())
         require(
@@ -376,39 +326,40 @@ class Slots:
         require(rows <= free, "cache", f"{rows} more rows", remedy)
 
     def _group_of(self, slot: int) -> int:
-        """The group of a mesh's devices that holds a slot."""
+        """Index of the group of a mesh's devices that holds a slot."""
         return slot * self._groups // self.count
 
     def _placed(self, of_each: np.ndarray) -> jax.Array:
+        """Numbers of the slots, on their devices."""
         return place(of_each, "B", self._axes)
 
     def _put(self, arrays: Sequences, slot: int) -> None:
+        """Writes a sequence's arrays into a slot."""
         self._all = insert(self._all, arrays, self._placed(self._of_groups(slot)), axes=self._axes)
 
     def _settle(self, which: Bool[np.ndarray, " B"]) -> None:
-        """Moves rows of some slots that wait beside the pools into them."""
+        """Appends the tails' rows of some slots to their pools."""
         if not (self._waiting * which).any():
             return
-        running = loop.Running(cache=self._all.cache, tails=self._tails, written=self._all.written)
         placed = self._placed(which)
-        cache = loop.settle(running, spec=self._spec, which=placed)
+        cache = loop.settle(self._running(), spec=self._spec, which=placed)
         written = jnp.where(placed, 0, self._all.written)
         self._all = dataclasses.replace(self._all, cache=cache, written=written)
         self._waiting = np.where(which, 0, self._waiting)
 
     def _again(self, slot: int) -> None:
-        """Compresses one slot's sequence again, as its policy does after so many tokens."""
+        """Compresses one slot's sequence again, as its policy does after `every` tokens."""
         one = self.take(slot).arrays
         cache = self._compressed(self._handle(one.cache), self._keys[slot])
         self._put(dataclasses.replace(one, cache=cache.arrays), slot)
         self._beyond[slot] = beyond(cache)[self._group_of(slot)]
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """A cache compressed once more, in pools of the same size."""
+        """The cache compressed once more, in pools of the same size."""
         return recompress(self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed)
 
     def _handle(self, arrays: Cache) -> KVCache:
-        """A cache of arrays taken out of a slot."""
+        """The `KVCache` of arrays taken out of a slot."""
         return KVCache(
             arrays=arrays,
             layout=self._parts.layout,

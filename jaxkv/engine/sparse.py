@@ -1,40 +1,89 @@
-"""One layer's attention to chosen tokens, and to all that came after those that can be chosen."""
+"""Sparse reads (OmniKV): filter layers choose tokens by attention, and the layers above them attend to these alone."""
 
+import dataclasses
 from functools import partial
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt
 
+from jaxkv.attention.filters import Asking, by_position, by_row
 from jaxkv.attention.xla import Walk
 from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.filters import Chosen, asking, choose, gathered, over_gathered, rows_of
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import NewTokens, in_blocks
+from jaxkv.engine.tokens import Candidates, NewTokens, in_blocks
+from jaxkv.policies.reading import Reading, Selector
+from jaxkv.policies.topk import sortable, top
 
-# One layer's chosen rows of the prompt as they come from host memory: keys and values, `[B, T, 2, K, D]`.
+# Chosen rows of one layer as they come from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]
 
 
-def candidates_of(spec: Spec, tables: Tables, tokens: int) -> tuple[Int[Array, " B"], Int[Array, " B"]] | None:
-    """What filter layers choose from in a step.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Positions that a filter layer has chosen.
 
-    Args:
-        spec: what is static.
-        tables: before the new tokens.
-        tokens: new ones at a time.
-
-    Returns:
-        Tokens at positions below which can be chosen, and how many are: the prompt's, and the policy's; all so far
-        where generated ones have to be chosen, or a prompt comes in chunks. None where nobody chooses.
+    Attributes:
+        positions: `i32[B, T]` ascending; from `count` on arbitrary existing positions.
+        count: `i32[B]` chosen positions.
     """
-    reading, state = spec.reading, tables.state
-    if reading is None or state is None:
-        return None
-    if tokens > 1:
-        return tables.seen, jnp.full_like(tables.seen, reading.width)
-    return (tables.seen if reading.include_generated else state.prompt), state.budget
+
+    positions: Int[Array, "B T"]
+    count: Int[Array, " B"]
+
+
+def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"]]:
+    """The policy's filter layers, and the rows of each segment that they choose from."""
+    assert spec.reading is not None and segments.choosable is not None
+    return spec.reading, segments.choosable
+
+
+def new_tokens(
+    spec: Spec, tables: Tables, count: Int[Array, " B"], tokens: int, written: Int[Array, " B"] | None = None
+) -> NewTokens:
+    """Positions of a step's new tokens, and which tokens filter layers choose from; `written` are rows in tails.
+
+    Several tokens at once, and policies that choose among generated tokens, have all tokens so far as candidates;
+    otherwise the prompt's.
+    """
+    reading, state, candidates = spec.reading, tables.state, None
+    if reading is not None and state is not None:
+        if tokens > 1:
+            candidates = Candidates(tables.seen, jnp.full_like(tables.seen, reading.width))
+        else:
+            candidates = Candidates(tables.seen if reading.include_generated else state.prompt, state.budget)
+    ahead = jnp.arange(tokens, dtype=jnp.int32) if written is None else written[:, None]
+    return NewTokens(positions=tables.seen[:, None] + ahead, count=count, written=written, candidates=candidates)
+
+
+def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
+    """Row of each segment, counted from its first, from which on sparse layers read all rows, chosen or not."""
+    assert spec.reading is not None and tables.state is not None and tables.state.choosable is not None
+    # All rows before the new one have to be chosen where generated ones do.
+    return tables.length if spec.reading.include_generated else tables.state.choosable
+
+
+def asking(
+    q: Float[Array, "B K G N D"], ring: Float[Array, "B K G R D"] | None, new: NewTokens, reading: Reading
+) -> Asking:
+    """Queries that choose, with positions and weights: the ring's last ones for one token, else all new ones equally.
+
+    The ring holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
+    """
+    tokens = new.positions.shape[1]
+    if ring is None or tokens > 1:
+        real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
+        return Asking(q=q, positions=jnp.where(real, new.positions, -1), weights=real.astype(jnp.float32))
+    rows, now = ring.shape[3], new.positions[:, :1]
+    stands = now - jnp.arange(reading.window, dtype=jnp.int32)
+    slot = jnp.where(stands < 0, 0, stands % rows)
+    mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
+    weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
+    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights)
 
 
 def chosen_at(
@@ -45,53 +94,93 @@ def chosen_at(
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
 ) -> Chosen:
-    """What a filter layer chooses for new tokens.
+    """Positions that a filter layer chooses for new tokens, by its queries (`asking`) against the keys of its pool."""
+    reading, choosable = _filtered(spec, segments)
+    assert new.candidates is not None
+    asked, below = asking(q, ring, new, reading), new.candidates.below
+    # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
+    if reading.every_row:
+        scores = by_row(asked, pool.k, below, spec.axes)
+    else:
+        scores = by_position(asked, pool.k, pool.pos, segments.start, choosable, reading.slots, spec.axes)
+    now = new.positions[:, 0] if q.shape[3] == 1 else None
+    return choose(scores, new.candidates, reading, now=now, by_sorting=spec.backend.few_launches)
 
-    Args:
-        spec: what is static.
-        pool: the filter's.
-        segments: where its rows lie before the step.
-        q: its queries.
-        ring: its last queries, the new one's included, if they count.
-        new: what is known of the tokens.
 
-    Returns:
-        The choice.
+def choose(
+    scores: Float[Array, "B S"],
+    candidates: Candidates,
+    reading: Reading,
+    *,
+    now: Int[Array, " B"] | None = None,
+    by_sorting: bool = False,
+) -> Chosen:
+    """The `candidates.budget` positions of highest score; ties go to the lowest. OmniKV, equations 3 and 4.
+
+    `now`, the newest query's position, adds the window of prompt tokens before it whatever their scores. `by_sorting`
+    takes few launches on a GPU; a threshold is faster on a CPU.
     """
-    reading, choosable = spec.reading, segments.choosable
-    assert reading is not None and new.candidates is not None and choosable is not None
-    asked = asking(q, ring, new.positions, new.count, reading)
-    of = (segments.start, choosable, *new.candidates, new.positions[:, 0])
-    return choose(
-        asked, pool, *of, reading, windowed=q.shape[3] == 1, axes=spec.axes, implementation=spec.implementation
-    )
+    position = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    known = position < candidates.below[:, None]
+    keys = jnp.where(known, sortable(scores), jnp.uint32(0))
+    if now is not None and reading.selector is not Selector.LAST and not reading.include_generated:
+        recent = known & (position > (now - reading.window)[:, None])
+        keys = jnp.where(recent, jnp.uint32(0xFFFFFFFF), keys)
+    count = jnp.minimum(candidates.budget, candidates.below)
+    at = (_sorted if by_sorting else _counted)(keys, count, min(reading.width, scores.shape[1]))
+    return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
 
 
-def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
-    """For each segment the row, counted from its first, from which on all are read, chosen or not."""
-    reading, state = spec.reading, tables.state
-    assert reading is not None and state is not None and state.choosable is not None
-    # All rows before the new one have to be chosen where generated ones do.
-    return tables.length if reading.include_generated else state.choosable
+def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
+    """Indices of the `count` largest sort keys, ascending, by a threshold: a CPU sorts slowly."""
+    running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
+    return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
+
+
+def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
+    """Indices of the `count` largest sort keys, ascending, by two sorts; a threshold costs a hundred GPU launches."""
+    position = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+    _, largest = lax.sort((~keys, position), dimension=1, is_stable=True, num_keys=1)
+    inside = jnp.arange(width, dtype=jnp.int32) < count[:, None]
+    return lax.sort(jnp.where(inside, largest[:, :width], keys.shape[1]), dimension=1)
+
+
+def rows_of(
+    chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
+) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
+    """Pool rows that hold the chosen positions in each head's first `kept` rows, -1 behind them, and how many do."""
+    positions, first = chosen.positions[:, None], start[..., None]
+    real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
+    if reading.every_row:
+        rows = jnp.where(real, first + positions, -1)
+        return rows, jnp.broadcast_to(chosen.count[:, None], start.shape)
+    batch, end = start.shape[0], first + kept[..., None]
+    shape = (*start.shape, positions.shape[-1])
+    low, high = jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
+
+    def position_at(row: Array) -> Array:
+        flat = jnp.minimum(row, pool.rows - 1).reshape(batch, -1)
+        return jnp.take_along_axis(pool.pos, flat, axis=1).reshape(shape)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        enough = position_at(middle) >= positions
+        return jnp.where(enough | (low >= high), low, middle + 1), jnp.where(enough & (low < high), middle, high)
+
+    # Rows of a segment ascend in position: bisect for each.
+    row, _ = lax.fori_loop(0, pool.rows.bit_length(), halve, (low, high))
+    held = real & (row < end) & (position_at(row) == positions)
+    order = jnp.argsort(~held, axis=-1, stable=True)
+    return jnp.take_along_axis(jnp.where(held, row, -1), order, axis=-1), held.sum(axis=-1, dtype=jnp.int32)
 
 
 def picks_of(
     spec: Spec, pool: Pool, segments: Segments, chosen: Chosen
 ) -> tuple[Int[Array, "B k T"], Int[Array, "B k"]]:
-    """What was chosen as rows of segments, for a kernel that reads them where they lie.
-
-    Args:
-        spec: what is static.
-        pool: the layer's.
-        segments: where its rows lie before the step.
-        chosen: the choice.
-
-    Returns:
-        Rows, counted from a segment's first, those that it holds before others, and how many it holds; k is 1 where all
-        heads hold the same.
-    """
-    reading, choosable = spec.reading, segments.choosable
-    assert reading is not None and choosable is not None
+    """Chosen rows counted from each segment's first, and how many, for kernels; k is 1 if all heads hold the same."""
+    reading, choosable = _filtered(spec, segments)
     if reading.every_row:
         return chosen.positions[:, None], chosen.count[:, None]
     rows, held = rows_of(chosen, pool, segments.start, choosable, reading)
@@ -106,29 +195,19 @@ def over_chosen(
     chosen: Chosen,
     loaded: Loaded | None,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new tokens to what was chosen for them.
-
-    Args:
-        spec: what is static.
-        q: their queries.
-        pool: the layer's.
-        segments: where its rows lie before the step.
-        chosen: the choice.
-        loaded: the chosen rows, if they do not lie in the pool.
-
-    Returns:
-        The output, and its log-sum-exp.
-    """
-    reading, choosable = spec.reading, segments.choosable
-    assert reading is not None and choosable is not None
+    """Attention of new tokens to chosen rows, of the pool or `loaded` from host memory: output and log-sum-exp."""
+    reading, choosable = _filtered(spec, segments)
+    heads = segments.start.shape[1]
     if loaded is None:
         rows, count = rows_of(chosen, pool, segments.start, choosable, reading)
-        k, v = gathered(pool, rows, spec.implementation)
+        k, v, _ = spec.backend.packed(pool.k[:, None], pool.v[:, None], rows.reshape(rows.shape[0], -1))
     else:
-        batch, _, _, heads, dim = loaded.shape
+        batch, *_, dim = loaded.shape
         k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
         count = jnp.broadcast_to(chosen.count[:, None], (batch, heads))
-    return in_blocks(lambda part: over_gathered(part, k, v, count, spec.implementation), q)
+    start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape)
+    attend = partial(spec.backend.attend, walk=Walk.STRIDES)
+    return in_blocks(lambda part: attend(part, k, v, start, count), q)
 
 
 def over_rest(
@@ -138,20 +217,11 @@ def over_rest(
     segments: Segments,
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new tokens to rows of the pool that need not be chosen.
+    """Attention of new tokens to pool rows that are read without being chosen: output and log-sum-exp.
 
-    Args:
-        spec: what is static.
-        q: their queries.
-        pool: the layer's.
-        segments: where its rows lie before the step.
-        length: rows of each segment, those included that the tokens have added.
-
-    Returns:
-        The output, and its log-sum-exp.
+    `length` counts each segment's rows with those that the tokens have added.
     """
-    reading, choosable = spec.reading, segments.choosable
-    assert reading is not None and choosable is not None
+    reading, choosable = _filtered(spec, segments)
     first = segments.length if reading.include_generated else choosable
     # Few rows at a place that data decides: a walk reads them and no others.
     attend = partial(spec.backend.attend, walk=Walk.WINDOWS)

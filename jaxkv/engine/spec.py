@@ -1,4 +1,4 @@
-"""`Spec`: what programs that run on top of a cache are compiled for, besides shapes."""
+"""`Spec`: static configuration of the programs that run on top of a cache, and the functions that make it."""
 
 import dataclasses
 
@@ -36,17 +36,7 @@ def reading_state(
     choosable: Int[Array, "L B K"],
     rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """Makes the `State` of a policy that keeps all rows and reads only some of them (OmniKV).
-
-    Args:
-        prompt: tokens of each prompt.
-        reads: how many of them are read.
-        choosable: rows of each prompt's segments that lie on the device.
-        rings: the filters' last queries.
-
-    Returns:
-        The state behind the prompts.
-    """
+    """State of a policy that keeps all rows and reads `reads` tokens (OmniKV); `rings` are filters' last queries."""
     return State(
         prompt=jnp.asarray(prompt, jnp.int32),
         budget=jnp.asarray(reads, jnp.int32),
@@ -58,20 +48,20 @@ def reading_state(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What decode programs are compiled for, besides shapes.
+    """Static configuration of decode programs: model graphs, cache layout, policy, backend. Hashable.
 
     Attributes:
         graphs: the decoder's static half.
-        config: its shape.
+        config: the model's shape.
         layout: how segments lie in their pools.
-        rolling: positions are those within the cache.
-        tail: new rows gather beside the pool while tokens are drawn, and join it later. XLA cannot write into a 16-bit
-            pool in place on a CPU, so there one write for many tokens beats one per token.
+        rolling: True if positions are places within the cache, and pools hold keys before RoPE.
+        tail: True if new rows gather beside the pool while tokens are drawn, and join it later. XLA cannot write into a
+            16-bit pool in place on a CPU, so there one write for many tokens beats one per token.
         ongoing: what the policy does after each token; None if it only appends.
-        reading: which layers read what; None if all read everything.
-        widest: the most rows a segment of a shared pool can have when a token is drawn; None if unknown.
-        implementation: what computes attention over the pool.
-        fused: kernels may read and write rows as they are held.
+        reading: filter layers and the layers that read what they choose; None if all layers read all rows.
+        widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
+        implementation: of attention over the pool.
+        fused: True if kernels may read and write the store's arrays in place.
     """
 
     graphs: Graphs
@@ -92,39 +82,39 @@ class Spec:
 
     @property
     def axes(self) -> Axes | None:
-        """Of the mesh that it runs on, if it does."""
+        """Axes of the mesh that the programs run on; None off a mesh."""
         return self.graphs.axes
 
     def graphs_of(self, layer: int) -> Graphs:
-        """The decoder's static half for one layer: equal where layers are alike."""
+        """The decoder's static half for one layer; equal for layers of equal spec."""
         return self.graphs.of(self.config.spec_of(layer))
 
     @property
     def scored(self) -> bool:
-        """Whether the attention that rows receive enters their scores."""
+        """True if attention that rows receive enters their scores."""
         return self.ongoing is not None and self.ongoing.attends
 
     @property
     def evicts(self) -> bool:
-        """Whether a row goes for each that comes."""
+        """True if each new row above the limit evicts a row."""
         return self.ongoing is not None and self.ongoing.evicts
 
     def streams(self, tokens: int) -> bool:
-        """True if the backend's fused functions run a step of so many tokens: `decode_token`, and `add_norm`."""
+        """True if the backend's fused `decode_token` and `add_norm` run a step of this many tokens."""
         fused = self.backend.fused_step and self.config.alternates and self.fused
         return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 
     def chooses(self, layer: int, tokens: int) -> bool:
-        """Whether a layer chooses what those above it read when so many tokens come at once."""
+        """True if the layer is a filter that chooses in a step of this many tokens."""
         return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
-        """Whether a layer reads only what was chosen when so many tokens come at once."""
+        """True if the layer reads only chosen rows in a step of this many tokens."""
         reading = self.reading
         return reading is not None and reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
     def ring_of(self, layer: int) -> int | None:
-        """Which of the cache's rings is this layer's, if any."""
+        """Index of the layer's ring of last queries among the cache's rings; None if it has none."""
         if self.ongoing is not None and self.ongoing.queries:
             return layer
         if self.reading is not None and self.reading.ring and layer in self.reading.filters:
@@ -133,34 +123,25 @@ class Spec:
 
     @property
     def compares_keys(self) -> bool:
-        """Whether a dropped row's key is compared with the others'."""
+        """True if a merger compares an evicted row's key with the others."""
         merge = None if self.ongoing is None or not self.ongoing.evicts else self.ongoing.merge
         return merge is not None and "k" in merge.compares
 
     @property
     def knows_norms(self) -> bool:
-        """True if key norms are kept from step to step, for mergers that compare a dropped key with all others."""
-        # A fused step appends rows by itself, and tells nobody how long their keys are.
+        """True if key norms are kept from step to step, for mergers that compare an evicted key with all others."""
+        # A fused step appends rows by itself, without norms of their keys.
         return self.compares_keys and self.backend.keeps_norms and not self.streams(1)
 
     @property
     def looks_ahead(self) -> bool:
-        """True if attention also multiplies all keys with that of the row likely to be dropped: one pass, not two."""
+        """True if attention also multiplies all keys with the predicted eviction's: one pass over keys, not two."""
         known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
         return self.knows_norms and known
 
 
 def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Spec:
-    """Makes the spec of programs on top of a cache, where that lies, from its handle; reads no array.
-
-    Args:
-        flat: the decoder's parameters.
-        cache: any cache of this decoder.
-        implementation: what computes attention over its segments.
-
-    Returns:
-        What is static about it.
-    """
+    """Spec of programs on top of a cache, made from its static fields; reads no array."""
     return specialise(
         flat,
         cache.policy.parts(),
@@ -183,20 +164,10 @@ def specialise(
     platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Makes the spec of programs on top of caches of a policy.
+    """Spec of programs on top of caches of a policy, for prompts of a bucket of `slots` tokens and pools of a dtype.
 
-    Args:
-        flat: the decoder's parameters.
-        parts: of the policy.
-        dtype: of pools.
-        slots: the prompts' bucket, for policies that remember prompts.
-        extended: segments may hold more rows than the policy keeps of prompts, see `KVCache.extended`.
-        banked: rows wait in host memory.
-        platform: where it will run; by default where the model lies.
-        implementation: what computes attention over the cache's segments.
-
-    Returns:
-        What is static about it.
+    `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`); `banked` caches have
+    rows in host memory; `platform` is where the programs will run, by default where the model lies.
     """
     ongoing, most = parts.ongoing, None
     reading = parts.reading(flat.config.layers, slots)
@@ -204,9 +175,9 @@ def specialise(
         most = widest(parts, slots, flat.config.layers)
     if platform is None:
         platform = jax.default_backend() if flat.axes is None else flat.axes.platform
-    # Scores and dropped rows are the pool's own business: rows cannot wait beside it.
-    settled = not banked and (reading is None or not reading.include_generated)
-    appends = settled and (ongoing is None or not (ongoing.evicts or ongoing.scored))
+    # Scores and evicted rows are the pool's own: such rows cannot wait beside it.
+    plain = not banked and (reading is None or not reading.include_generated)
+    appends = plain and (ongoing is None or not (ongoing.evicts or ongoing.scored))
     # A fused step appends to the pool while it attends.
     beside = platform == "cpu" and dtype.itemsize == 2 and not backend_of(implementation).fused_step
     return Spec(
@@ -224,15 +195,7 @@ def specialise(
 
 
 def implementations_for(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    """What computes attention in prefill and in decoding, where a model lies; chunks of prompts are read as questions.
-
-    Args:
-        params: the model.
-        policy: the compression.
-        asked: what the user asked for, AUTO for the fastest.
-
-    Returns:
-        Both implementations.
+    """Attention implementations for prefill and decode on a model's devices; prefill in chunks uses decode's.
 
     Raises:
         ValueError: for one that cannot read prompts in chunks, under a policy that does.

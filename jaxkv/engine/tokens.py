@@ -1,7 +1,7 @@
-"""New tokens as one block of the decoder sees them, and their attention to a pool."""
+"""New tokens of a decode step: positions, projections and RoPE angles, and their attention to a pool."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,29 +15,37 @@ from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
+from jaxkv.models.values import LayerSpec
+
+
+class Candidates(NamedTuple):
+    """Tokens at positions below `below` can be chosen by filter layers, which choose `budget` of them."""
+
+    below: Int[Array, " B"]
+    budget: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """What all layers of a step know of its N tokens.
+    """Positions and counts of a step's N new tokens, the same for all layers.
 
     Attributes:
-        positions: theirs in the text.
-        count: how many of the N are real; 0 leaves a sequence's rows as they are.
-        written: rows of the tails that each sequence has, where there are tails.
-        candidates: tokens at positions below which filter layers choose, and how many they do; None without filters.
+        positions: positions in the text.
+        count: real tokens among the N; 0 leaves a sequence's rows unchanged.
+        written: rows that each sequence has in its tails; None without tails.
+        candidates: tokens that filter layers choose from; None without filter layers.
     """
 
     positions: Int[Array, "B N"]
     count: Int[Array, " B"]
     written: Int[Array, " B"] | None = None
-    candidates: tuple[Int[Array, " B"], Int[Array, " B"]] | None = None
+    candidates: Candidates | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
-    """N new tokens of every sequence, as one block of the decoder sees them."""
+    """Rotated queries and keys, and values, of N new tokens in one block; `stored` are keys as the pool holds them."""
 
     q: Float[Array, "B K G N D"]
     k: Float[Array, "B K N D"]
@@ -46,34 +54,26 @@ class Token:
 
 
 def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
-    """Queries, keys and values of new tokens, made of normed hidden states, rotated by the angles of their places."""
+    """Queries, keys and values of new tokens from normed hidden states, rotated by the angles of their positions."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if spec.rolling else k)
 
 
-def whole_token(q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype) -> Token:
-    """`project` from the parts of one token's products, as far as anybody looks at it."""
+def token_of_parts(
+    q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype
+) -> Token:
+    """`project` of one token from split-K partial sums of its projections; XLA drops what no policy reads."""
     batch = by.cos.shape[0]
-    whole = lambda parts: parts.sum(axis=0)[:batch]  # noqa: E731
-    rotated = lambda a: rotate(a[..., None, :], by, dtype)  # noqa: E731
-    both = whole(kv)
-    k = rotated(both[:, 0])
-    return Token(q=rotated(whole(q)), k=k, v=both[:, 1, :, None].astype(dtype), stored=k)
+    query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
+    k = rotate(both[:, 0, :, None], by, dtype)
+    return Token(q=rotate(query[..., None, :], by, dtype), k=k, v=both[:, 1, :, None].astype(dtype), stored=k)
 
 
 def in_blocks(
     attend: Callable[[Array], tuple[Array, Array]], q: Float[Array, "B K G N D"]
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention that takes queries `[B, K, R, D]`, R folding the group and tokens: many tokens go block by block.
-
-    Args:
-        attend: gives the output and its log-sum-exp.
-        q: queries of N tokens; beyond a block's N a multiple of it.
-
-    Returns:
-        The output, and its log-sum-exp.
-    """
+    """Output and log-sum-exp of `attend`, which takes queries `[B, K, G N, D]`, in blocks of `QUERY_BLOCK` tokens."""
     batch, heads, group, tokens, dim = q.shape
     size = min(tokens, QUERY_BLOCK)
 
@@ -91,18 +91,18 @@ def in_blocks(
 def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """New queries against one layer's segments."""
+    """Attention of new queries to all rows of one layer's segments: output and log-sum-exp."""
     attend = partial(spec.backend.attend, walk=spec.layout.walk)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 
 class StepAngles(NamedTuple):
-    """The angles that a layer needs in a step.
+    """RoPE angles of one layer in a step.
 
     Attributes:
-        new: those of the new tokens.
-        rows: those of places within the cache, for keys that are rotated when they are read; else None.
-        tail: likewise those of rows beside the pool.
+        new: of the new tokens.
+        rows: of places within the cache, for pools that hold keys before RoPE; else None.
+        tail: of the tail's rows, for the same pools; else None.
     """
 
     new: Angles
@@ -110,21 +110,15 @@ class StepAngles(NamedTuple):
     tail: Angles | None = None
 
 
-def step_angles(cache: Cache, positions: Int[Array, "B N"], spec: Spec, tail: int = 0) -> list[StepAngles]:
-    """The angles of a step, made once for all layers that share them.
+def step_angles(
+    spec: Spec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: Cache, *, tail: int = 0
+) -> list[StepAngles]:
+    """Angles of each layer; layers with equal RoPE share arrays. Rolling positions are places within the cache.
 
-    Args:
-        cache: before the new tokens.
-        positions: their positions in the text.
-        spec: what is static.
-        tail: rows beside each segment of a pool.
-
-    Returns:
-        For each layer those of positions in the text; of places within the cache where the policy rolls positions.
+    `cache` is of these layers before the step, and read with rolling positions only; `tail` is the size of each tail.
     """
-    config = spec.config
-    ropes = [config.spec_of(layer).rope for layer in range(config.layers)]
-    made = partial(angles, head_dim=config.head_dim)
+    made = partial(angles, head_dim=spec.config.head_dim)
+    ropes = [kind.rope for kind in kinds]
     if not spec.rolling:
         by_rope = {rope: StepAngles(made(positions, rope)) for rope in dict.fromkeys(ropes)}
         return [by_rope[rope] for rope in ropes]
@@ -142,6 +136,6 @@ def step_angles(cache: Cache, positions: Int[Array, "B N"], spec: Spec, tail: in
 
 
 def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:
-    """Un-rotated keys of segments of equal size, rotated by their place within the cache."""
+    """Keys held before RoPE, in segments of equal size, rotated by their places within the cache."""
     batch, rows, dim = keys.shape
     return rotate(keys.reshape(batch, -1, by.cos.shape[1], dim), by).reshape(keys.shape)

@@ -11,12 +11,13 @@ from jaxtyping import Bool, Float
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.analysis.recall import paid
-from jaxkv.cache.pools import dense_pool
-from jaxkv.engine.filters import Asking, choose
+from jaxkv.attention.filters import Asking, by_row
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
+from jaxkv.engine.sparse import choose
+from jaxkv.engine.tokens import Candidates
 from jaxkv.evals.asking import ids_of
 from jaxkv.evals.perplexity import fed
 from jaxkv.evals.retrieval import TwoStage
@@ -187,13 +188,10 @@ class _Chooser:
         q, at = out.q[:, :, :, stretch][:, :, :, ::-1], out.q_positions[:, stretch][:, ::-1]
         weights = jnp.asarray(reading.selector.weights(reading.window))[None]
         k = out.k.reshape(1, -1, out.k.shape[-1])
-        pool = dense_pool(k, k, jnp.zeros(k.shape[:2], jnp.int32))
-        none = jnp.zeros(out.k.shape[:2], jnp.int32)
-        number = lambda n: jnp.asarray([n], jnp.int32)  # noqa: E731
-        candidates = now if reading.include_generated else self.prompt
-        asked = Asking(q=q, positions=at, weights=weights)
-        of = (none, none, number(candidates), number(self.budget), number(now))
-        found = choose(asked, pool, *of, reading, windowed=True)
+        below = jnp.asarray([now if reading.include_generated else self.prompt], jnp.int32)
+        scores = by_row(Asking(q=q, positions=at, weights=weights), k, below, None)
+        candidates = Candidates(below, jnp.asarray([self.budget], jnp.int32))
+        found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
         mask = np.zeros(self.slots, bool)
         mask[host(found.positions)[0, : int(found.count[0])]] = True
         return mask

@@ -134,8 +134,7 @@ def setting_of(
             parts,
             dtype,
             slots=slots,
-            # Heads that compete for a question's rows, too, may hold more than any prompt gives them.
-            extended=parts.evicts and not parts.heads.uniform and asked.question > 0,
+            extended=parts.outgrows_prompts and asked.question > 0,
             platform=platform,
             implementation=implementation,
         ),

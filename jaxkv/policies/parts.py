@@ -279,6 +279,11 @@ class Parts(Value):
         return isinstance(self.after, Evict)
 
     @property
+    def outgrows_prompts(self) -> bool:
+        """True if heads compete for a question's rows, so that a segment may hold more than any prompt gives it."""
+        return self.evicts and not self.heads.uniform
+
+    @property
     def every(self) -> int | None:
         """Tokens after which rows are chosen anew, if they are."""
         return self.after.every if isinstance(self.after, Again) else None
