@@ -157,6 +157,14 @@ def test_values_between_backticks_can_be_made(name):
                     eval(ast.unparse(called), dict(KNOWN))
 
 
+def test_the_architecture_names_files_that_exist():
+    """Paths without a folder of their own lie below jaxkv/, as the page says."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"(?<![\w/.])((?:[\w-]+/)*[\w-]+\.py|(?:[\w-]+/)+)(?![\w/])", text))
+    assert len(paths) > 50
+    assert not [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "jaxkv"))]
+
+
 def test_figures_of_the_readme_are_those_of_the_benchmarks():
     table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
     figures = [each for row in table.strip().splitlines()[2:] for each in re.findall(r"[\d.]+", row.split("|", 3)[3])]
