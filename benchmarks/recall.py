@@ -18,14 +18,14 @@ from pathlib import Path
 import jaxkv
 from benchmarks import record
 from jaxkv import AdaKV, PyramidKV, SnapKV
-from jaxkv.analysis.budgets import BudgetsWatcher
+from jaxkv.analysis.budgets import BudgetsMeasure
 from jaxkv.analysis.choosing import grid
-from jaxkv.analysis.density import DensityWatcher
+from jaxkv.analysis.density import DensityMeasure
 from jaxkv.analysis.figures import error
-from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
-from jaxkv.analysis.recall import RecallWatcher
-from jaxkv.analysis.retained import RetainedWatcher
-from jaxkv.analysis.watching import watch
+from jaxkv.analysis.loss import ALLOCATIONS, LossMeasure
+from jaxkv.analysis.measuring import measured
+from jaxkv.analysis.recall import RecallMeasure
+from jaxkv.analysis.retained import RetainedMeasure
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.policies import OfficialLayers
 
@@ -170,16 +170,16 @@ def main():
     model, begin = jaxkv.load(MODEL, "float32"), time.perf_counter()
     ids, titles = read(model, options.documents, options.prompt + options.following)
     where, cells = record.machine(), grid(model, POLICIES, BUDGETS)
-    watchers = {
-        "density": DensityWatcher(),
-        "retained": RetainedWatcher(),
-        "budgets": BudgetsWatcher(cells),
-        "recall": RecallWatcher(cells),
-        "loss": LossWatcher(grid(model, ALLOCATIONS, LOSS_BUDGETS)),
+    measures = {
+        "density": DensityMeasure(),
+        "retained": RetainedMeasure(),
+        "budgets": BudgetsMeasure(cells),
+        "recall": RecallMeasure(cells),
+        "loss": LossMeasure(grid(model, ALLOCATIONS, LOSS_BUDGETS)),
     }
     progress = lambda at, tokens: print(f"{time.perf_counter() - begin:5.0f} s: {titles[at]}", flush=True)  # noqa: E731
-    found = watch(model, ids, list(watchers.values()), following=options.following, begin=progress)
-    figures = dict(zip(watchers, found, strict=True))
+    found = measured(model, ids, list(measures.values()), following=options.following, begin=progress)
+    figures = dict(zip(measures, found, strict=True))
     settings = {name: getattr(options, name) for name in ("documents", "prompt", "following")}
     results = {
         "settings": {"model": MODEL, "dtype": "float32", **settings, "budgets": BUDGETS, "loss_budgets": LOSS_BUDGETS},

@@ -1,4 +1,4 @@
-"""The one door to what draws pictures, an extra."""
+"""Matplotlib, an optional dependency, and the look of all pictures."""
 
 import io
 import os
@@ -29,13 +29,9 @@ _PAPER = {
 
 
 def drawing() -> Any:
-    """What draws.
+    """The module `matplotlib`, or an ImportError naming the extra that brings it.
 
-    Returns:
-        `matplotlib`, without pyplot: its backend is the user's, who may look at figures of his own in a notebook.
-
-    Raises:
-        ImportError: without matplotlib, naming the extra that brings it.
+    Without pyplot: its backend is the user's, whose notebook may show figures.
     """
     try:
         import matplotlib
@@ -46,45 +42,18 @@ def drawing() -> Any:
 
 
 def sheet(width: float, height: float) -> Any:
-    """What is drawn on: no window shows it, and nobody has to close it.
-
-    Args:
-        width: in inches.
-        height: in inches.
-
-    Returns:
-        matplotlib's figure, without panels yet.
-
-    Raises:
-        ImportError: without matplotlib, naming the extra that brings it.
-    """
+    """A matplotlib figure of this size in inches, without panels; no window shows it and it needs no closing."""
     return drawing().figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def style(at: int) -> dict[str, str]:
-    """How the line of this number looks, so that everybody tells it from the others.
-
-    Args:
-        at: its number.
-
-    Returns:
-        Colour, dash and marker, as `plot` takes them.
-    """
+    """Colour, dash and marker of the line with this index, as keyword arguments of `plot`."""
     dash, marker = _DASHES[at % len(_DASHES)], _MARKERS[at % len(_MARKERS)]
     return {"color": _COLOURS[at % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
 def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
-    """A figure as a file, the same bytes for the same figure.
-
-    Args:
-        figure: matplotlib's.
-        kind: png, svg or pdf.
-        dpi: dots per inch, of a PNG.
-
-    Returns:
-        The file.
-    """
+    """Bytes of a figure as png, svg or pdf, equal for equal figures; `dpi` is of a png."""
     file = io.BytesIO()
     # Without a salt the ids of an SVG's parts are drawn at random; both kinds carry the date by default.
     with drawing().rc_context({"svg.hashsalt": "jaxkv"}):
@@ -94,11 +63,7 @@ def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
 
 
 def whole_numbers(axis: Any) -> None:
-    """Ticks of an axis that counts, at whole numbers only.
-
-    Args:
-        axis: a panel's `xaxis` or `yaxis`.
-    """
+    """Puts ticks of a matplotlib axis at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -106,18 +71,9 @@ def whole_numbers(axis: Any) -> None:
 
 @contextmanager
 def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
-    """A picture fit for a paper, written whole at the end: fonts of its size, the same bytes every time.
+    """Yields a figure fit for a paper, of a size in inches, and writes it whole at the end: the same bytes every time.
 
-    Args:
-        path: where to; the suffix says how, such as .png or .svg.
-        width: of the picture, in inches.
-        height: of it.
-
-    Yields:
-        The figure, without panels yet.
-
-    Raises:
-        ImportError: without matplotlib, naming the extra that brings it.
+    The path's suffix names the format, such as .png or .svg.
     """
     path = Path(path)
     with drawing().rc_context(_PAPER):

@@ -1,4 +1,4 @@
-"""One set of JAX settings for jaxkv's own arithmetic, whatever a process has chosen for its other work."""
+"""JAX settings for jaxkv's own arithmetic, whatever a process has chosen for its other work."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,17 +9,16 @@ import jax
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """32-bit indices and float32 statistics also under `jax_enable_x64`; ranks may differ where shapes broadcast.
+    """Context in which JAX uses 32-bit numbers and lets ranks broadcast, and no mesh of `jax.set_mesh` is current.
 
-    Nor do programs run under a mesh of `jax.set_mesh`: they have their own, the model's. All of it holds for the
-    calling thread until the block ends, and for what a user's own scorer or sampler computes in it.
+    It holds for the calling thread until the block ends, and for users' scorers and samplers called in it.
     """
     with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), _no_mesh():
         yield
 
 
 def _no_mesh() -> AbstractContextManager[Any]:
-    """No mesh of the surroundings, but for one that a user's own program is being traced on."""
+    """Context without the current mesh, except while a user's own program is traced on it."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     try:
@@ -28,5 +27,5 @@ def _no_mesh() -> AbstractContextManager[Any]:
         return nullcontext()
 
 
-# Around a public function: it then runs under jaxkv's own settings in any process, entered anew at every call.
+# Decorator of public functions: they run under jaxkv's own settings, entered anew at every call.
 settled = own_settings()

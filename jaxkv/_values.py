@@ -1,4 +1,4 @@
-"""Frozen values: numbers become plain Python, and rows (1) never compare equal to a share (1.0)."""
+"""Frozen values that compare with the types of their numbers, so that 1 row is no share of 1.0; plain numbers."""
 
 import dataclasses
 import enum
@@ -20,10 +20,10 @@ ENDLESS = 2**30
 
 
 class Value:
-    """Base of frozen dataclasses that differ where the type of a number differs.
+    """Base of frozen dataclasses that are equal only if the types of their numbers are, too.
 
-    Programs and sizes are kept by such values; a dataclass of its own would take 1 row for 100 %, and True for 1.
-    A class that writes its own `__eq__` keeps it.
+    Programs and sizes are cached by such values; plain dataclasses would take 1 row for 100 %, and True for 1. A class
+    that writes its own `__eq__` keeps it.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -34,7 +34,7 @@ class Value:
             setattr(cls, "__hash__", Value.__hash__)  # noqa: B010
 
     def meaning(self) -> dict[str, Any]:
-        """What tells this value from others of its class: its fields, or what they stand for."""
+        """Names and values that this value is compared by: its fields, or what they stand for."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields if field.compare}
 
@@ -49,24 +49,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Typed(Value):
-    """A part of a policy, maybe a user's own class, as a static argument: programs are not shared across types.
-
-    Attributes:
-        part: the part.
-    """
+    """A part of a policy as a static argument, compared with the types of its numbers; a user's own class, too."""
 
     part: Any
 
 
 def typed(value: Any) -> Any:
-    """A value with the types of all numbers in it, which compares and hashes by both.
-
-    Args:
-        value: a dataclass, a tuple, or anything hashable.
-
-    Returns:
-        Nested tuples.
-    """
+    """Nested tuples of a dataclass, tuple or hashable value and its types, to compare and hash by."""
     if isinstance(value, Value):
         return type(value), *((name, typed(each)) for name, each in value.meaning().items())
     by_field = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -79,13 +68,9 @@ def typed(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy's or JAX's as Python's own; everything else as it is.
+    """Python's own bool, int, float or str of a scalar of numpy or JAX; anything else as it is.
 
-    Args:
-        value: anything. A float32 becomes the decimal that it is written as: 0.2, not 0.20000000298.
-
-    Returns:
-        A bool, int, float or str for scalars and arrays without axes.
+    A float32 becomes the decimal that it is written as: 0.2, not 0.20000000298.
     """
     if isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0:
         value = np.asarray(value)[()]
@@ -100,11 +85,7 @@ def plain(value: Any) -> Any:
 
 
 def normalise(value: Any) -> None:
-    """Makes a dataclass' numbers plain, and its lists tuples.
-
-    Args:
-        value: a frozen dataclass under construction.
-    """
+    """Makes the numbers of a dataclass under construction plain, and its lists tuples."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         made = tuple(plain(each) for each in given) if isinstance(given, list) else plain(given)
@@ -113,12 +94,12 @@ def normalise(value: Any) -> None:
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    """Whether this is a whole number of something, at least so many; True and 2.0 are none."""
+    """True if the value is an int of at least `least`; True and 2.0 are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def as_real(value: Any) -> float | None:
-    """A number as a float, or None for what is none: bools, text, NaN."""
+    """A number as a float; None for bools, text, NaN and numbers that no float holds."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, Fraction)):
         return None
@@ -130,17 +111,7 @@ def as_real(value: Any) -> float | None:
 
 
 def count(value: Any, name: str, least: int, remedy: str) -> None:
-    """Checks a field that counts something, and makes it a plain int.
-
-    Args:
-        value: a frozen dataclass under construction.
-        name: the field.
-        least: the smallest count.
-        remedy: what to give.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Checks that a field is an int of at least `least`, and makes it plain."""
     given = plain(getattr(value, name))
     require(is_whole(given, least), name, given, remedy)
     require(given <= FARTHEST, name, given, f"give at most {FARTHEST}: no text is longer")
@@ -148,19 +119,7 @@ def count(value: Any, name: str, least: int, remedy: str) -> None:
 
 
 def real(value: Any, name: str, remedy: str, *, low: int | float, high: int | float, above: bool = False) -> None:
-    """Checks a field that is a real number, and makes it a plain float.
-
-    Args:
-        value: a frozen dataclass under construction.
-        name: the field.
-        remedy: what to give.
-        low: the smallest number.
-        high: the largest.
-        above: the smallest itself is not allowed.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Checks that a field is a number in [low, high], or with `above` in (low, high], and makes it a float."""
     given = getattr(value, name)
     number = as_real(given)
     fits = number is not None and low <= number <= high and not (above and number == low)
@@ -169,31 +128,14 @@ def real(value: Any, name: str, remedy: str, *, low: int | float, high: int | fl
 
 
 def flag(value: Any, name: str) -> None:
-    """Checks a field that is on or off, and makes it a plain bool.
-
-    Args:
-        value: a frozen dataclass under construction.
-        name: the field.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Checks that a field is True or False, and makes it plain."""
     given = plain(getattr(value, name))
     require(isinstance(given, bool), name, given, "give True or False")
     object.__setattr__(value, name, given)
 
 
 def choice(value: Any, name: str, kind: type[enum.Enum]) -> None:
-    """Checks a field that names one of a few things, and makes it the enum's member.
-
-    Args:
-        value: a frozen dataclass under construction.
-        name: the field.
-        kind: the enum; its values may be given as well.
-
-    Raises:
-        ValueError: for anything else; the message lists the values.
-    """
+    """Checks that a field is a member of an enum or its value, and makes it the member."""
     given = getattr(value, name)
     known = [each.value for each in kind]
     fits = isinstance(given, kind) or (isinstance(given, str) and given in known)
@@ -202,14 +144,7 @@ def choice(value: Any, name: str, kind: type[enum.Enum]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A dataclass as short as can be: its class and the fields that are not as they are by default.
-
-    Args:
-        value: any dataclass; anything else comes as its `repr`.
-
-    Returns:
-        One line.
-    """
+    """One line of a dataclass: its class and the fields that differ from their defaults; else the `repr`."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return " ".join(repr(value).split())
     given = []
@@ -221,38 +156,24 @@ def brief(value: Any) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """A text for one line of a message, cut where it is long.
-
-    Args:
-        text: any text.
-        most: characters that are shown.
-
-    Returns:
-        The text, or its beginning and three dots.
-    """
+    """Text of at most `most` characters, cut and ended by three dots if it is longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a part of a trace, of which no number is known."""
+    """True for a tracer of JAX, whose numbers are not known."""
     return isinstance(value, jax.core.Tracer)
 
 
-def namespace(*of: Any) -> Any:
-    """What computes with these: `jax.numpy` if one of them is JAX's, else `numpy`."""
-    return jnp if any(isinstance(each, jax.Array) for each in of) else np
+def namespace(*values: Any) -> Any:
+    """`jax.numpy` if one of the values is a JAX array, else `numpy`."""
+    return jnp if any(isinstance(each, jax.Array) for each in values) else np
 
 
 def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
-    """The least numbers at which something is no longer so, by bisection to the last bit of 64.
+    """Smallest numbers at which `below` is False, by bisection to the last bit of 64, elementwise.
 
-    Args:
-        low: where it is so.
-        high: where it is not.
-        below: whether it is so.
-
-    Returns:
-        The numbers, arrays as those given are.
+    `below` is True at `low` and False at `high`.
     """
     xp = namespace(low, high)
 
@@ -270,15 +191,7 @@ def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
 
 
 def share_of(rows: Any, share: float) -> Any:
-    """A share of so many rows in whole ones, the next smaller number: of the decimal that was written.
-
-    Args:
-        rows: whole numbers of 32 bits, any array.
-        share: in [0, 1].
-
-    Returns:
-        As many rows.
-    """
+    """Floor of a share in [0, 1] of each number of rows, exact for the decimal that was written; rows have 32 bits."""
     whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
     # Digit by digit from the last: floors of floors are exact, and no number leaves 32 bits.
     part = rows * 0

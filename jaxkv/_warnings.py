@@ -1,4 +1,4 @@
-"""One way to warn: once per process and subject, at the user's own line."""
+"""Warnings once per process and subject, at the user's own line."""
 
 import contextlib
 import sys
@@ -6,22 +6,19 @@ import warnings
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent)
-# What `@settled` puts between a user's call and ours.
+# The decorator `@settled` stands between a user's call and ours.
 _DECORATORS = contextlib.__file__
 _told: set[tuple[type[Warning], str]] = set()
 
 
 class UnseenQuestionWarning(UserWarning):
-    """A document was compressed by the attention of its end, before any question about it was there."""
+    """A document was compressed by the attention of its end, before any question about it was seen."""
 
 
 def warn_once(category: type[Warning], subject: str, message: str) -> None:
-    """Warns at the innermost line outside jaxkv, the first time that a process has this category and subject.
+    """Warns at the innermost line outside jaxkv, if this process has not warned of this category and subject before.
 
-    Args:
-        category: the kind, by which users can filter it.
-        subject: a policy class' name, say: another subject is warned of anew.
-        message: what is wrong, and the remedy.
+    The subject is a policy class' name, say; the message names the remedy.
     """
     if (category, subject) in _told:
         return
@@ -31,12 +28,12 @@ def warn_once(category: type[Warning], subject: str, message: str) -> None:
 
 
 def forget() -> None:
-    """Forgets all warnings given, so that each comes once more: for tests."""
+    """Forgets which warnings were given, so that each comes once more, for tests."""
     _told.clear()
 
 
 def _stacklevel() -> int:
-    """Count of frames from `warn_once` to the user's, as `warnings.warn` takes it."""
+    """Number of frames from `warn_once` to the user's, as `warnings.warn` takes it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _ours(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""How `generate` runs: a prompt is prefilled, or read on top of a cache, then tokens are drawn block by block."""
+"""The way of one `generate` call: prompts are prefilled or read on top of a cache, tokens drawn block by block."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ from jaxkv.text.prompts import Encoded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked call of `generate`."""
+    """A checked call of `generate`: session, encoded prompts, cache and options; `look` asks for text as it comes."""
 
     session: Session
     encoded: Encoded
@@ -37,7 +37,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes and rows before the first token is drawn, as `Stats` has them."""
+    """Bytes of the full and compressed cache and rows kept per head, before the first token is drawn."""
 
     full_bytes: int
     cache_bytes: int
@@ -45,33 +45,14 @@ class _Sizes:
     kept: float
 
 
-def bar(progress: bool | None, total: int, what: str) -> tqdm:
-    """A bar on stderr, of the first process where there are several.
-
-    Args:
-        progress: whether it is shown; None for where stderr is a terminal.
-        total: what it counts to.
-        what: its title.
-
-    Returns:
-        The bar.
-    """
+def bar(progress: bool | None, total: int, title: str) -> tqdm:
+    """A progress bar on stderr, of the first process; `progress` None shows it if stderr is a terminal."""
     shown = sys.stderr.isatty() if progress is None else progress
-    return tqdm(total=total, desc=what, leave=False, disable=not (shown and hosts.speaks()), file=sys.stderr)
+    return tqdm(total=total, desc=title, leave=False, disable=not (shown and hosts.speaks()), file=sys.stderr)
 
 
 def answered(request: Request) -> Generator[list[str], None, Generation]:
-    """Prefills or extends, then draws tokens block by block.
-
-    Args:
-        request: the call.
-
-    Yields:
-        The new text of every sequence at each look.
-
-    Returns:
-        The generation.
-    """
+    """Runs a call of `generate`: yields the new text of every sequence after each block, returns the generation."""
     session, params, encoded = request.session, request.session.params, request.encoded
     cache, sizes, batch = _read(request)
     eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
@@ -100,33 +81,40 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
 
 
 def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
-    """The cache with the prompts in it, what it weighs, and the batch that was prefilled where there was no cache."""
+    """Reads the prompts into a cache; returns the cache, its sizes, and the prefilled batch, None on top of a cache."""
     session, encoded, given, new = request.session, request.encoded, request.cache, request.max_new_tokens
     if given is not None:
-        sizes = {"full_bytes": given.full_nbytes, "cache_bytes": given.nbytes, "slack_bytes": given.slack_nbytes}
+        # Before the cache is extended.
+        full, kept_bytes, slack = given.full_nbytes, given.nbytes, given.slack_nbytes
         cache = session.extend(given, encoded, new=new)
-        return cache, _Sizes(**sizes, kept=float(np.mean(cache.kept))), None
+        kept = float(np.mean(cache.kept))
+        return cache, _Sizes(full_bytes=full, cache_bytes=kept_bytes, slack_bytes=slack, kept=kept), None
     config = session.params.config
     batch = planned(session, encoded, new)
     every, needed = batch.encoded, batch.asked
     with bar(request.progress, config.layers, "prefill") as shown:
         cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
     spare = len(cache.seen) * config.kv_heads * sum(needed.room) * cache.row_bytes
-    # Of the prompts alone: all sequences weigh the same.
+    # Of the prompts without their copies: all sequences weigh the same.
     weighs = (cache.nbytes - spare) * len(encoded.ids) // len(every.ids)
     if batch.copies:
         cache = dataclasses.replace(cache, padding=batch.copies, turn=encoded.turn)
-    sizes = {"full_bytes": needed.full_bytes, "slack_bytes": needed.slack_bytes}
-    return cache, _Sizes(**sizes, cache_bytes=weighs, kept=float(np.mean(cache.kept))), batch
+    sizes = _Sizes(
+        full_bytes=needed.full_bytes,
+        cache_bytes=weighs,
+        slack_bytes=needed.slack_bytes,
+        kept=float(np.mean(cache.kept)),
+    )
+    return cache, sizes, batch
 
 
 def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
-    """Draws until all sequences have ended; yields their new text where somebody looks."""
+    """Draws tokens until all sequences have ended; yields their new text if the request looks at it."""
     axes = request.session.params.axes
     with bar(request.progress, request.max_new_tokens, "decode") as shown:
-        # Of several processes one has a bar: all keep the pace of those that look.
+        # Of several processes one shows the bar: all draw blocks of the same size.
         look = request.look or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
-        # A row behind a stop string is taken back: not once another had to go for it, or was scored by it.
+        # Rows behind a stop string are rolled back, which evicted and rescored rows cannot be: then one token a block.
         pace = 1 if request.stops and drawing.final else LOOK if look else drawing.size
         ended = False
         while drawing.left and not ended:
@@ -144,6 +132,7 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
 def _stats(
     request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None
 ) -> Stats:
+    """Stats of a call, from its clocks, sizes and transfers."""
     session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
     before = 0 if given is None else _moved(given) * cache.batch // given.batch
@@ -170,4 +159,5 @@ def _stats(
 
 
 def _moved(cache: KVCache) -> int:
+    """Number of rows that the policy's `capacity` moved to other devices, over all sequences."""
     return 0 if cache.moved is None else int(host(cache.moved)[: cache.batch].sum())

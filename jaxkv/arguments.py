@@ -1,4 +1,4 @@
-"""What `generate` and `prefill` are given: made into what the engine takes, or refused with what to give instead."""
+"""Checks of the arguments of `generate`, `prefill` and their like: converted to what the engine takes, or refused."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv import hosts
+from jaxkv import _checks, hosts
 from jaxkv._errors import require
-from jaxkv._values import is_whole, plain
+from jaxkv._values import plain
 from jaxkv._warnings import UnseenQuestionWarning, warn_once
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
@@ -29,19 +29,7 @@ _SEEDS = 2**32
 
 
 def as_model(params: Any, mesh: Any = None) -> LanguageModel:
-    """The model, or an error that says how to get one.
-
-    Args:
-        params: what was given.
-        mesh: where it is to run; None for where it lies.
-
-    Returns:
-        The same; or the same on the mesh.
-
-    Raises:
-        TypeError: for anything but a `LanguageModel`, and for a mesh that is none.
-        ValueError: for a mesh whose axes are others, or do not divide the model.
-    """
+    """The model, moved to `mesh` if one is given; a TypeError says how to load one."""
     if isinstance(params, LanguageModel):
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
@@ -49,16 +37,9 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
 
 
 def as_cache(cache: Any) -> KVCache | None:
-    """The cache, on the device again if it came as numpy arrays.
+    """The cache with all leaves JAX arrays, the bank's in host memory; None for None.
 
-    Args:
-        cache: what was given; None for none.
-
-    Returns:
-        A cache whose every leaf is a JAX array, those that wait in host memory there.
-
-    Raises:
-        TypeError: for anything but a `KVCache` of arrays.
+    A cache of numpy arrays is put on the device. Anything but a `KVCache` of arrays is refused by a TypeError.
     """
     if cache is None:
         return None
@@ -78,68 +59,24 @@ def as_cache(cache: Any) -> KVCache | None:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    """A cache as prefill makes it, of one that has been elsewhere.
-
-    Args:
-        cache: its arrays JAX's or numpy's.
-
-    Returns:
-        The same where its programs find it: on the device, what waits in host memory there.
-    """
+    """A cache of JAX or numpy arrays, on the device as prefill leaves it: the bank, rows that wait, in host memory."""
     bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
     device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
 def as_count(name: str, given: Any, remedy: str) -> int:
-    """A number of something, at least 1, as a plain int.
-
-    Args:
-        name: the argument.
-        given: an int of Python's or numpy's.
-        remedy: what to give.
-
-    Returns:
-        The int.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    number = plain(given)
-    require(is_whole(number, 1), name, number, remedy)
-    return number
+    """Positive int of the argument called `name`."""
+    return _checks.whole(name, given, remedy)
 
 
 def as_flag(name: str, given: Any) -> bool:
-    """True or False as a plain bool.
-
-    Args:
-        name: the argument.
-        given: a bool of Python's or numpy's.
-
-    Returns:
-        The bool.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    value = plain(given)
-    require(isinstance(value, bool), name, given, "give True or False")
-    return value
+    """Bool of the argument called `name`."""
+    return _checks.flag(name, given)
 
 
 def as_sampling(given: Any) -> Sampling:
-    """How to draw; the likeliest token if nothing is said.
-
-    Args:
-        given: a sampler, or None.
-
-    Returns:
-        The sampler.
-
-    Raises:
-        TypeError: for a sampler's name or class, and for what is none.
-    """
+    """The sampler, greedy for None; a TypeError for its name or class says what to give."""
     if given is None:
         return Greedy()
     if isinstance(given, type):
@@ -151,22 +88,11 @@ def as_sampling(given: Any) -> Sampling:
 
 
 def as_stops(given: Any) -> tuple[str, ...]:
-    """Stop strings as a tuple.
-
-    Args:
-        given: one string, several of them, or None for none.
-
-    Returns:
-        The strings.
-
-    Raises:
-        TypeError: for anything that is no text.
-        ValueError: for an empty string.
-    """
+    """Stop strings as a tuple: of one string, several, or None for none; empty strings are refused."""
     if given is None:
         return ()
-    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping))
-    stops = tuple(given) if several else (given,)
+    many = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping))
+    stops = tuple(given) if many else (given,)
     for stop in stops:
         if not isinstance(stop, str):
             raise TypeError(f"stop={given!r}: {stop!r} is no text: give a string, or a list of strings")
@@ -175,17 +101,9 @@ def as_stops(given: Any) -> tuple[str, ...]:
 
 
 def as_key(given: Any) -> PRNGKeyArray | None:
-    """A random key from a key, or from a seed.
+    """Random key of a key, an older `jax.random.PRNGKey`, or a seed of 32 bits; None for None.
 
-    Args:
-        given: from `jax.random.key` or the older `jax.random.PRNGKey`; a seed of 32 bits; None for none.
-
-    Returns:
-        The key.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: for a seed out of range, which JAX would cut.
+    A longer seed, of which JAX would drop bits, is refused.
     """
     remedy = "give jax.random.key(0), or a seed such as 0"
     if given is None:
@@ -204,46 +122,17 @@ def as_key(given: Any) -> PRNGKeyArray | None:
 
 
 def as_implementation(given: Any) -> Implementation:
-    """The implementation of attention; the fastest one if nothing is said.
-
-    Args:
-        given: an `Implementation`, its value, or None.
-
-    Returns:
-        The `Implementation`.
-
-    Raises:
-        ValueError: if there is none of this name.
-    """
+    """The implementation of attention, by its enum member or value; `AUTO` for None."""
     return Implementation.AUTO if given is None else named(given)
 
 
 def as_progress(given: Any) -> bool | None:
-    """Whether to show bars; None where that depends on the terminal.
-
-    Args:
-        given: a bool, or None.
-
-    Returns:
-        The bool, or None.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    return None if given is None else as_flag("progress", given)
+    """True or False to show progress bars or not; None leaves it to the terminal."""
+    return None if given is None else _checks.flag("progress", given)
 
 
 def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
-    """Refuses a cache of another policy or model.
-
-    Args:
-        params: the model.
-        cache: the cache.
-        policy: the policy; None for whatever the cache's is.
-
-    Raises:
-        ValueError: naming what to change.
-    """
+    """Refuses a cache of another model, another mesh, or another policy than `policy`; None takes the cache's."""
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
     require(policy is None or policy == cache.policy, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
@@ -259,21 +148,10 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
 def require_fits(
     config: ModelConfig, policy: Method, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None
 ) -> None:
-    """Refuses prompts that the model has no positions for, or that are as many as no cache serves.
-
-    Args:
-        config: the model's shape.
-        policy: the compression.
-        lengths: tokens of each prompt.
-        new: tokens that will be drawn.
-        cache: what the prompts come on top of; None for nothing.
-
-    Raises:
-        ValueError: naming what to change.
-    """
+    """Refuses prompts that with `new` tokens exceed the model's positions, and batches that do not fit the cache."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
-        remedy = f"the cache holds {cache.batch}: give as many, or 1 cache"
+        remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
         require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
         seen = host(cache.seen)[: cache.batch]
     if policy.parts().rolling:
@@ -284,12 +162,9 @@ def require_fits(
 
 
 def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
-    """Warns, once per process and policy class, of documents whose rows go before a question can say which it needs.
+    """Warns, once per process and policy class, of documents that lose rows before a question is seen.
 
-    Args:
-        policy: the compression.
-        encoded: the documents.
-        budget: rows per kv head that stay of each.
+    That is so where rows are scored by the attention of a document's end. `budget` is rows per kv head.
     """
     scorer = policy.parts().scorer
     lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
@@ -306,7 +181,7 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
 
 
 def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
-    """Where positions are places within the cache, those count: of a prompt while it is read, and of what is kept."""
+    """`require_fits` for policies whose positions are places in the cache: the rows held must fit the model."""
     limit, parts = config.max_positions, policy.parts()
     if cache is None:
         read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())
@@ -319,5 +194,5 @@ def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, ne
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
     every = parts.every
     most = now + new if every is None else min(now + new, target + every)
-    remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64, say, to go on"
+    remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64 to the policy"
     require(most <= limit, "max_new_tokens", new, remedy)

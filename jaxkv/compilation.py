@@ -1,4 +1,4 @@
-"""Compilation: a cache on disk, so that a second process does not compile what a first one did, and what it takes."""
+"""Compiled programs kept on disk for later processes, and clocks that tell compiling from running."""
 
 import dataclasses
 import hashlib
@@ -16,15 +16,10 @@ from jaxkv.checkpoints import cache_dir
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
-    """Keeps compiled programs on disk for later processes; the CLI and the demo do, a library's user opts in.
+    """Keeps compiled programs on disk for later processes, and returns the folder.
 
-    It is a setting of the whole process: every JAX program compiled after the call is kept, jaxkv's or not.
-
-    Args:
-        path: the folder; by default one for this kind of processor under jaxkv's cache folder.
-
-    Returns:
-        The folder.
+    By default it is one for this kind of processor in jaxkv's cache folder. The setting is the whole process': every
+    JAX program compiled after the call is kept. The command line calls this; users of the library may.
     """
     folder = cache_dir() / "compiled" / _processor() if path is None else Path(path).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -37,7 +32,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
 
 
 def _processor() -> str:
-    """Tells processors apart: code compiled for one need not run on another that shares the home folder."""
+    """Name of this kind of processor: code compiled for one need not run on another that shares the home folder."""
     flags = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -47,20 +42,18 @@ def _processor() -> str:
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-# What JAX says of its own work, whoever asks for it; tracing and lowering may lie within one another.
+# JAX's events of compilation; tracing and lowering may lie within one another.
 _BACKEND = "/jax/core/compile/backend_compile_duration"
 _EVENTS = (_BACKEND, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 
 
 class Clock:
-    """A stop watch that knows how much of its time went into compiling, as JAX reports it.
-
-    It runs while it is entered, as often as one likes; what other threads compile is not its business.
+    """A context manager that adds up the seconds spent inside, and those of them that JAX compiled in this thread.
 
     Attributes:
-        seconds: it has run for, compilation included.
-        compile_seconds: of these: tracing, lowering and compiling, or reading programs from a cache on disk.
-        programs: compiled or read.
+        seconds: seconds inside, compilation included.
+        compile_seconds: seconds of tracing, lowering and compiling, or of reading programs from a cache on disk.
+        programs: number of programs compiled or read.
     """
 
     def __init__(self) -> None:
@@ -72,33 +65,28 @@ class Clock:
 
     @property
     def running_seconds(self) -> float:
-        """Seconds without those of compilation."""
+        """Seconds inside without compilation."""
         return max(0.0, self.seconds - self.compile_seconds)
 
     def __enter__(self) -> "Clock":
-        """Starts to run, or goes on where it was left."""
+        """Starts the clock."""
         self._started = time.perf_counter()
         _RUNNING.clocks.append(self)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stops, and adds what was compiled meanwhile to its sums."""
+        """Stops the clock, and adds its time to the sums."""
         _RUNNING.clocks.remove(self)
         self.seconds += time.perf_counter() - self._started
         self.compile_seconds += sum(end - begin for begin, end in self._spans)
         self._spans = []
 
     def record(self, event: str, duration: float) -> None:
-        """Takes in an event of JAX's that ends now.
-
-        Args:
-            event: its name.
-            duration: in seconds.
-        """
+        """Adds a compilation event of JAX, `duration` seconds long, that ends now."""
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND
-        # What an outer event contains has been told before.
+        # Events inside this one were recorded before it.
         while self._spans and self._spans[-1][0] >= begin:
             self._spans.pop()
         inside = self._spans[-1][1] if self._spans else self._started
@@ -107,12 +95,12 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """What a call takes. Compilation is told apart wherever it happens.
+    """Clocks of the stages of a call.
 
     Attributes:
-        making: programs made before they are needed, so that no other clock waits for them.
+        making: compiling programs before they are needed.
         prefill: from ids to the first logits.
-        decode: drawing.
+        decode: drawing tokens.
     """
 
     making: Clock = dataclasses.field(default_factory=Clock)
@@ -121,17 +109,17 @@ class Clocks:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds of compilation, wherever it happened."""
+        """Seconds of compilation in all stages."""
         return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
     def programs(self) -> int:
-        """Programs compiled, or read from a cache on disk."""
+        """Number of programs compiled, or read from a cache on disk, in all stages."""
         return self.making.programs + self.prefill.programs + self.decode.programs
 
 
 class _Running(threading.local):
-    """Clocks that run, thread by thread: JAX reports in the thread that compiles."""
+    """Clocks that run in each thread: JAX reports in the thread that compiles."""
 
     def __init__(self) -> None:
         self.clocks: list[Clock] = []
@@ -141,6 +129,7 @@ _RUNNING = _Running()
 
 
 def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """Adds an event of compilation to the clocks that run."""
     if event in _EVENTS:
         for clock in _RUNNING.clocks:
             clock.record(event, duration_secs)

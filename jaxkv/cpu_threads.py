@@ -19,38 +19,23 @@ _MOST = 2**31 - 1
 
 
 def threads_for(devices: int) -> int:
-    """Number of threads, the value of NPROC, for a process with so many CPU devices; at least one per core.
-
-    Args:
-        devices: CPU devices of the process.
-
-    Returns:
-        The number.
-    """
+    """Number of threads, the value of NPROC, that a process with this many CPU devices needs; at least one per core."""
     return max(_PER_DEVICE * devices, _cores())
 
 
 def client_threads(devices: int) -> int:
-    """Number of threads that XLA's CPU client has in each of its pools, read from the environment as XLA reads it.
+    """Number of threads in each pool of XLA's CPU client with this many devices, read from the environment as XLA does.
 
-    Args:
-        devices: CPU devices of the client.
-
-    Returns:
-        The number; the client reads the environment once, when it begins.
+    The client reads the environment once, when it begins.
     """
     found = (_number(os.environ.get(name)) for name in _VARIABLES)
     return max(devices, next((each for each in found if each is not None), _cores()))
 
 
 def warn_of_few_threads(mesh: Mesh) -> None:
-    """Warns, once per process, where a mesh's CPU devices may wait for a thread that never comes free.
+    """Warns, once per process, if a mesh's CPU devices may wait for a thread that never comes free.
 
-    Args:
-        mesh: any; one of other devices, or of a single device of this process, needs nothing.
-
-    Warns:
-        RuntimeWarning: naming NPROC, its value and the line that sets it.
+    The RuntimeWarning names NPROC, its value and the line that sets it. A mesh of other devices, or of one, is fine.
     """
     first = mesh.devices.flat[0]
     if first.platform != "cpu" or len(mesh.local_devices) < 2:

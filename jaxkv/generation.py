@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from jaxkv import arguments, hosts
+from jaxkv import _checks, arguments, hosts
 from jaxkv._errors import require
 from jaxkv._settings import settled
 from jaxkv.answering import Request, answered, bar
@@ -36,23 +36,23 @@ def prefill(
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
-    """Runs prompts through the model and keeps what the policy keeps, to be asked about later, many times over.
+    """Prefills prompts into a compressed cache, on top of which questions can be asked later, many times over.
 
-    A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it. A policy that goes
-    by what the prompt's end attends to (SnapKV, PyramidKV, TOVA) cannot know what will be asked: it warns, once.
+    A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it. A policy that scores
+    rows by the attention of the prompt's end (SnapKV, PyramidKV, TOVA) cannot know the question: it warns, once.
 
     Args:
         params: from `jaxkv.load`.
-        prompt: text, chat messages, token ids, or a list of any.
-        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
-        raw: the text is plain text, not a user's message.
+        prompt: text, chat messages, token ids, or a list of such prompts.
+        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row.
+        raw: True if the text is plain text, not a user's message.
         key: random key or seed, for policies that draw.
-        mesh: devices with the axes "data" and "model" to run on: the model is moved there once. By default where it is.
-        implementation: what computes attention; by default the fastest one here.
-        progress: a bar on stderr; by default where stderr is a terminal.
+        mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
+        implementation: the implementation of attention; by default the fastest one for these devices.
+        progress: True for a progress bar on stderr; by default if stderr is a terminal.
 
     Returns:
-        A tight cache. It is a value: asking it changes nothing in it.
+        A cache without room for new rows. It is immutable: questions do not change it.
 
     Raises:
         ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
@@ -62,9 +62,17 @@ def prefill(
     Warns:
         UnseenQuestionWarning: for text of which such a policy drops rows, once per process and policy class.
     """
-    given = {"raw": raw, "key": key, "implementation": implementation}
-    hosts.require_same("jaxkv.prefill", params, mesh, prompt=prompt, policy=policy, **given)
-    params, raw, key = arguments.as_model(params, mesh), arguments.as_flag("raw", raw), arguments.as_key(key)
+    hosts.require_same(
+        "jaxkv.prefill",
+        params,
+        mesh,
+        prompt=prompt,
+        policy=policy,
+        raw=raw,
+        key=key,
+        implementation=implementation,
+    )
+    params, raw, key = arguments.as_model(params, mesh), _checks.flag("raw", raw), arguments.as_key(key)
     progress = arguments.as_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
@@ -77,7 +85,7 @@ def prefill(
 
 
 class _Options(TypedDict, total=False):
-    """What `generate` takes by name whatever it returns; told once for all its forms."""
+    """Keyword arguments of every overload of `generate`, whose `stream` decides what it returns."""
 
     policy: Method | type[Method] | str | None
     cache: KVCache | None
@@ -126,21 +134,22 @@ def generate(
 
     Args:
         params: from `jaxkv.load`.
-        prompt: text, chat messages, token ids, or a list of any; on top of a cache: what comes next.
-        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything. With a
-            cache, the cache's own.
+        prompt: text, chat messages, token ids, or a list of such prompts; with a cache, what follows its text.
+        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row. With a
+            cache it is the cache's policy.
         cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
-        max_new_tokens: tokens to draw at most.
-        sampling: how to draw; Greedy() if None.
+        max_new_tokens: largest number of tokens to draw.
+        sampling: the sampler; Greedy() if None.
         stop: strings that end an answer. They are left out of its text, but stay in its tokens and in the cache: a
-            policy that has dropped rows for them cannot take them back.
-        stop_at_eos: end at the model's end-of-answer tokens.
+            policy that has dropped rows for them cannot restore those.
+        stop_at_eos: True to end at the model's end-of-answer tokens.
         key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
-        raw: the text is plain text, not a user's message.
-        stream: return a `Stream` that yields text as it comes.
-        mesh: devices with the axes "data" and "model" to run on: the model is moved there once. By default where it is.
-        implementation: what computes attention; by default the fastest one here. `stats.attention` says what ran.
-        progress: bars on stderr; by default where stderr is a terminal.
+        raw: True if the text is plain text, not a user's message.
+        stream: True to return a `Stream` that yields text as it is drawn.
+        mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
+        implementation: the implementation of attention; by default the fastest one for these devices.
+            `stats.attention` says which ran.
+        progress: True for progress bars on stderr; by default if stderr is a terminal.
 
     Returns:
         A `Generation`, or a `Stream` whose `result` will be one.
@@ -168,13 +177,10 @@ def generate(
         implementation=implementation,
     )
     params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
-    max_new_tokens = arguments.as_count("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
     sampling, stops, key = arguments.as_sampling(sampling), arguments.as_stops(stop), arguments.as_key(key)
-    raw, stream, stop_at_eos = (
-        arguments.as_flag("raw", raw),
-        arguments.as_flag("stream", stream),
-        arguments.as_flag("stop_at_eos", stop_at_eos),
-    )
+    raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
+    stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
     implementation, progress = arguments.as_implementation(implementation), arguments.as_progress(progress)
     require(isinstance(sampling, Greedy) or key is not None, "key", key, f"{sampling} needs jax.random.key(...)")
     require(not stops or params.text is not None, "stop", stop, "the checkpoint has no tokenizer: stop by eos only")

@@ -1,4 +1,4 @@
-"""A cache moved to other devices: compressed on one mesh, asked on another."""
+"""Moves a cache to other devices: compressed on one mesh, used on another."""
 
 import dataclasses
 
@@ -18,42 +18,34 @@ from jaxkv.sharding.parameters import model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Moves a cache to another mesh, or to a single device: the same rows of the same heads, bit by bit.
+    """Moves a cache to another mesh or to a single device; the heads keep their rows, bit by bit.
 
-    Rows that the policy's `capacity` moved stay where they went, and none are moved anew: a device whose heads hold
-    more gets a larger pool.
+    Rows that the policy's `capacity` moved to other heads stay there, and no others are moved: a device whose heads
+    hold more gets a larger pool.
 
     Args:
         cache: from `prefill` or `generate`; it is not changed.
         mesh: devices with the axes "data" and "model"; None for the default device.
 
     Returns:
-        The cache there; the same one if it lies there already. Segments of equal size keep the room that they have
-        for new rows, others have none.
+        The cache there; the same one if it lies there already. Segments of equal size keep their room for new rows,
+        others have none.
 
     Raises:
-        TypeError: for what is no cache, and for a mesh that is none.
-        ValueError: for a mesh whose axes are others or do not divide the model, and for a cache whose arrays were given
-            up.
+        TypeError: for anything but a cache, and for a mesh of the wrong kind.
+        ValueError: for a mesh whose axes are others or do not divide the model, and for a cache whose arrays were
+            donated.
     """
     if cache is None:
         raise TypeError("cache=None: give what prefill or an earlier generate returned")
     given = as_cache(cache)
     assert given is not None
     hosts.require_same("jaxkv.reshard", None, mesh, made_by=given.policy)
-    return moved(given, None if mesh is None else Axes(mesh=model_mesh(mesh, given.config)))
+    return cache_on(given, None if mesh is None else Axes(mesh=model_mesh(mesh, given.config)))
 
 
-def moved(cache: KVCache, axes: Axes | None) -> KVCache:
-    """`reshard`, to where a model's axes say.
-
-    Args:
-        cache: any cache.
-        axes: of the mesh; None for the default device.
-
-    Returns:
-        The cache there.
-    """
+def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
+    """Cache on the mesh of a model's axes; None for the default device."""
     if axes == cache.axes:
         return cache
     there = laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
@@ -63,7 +55,7 @@ def moved(cache: KVCache, axes: Axes | None) -> KVCache:
 
 
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
-    """Rows of each pool's stretches: numbers that content does not change, where none holds more than its share."""
+    """Rows of each pool's stretches on the new mesh: a share of the largest, or more where heads hold more."""
     layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape

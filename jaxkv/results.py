@@ -1,4 +1,4 @@
-"""What `generate` gives back, and how ids become answers on the way."""
+"""Results of `generate`: `Generation`, `Stats` and `Stream`; and `Answers`, which turns drawn ids into text."""
 
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence
@@ -15,34 +15,34 @@ from jaxkv.text.tokenizer import StreamDecoder, Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a generation took. Seconds leave compilation out, which has its own.
+    """Tokens, seconds, bytes and rows of a generation. Only `compile_seconds` counts compilation.
 
     Attributes:
-        prompt_tokens: tokens fed, over all sequences.
+        prompt_tokens: tokens of the prompts, over all sequences.
         new_tokens: tokens drawn, over all sequences.
         prefill_seconds: from ids to the first logits, compression included.
-        decode_seconds: drawing tokens, what a stream's reader takes between them left out.
-        compile_seconds: tracing and compiling, wherever it happened; 0 where shapes were met before.
-        compiled_programs: programs compiled meanwhile, or read from a cache on disk.
-        full_bytes: what the sequences' prompts weigh in a full, unpadded cache.
-        cache_bytes: what the cache weighs after prefill, room for new rows left out.
-        allocated_bytes: what it weighs in the end, room included.
-        slack_bytes: part of cache_bytes no row fills.
+        decode_seconds: drawing tokens, without the time a stream's reader takes between them.
+        compile_seconds: tracing and compiling; 0 where shapes were met before.
+        compiled_programs: programs compiled, or read from a cache on disk.
+        full_bytes: bytes of a full, unpadded cache of the sequences' prompts.
+        cache_bytes: bytes of the cache after prefill, without room for new rows.
+        allocated_bytes: bytes of the cache in the end, with room for new rows.
+        slack_bytes: bytes within cache_bytes that no row fills.
         kept: rows per kv head and layer on the device after prefill, averaged.
-        attention: the implementation that ran.
-        layout: how segments lie in the pool, which decides decoding's formulation.
-        decode_steps: steps that drew them, each a token of every sequence that had not ended.
-        host_bytes: what waits in host memory.
-        transfers: transfers of its rows to the device while tokens were drawn, counted where they are made; on a mesh
-            those to each of this process' devices.
-        transferred_bytes: their bytes.
+        attention: the implementation of attention that ran.
+        layout: the layout of segments in the pools, by which decoding's formulation is chosen.
+        decode_steps: steps of decoding, each a token of every sequence that had not ended.
+        host_bytes: bytes of the cache in host memory.
+        transfers: transfers of host memory's rows to the device while tokens were drawn; on a mesh, those to each of
+            this process' devices.
+        transferred_bytes: bytes of these transfers.
         loaded_bytes: bytes of whole layers that a prompt on top of the cache brought to the device before.
-        filter_layers: layers that chose what others read.
-        moved_rows: rows that went to another device's heads than they were best for, because of the policy's
+        filter_layers: indices of layers that choose which rows others read.
+        moved_rows: rows that were kept in another device's heads than they scored best in, because of the policy's
             `capacity`, over all sequences; 0 without a mesh.
-        copies: sequences that were run beside those asked for, copies of the last one: where a batch of a size met for
-            the first time takes less time filled up to one that programs were compiled for. Seconds are those of all;
-            tokens, and bytes but at the height of the run, those of the sequences asked for.
+        copies: copies of the last sequence that ran beside those asked for: a batch of a size met for the first time is
+            filled up to a size that programs were compiled for, if that takes less time. Seconds, and bytes at the
+            peak, are those of all sequences; tokens and other bytes those of the sequences asked for.
     """
 
     prompt_tokens: int
@@ -83,24 +83,24 @@ class Stats:
 
     @property
     def transfers_per_step(self) -> float:
-        """Transfers of a step, which are those of a token: all sequences' rows go together."""
+        """Transfers of one step, which serve the rows of all sequences."""
         return self.transfers / max(1, self.decode_steps)
 
     @property
     def transferred_bytes_per_step(self) -> float:
-        """Bytes that they bring, for all sequences."""
+        """Bytes transferred in one step, for all sequences."""
         return self.transferred_bytes / max(1, self.decode_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What `generate` returns; lists where a list of prompts was given.
+    """Result of `generate`; text and tokens are lists if a list of prompts was given.
 
     Attributes:
-        text: the answers, None without a tokenizer.
-        tokens: `i32[n]` the tokens drawn, the one that ended the answer included.
-        cache: the cache after them, ready for the next turn.
-        stats: what it took.
+        text: the answers; None without a tokenizer.
+        tokens: `i32[n]` ids of the tokens drawn, the one that ended the answer included.
+        cache: the cache after the answer, for the next turn.
+        stats: seconds, bytes and rows.
     """
 
     text: str | list[str] | None
@@ -109,7 +109,7 @@ class Generation:
     stats: Stats
 
     def __repr__(self) -> str:
-        """One line: the answer, or how many there are, and what it left behind."""
+        """One line: the answer, or the number of answers, and the cache."""
         several = isinstance(self.tokens, list)
         tokens = sum(map(len, self.tokens)) if several else len(self.tokens)
         shown = f"{len(self.tokens)} answers, {tokens} tokens" if several else f"{tokens} tokens"
@@ -119,10 +119,10 @@ class Generation:
 
 
 class Stream(Iterator[Any]):
-    """Yields text as it comes: a string per look, or a list of strings for a list of prompts.
+    """Iterator over an answer's text: a string after each block of tokens, or a list of strings for a list of prompts.
 
     Attributes:
-        result: the whole `Generation`, once the iteration has ended; None before.
+        result: the whole `Generation` after the last piece; None before.
     """
 
     def __init__(self, pieces: Generator[list[str], None, Generation], single: bool):
@@ -142,11 +142,11 @@ class Stream(Iterator[Any]):
 
 
 class Answers:
-    """Gathers drawn ids into text, and watches for stop strings.
+    """Text of each sequence from drawn ids, watched for stop strings.
 
     Attributes:
         tokens: ids of each sequence so far.
-        stopped: `bool[B]` sequences whose text has met a stop string.
+        stopped: `bool[B]` True for sequences whose text has met a stop string.
     """
 
     def __init__(self, text: Text | None, batch: int, stops: Sequence[str]):
@@ -158,13 +158,9 @@ class Answers:
         self._stops = tuple(stops)
 
     def take(self, drawn: Int[np.ndarray, "B n"]) -> tuple[Int[np.ndarray, " B"], list[str]]:
-        """Adds drawn ids.
+        """Adds drawn ids; returns each sequence's number of ids behind a stop string, and its text to show now.
 
-        Args:
-            drawn: new ids of every sequence, -1 behind a sequence's end.
-
-        Returns:
-            How many of them lie behind a stop string, per sequence, and the text that can be shown now.
+        Ids behind a sequence's end are -1.
         """
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(drawn.tolist()):
@@ -176,11 +172,11 @@ class Answers:
         return surplus, [self._show(row) for row in range(len(self.tokens))]
 
     def flush(self) -> list[str]:
-        """The text held back so far: unfinished characters, and what might have begun a stop string."""
+        """Text of each sequence held back so far: unfinished characters, and possible beginnings of stop strings."""
         for row, decoder in enumerate(self._decoders):
             if decoder is not None and not self.stopped[row]:
                 self._text[row] += decoder.flush()
-        return [self._show(row, all_of_it=True) for row in range(len(self.tokens))]
+        return [self._show(row, whole=True) for row in range(len(self.tokens))]
 
     @property
     def text(self) -> list[str]:
@@ -188,7 +184,7 @@ class Answers:
         return list(self._text)
 
     def _push(self, row: int, token: int) -> bool:
-        """Adds one id; whether it completed a stop string."""
+        """Adds one id; True if it completed a stop string."""
         self.tokens[row].append(token)
         decoder = self._decoders[row]
         if decoder is None:
@@ -200,11 +196,12 @@ class Answers:
             self.stopped[row] = True
         return bool(found)
 
-    def _show(self, row: int, *, all_of_it: bool = False) -> str:
+    def _show(self, row: int, *, whole: bool = False) -> str:
+        """Text of a sequence not shown before, up to a possible beginning of a stop string unless `whole`."""
         text = self._text[row]
         end = len(text)
-        if not all_of_it and not self.stopped[row]:
-            # What could be the beginning of a stop string is not shown before it turns out not to be.
+        if not whole and not self.stopped[row]:
+            # Held back until it turns out to be no beginning of a stop string.
             end -= max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         piece = text[self._shown[row] : end]
         self._shown[row] = max(end, self._shown[row])

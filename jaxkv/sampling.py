@@ -1,10 +1,9 @@
-"""How the next token is drawn from logits: frozen dataclasses, one call each.
+"""Samplers that draw the next token from logits: frozen dataclasses that are called.
 
 Their numbers are arguments of the compiled loop, not part of it: ten temperatures are one program.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,22 +13,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from jaxkv._values import Value, count, real
+from jaxkv import _checks
+from jaxkv._values import Value
 from jaxkv.policies.topk import kth_largest, sortable
 
 
 @runtime_checkable
 class Sampling(Protocol):
-    """Draws one token per sequence. Anything hashable that can be called so will do; it is compiled into the loop."""
+    """Protocol of samplers, which draw one token per sequence.
+
+    Any hashable callable of this signature is one; it is compiled into the loop.
+    """
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws from float32 logits with one key per sequence."""
+        """Draws token ids from float32 logits, with one key per sequence."""
 
 
 class Sampler:
-    """What jaxkv's own samplers share: dataclasses of numbers, which are leaves.
+    """Base of jaxkv's own samplers: dataclasses whose numbers are pytree leaves.
 
-    Classes that users derive are compiled in as they are: theirs may need Python's own numbers.
+    Classes that users derive are compiled in as static values: theirs may need Python's own numbers.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -39,11 +42,13 @@ class Sampler:
 
 
 def _numbers(sampler: Any) -> tuple[tuple[Any, ...], None]:
+    """Numbers of a sampler in 32 bits, as pytree leaves."""
     return tuple(_narrow(getattr(sampler, field.name)) for field in dataclasses.fields(sampler)), None
 
 
 def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
     # Not through __init__: what is traced cannot be checked.
+    """Sampler of a class with these numbers, which may be traced."""
     sampler = object.__new__(cls)
     for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
         object.__setattr__(sampler, field.name, number)
@@ -51,7 +56,7 @@ def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
 
 
 def _narrow(value: Any) -> Any:
-    """A number in 32 bits, whatever the process is set to, and no larger than fits; arrays as they are."""
+    """Python number as a 32-bit one, clipped where it is larger; arrays as they are."""
     if isinstance(value, int):
         return np.int32(min(value, np.iinfo(np.int32).max))
     if isinstance(value, float):
@@ -63,45 +68,42 @@ def _narrow(value: Any) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Compiled(Value):
-    """A sampler of somebody else's, compiled into the loop."""
+    """A user's sampler as a static pytree, compiled into the loop."""
 
     draw: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
-        """What the wrapped sampler draws; that it lies in the vocabulary is checked where it is used."""
+        """Calls the sampler; the loop checks that ids lie in the vocabulary."""
         return self.draw(logits, keys)
 
 
 def argument(sampling: Sampling) -> Any:
-    """A sampler as compiled functions take it.
-
-    Args:
-        sampling: any.
-
-    Returns:
-        A pytree: numbers of jaxkv's own samplers are leaves, other samplers are static.
-    """
+    """A sampler as a pytree for compiled functions: jaxkv's own with numbers as leaves, others static."""
     return sampling if type(sampling).__module__ == __name__ else _Compiled(sampling)
 
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(Sampler):
-    """The likeliest token; ties go to the lowest id."""
+    """Draws the likeliest token; ties go to the lowest id."""
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """The argmax; keys are not looked at."""
+        """Argmax of the logits; keys are not used."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature(Sampler):
-    """The whole distribution, sharpened (below 1) or flattened (above)."""
+    """Draws from the whole distribution, sharpened by a temperature below 1, flattened above.
+
+    Attributes:
+        temperature: positive number that logits are divided by.
+    """
 
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         remedy = "give a positive number; Greedy() is the limit at 0"
-        real(self, "temperature", remedy, low=0, high=math.inf, above=True)
+        _checks.field(self, "temperature", _checks.real, remedy, open_low=True)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws from softmax(logits / temperature)."""
@@ -111,22 +113,26 @@ class Temperature(Sampler):
         return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Removes tokens that must not be drawn, by setting them to minus infinity."""
+        """Logits with those of tokens that must not be drawn set to minus infinity."""
         return logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Temperature):
-    """The k likeliest tokens."""
+    """Draws among the k likeliest tokens.
+
+    Attributes:
+        k: number of tokens, at least 1.
+    """
 
     k: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count(self, "k", 1, "draw from at least 1 token")
+        _checks.field(self, "k", _checks.whole, "draw from at least 1 token")
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Keeps the k largest, and all tied with the last of them."""
+        """Keeps the k largest logits, and all tied with the last of them."""
         keys = sortable(logits)
         k = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
         return jnp.where(keys >= kth_largest(keys, k.reshape(-1)), logits, -jnp.inf)
@@ -134,16 +140,20 @@ class TopK(Temperature):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopP(Temperature):
-    """Nucleus sampling: the smallest set of likeliest tokens that holds probability p (arXiv:1904.09751)."""
+    """Nucleus sampling: draws among the fewest likeliest tokens that hold probability p (arXiv:1904.09751).
+
+    Attributes:
+        p: probability in (0, 1].
+    """
 
     p: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        real(self, "p", "give a probability in (0, 1]", low=0, high=1, above=True)
+        _checks.field(self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Keeps tokens before which less than p has been gathered."""
+        """Keeps tokens before which, in descending order, less than p has been gathered."""
         ordered = jnp.sort(logits, axis=-1, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
         least = jnp.where(before < self.p, ordered, jnp.inf).min(axis=-1, keepdims=True)
@@ -152,27 +162,32 @@ class TopP(Temperature):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MinP(Temperature):
-    """Tokens at least p times as likely as the likeliest (arXiv:2407.01082)."""
+    """Draws among tokens at least p times as likely as the likeliest (arXiv:2407.01082).
+
+    Attributes:
+        p: share of the likeliest token's probability, in (0, 1].
+    """
 
     p: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        real(self, "p", "give a share of the likeliest token's probability in (0, 1]", low=0, high=1, above=True)
+        remedy = "give a share of the likeliest token's probability in (0, 1]"
+        _checks.field(self, "p", _checks.real, remedy, high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Keeps tokens within log(p) of the largest logit."""
+        """Keeps logits of at least the largest one plus log(p)."""
         return jnp.where(logits >= logits.max(axis=-1, keepdims=True) + jnp.log(self.p), logits, -jnp.inf)
 
 
-# What each sequence of a batch can be drawn by: their place is the kind.
+# Samplers that sequences of one batch can have; their index is `Mixed.kind`.
 _KINDS: tuple[type, ...] = (Greedy, Temperature, TopK, TopP, MinP)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """A sampler for each sequence of a batch: jaxkv's own ones, told by arrays, so that any mix is one program.
+    """A sampler for each sequence of a batch, as arrays, so that any mix of jaxkv's own samplers is one program.
 
     Attributes:
         kind: `i32[B]` 0 for Greedy, then Temperature, TopK, TopP and MinP.
@@ -187,7 +202,7 @@ class Mixed:
     p: Float[Array, " B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws each sequence's token as its own sampler does; samplers that nobody has are not run."""
+        """Draws each sequence's token by its own sampler; samplers that no sequence has are not run."""
         token = nothing = Greedy()(logits, keys)
         numbers = {"temperature": self.temperature, "k": self.k, "p": self.p}
         for kind, sampler in enumerate(_KINDS[1:], start=1):
@@ -199,27 +214,18 @@ class Mixed:
 
 
 def mixed(samplers: Iterable[Sampling]) -> Mixed:
-    """One sampler for each sequence as arrays.
-
-    Args:
-        samplers: jaxkv's own, one per sequence.
-
-    Returns:
-        The sampler of the batch.
-
-    Raises:
-        TypeError: for a user's own sampler, which no number tells.
-    """
+    """Samplers of a batch's sequences, jaxkv's own, as one `Mixed`; others are refused by a TypeError."""
     given = list(samplers)
     for sampler in given:
         if type(sampler) not in _KINDS:
             raise TypeError(f"sampling={sampler}: slots draw by jaxkv's own samplers: give one of them")
-    of = lambda name, other, dtype: jnp.asarray(  # noqa: E731
-        np.asarray([_narrow(getattr(each, name, other)) for each in given], dtype)
-    )
+
+    def array(name: str, default: float, dtype: Any) -> Array:
+        return jnp.asarray(np.asarray([_narrow(getattr(each, name, default)) for each in given], dtype))
+
     return Mixed(
         kind=jnp.asarray(np.asarray([_KINDS.index(type(each)) for each in given], np.int32)),
-        temperature=of("temperature", 1.0, np.float32),
-        k=of("k", 1, np.int32),
-        p=of("p", 1.0, np.float32),
+        temperature=array("temperature", 1.0, np.float32),
+        k=array("k", 1, np.int32),
+        p=array("p", 1.0, np.float32),
     )

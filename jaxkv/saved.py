@@ -1,4 +1,4 @@
-"""Caches on disk: compressed once, asked by any process later."""
+"""Caches on disk: `load_cache` reads what `KVCache.save` wrote, in any process."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from jaxkv.checkpoints.orbax_files import CACHE
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.resharding import moved, reshard
+from jaxkv.resharding import cache_on, reshard
 
 
 @settled
@@ -34,19 +34,19 @@ def load_cache(
 
     Args:
         path: the folder.
-        params: the model that is to go on from it, to have the cache of another refused here and not when it is used.
-        policy: who compressed it, as `prefill` was given it, where its class is one that this process cannot find by
-            name.
-        mesh: devices with the axes "data" and "model" that it is to lie on, and `params` too; by default where those
-            do, or the default device.
+        params: the model that the cache will be used with; the cache of another model is then refused here.
+        policy: the policy that compressed the cache, as given to `prefill`; needed if its class cannot be found in this
+            process by name.
+        mesh: devices with the axes "data" and "model" to put the cache on; by default the model's devices, or the
+            default device.
 
     Returns:
-        The cache, its bank in host memory.
+        The cache; rows that wait in host memory are there.
 
     Raises:
-        TypeError: for a policy, a class, a model or a mesh that is none.
-        ValueError: for what is no saved cache, one that is half-written, damaged, of another version of the format or
-            made by another model or policy, and for a policy whose class is not in this process; for a mesh that does
+        TypeError: for a policy, class, model or mesh of the wrong kind.
+        ValueError: for a folder without a saved cache; a cache that is half-written, damaged, of another version of the
+            format or made by another model or policy; a policy whose class is not in this process; and a mesh that does
             not divide the model.
     """
     given = None if policy is None else as_policy(policy)
@@ -58,7 +58,7 @@ def load_cache(
     if mesh is not None:
         cache = reshard(cache, mesh)
     elif model is not None and model.axes is not None:
-        cache = moved(cache, model.axes)
+        cache = cache_on(cache, model.axes)
     else:
         cache = on_device(cache)
     if model is not None:
@@ -67,7 +67,7 @@ def load_cache(
 
 
 def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
-    """The cache in a folder, on the default device or in its host memory, with the policy that compressed it."""
+    """Cache of a folder with its policy, on the default device or, with `on_host`, in host memory."""
     manifest = manifest_of(folder)
     said = encoded_policy(manifest)
     made_by = _decoded(said) if given is None else given
@@ -79,6 +79,7 @@ def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
 
 
 def _decoded(said: Any) -> Method:
+    """Policy written in a manifest."""
     try:
         policy = decode(said, lambda name: None)
     except UnknownClass as error:
@@ -88,11 +89,11 @@ def _decoded(said: Any) -> Method:
 
 
 def _agreed(given: Method, said: Any, layers: int) -> Method:
-    """The policy that somebody gives, if it is the one that compressed the cache."""
+    """The policy that the user gave, refused if another one compressed the cache."""
     fields = said.get("fields") if isinstance(said, dict) else None
-    # Those of the model then, where the policy itself names none.
+    # The manifest has the model's filter layers where the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
-    with contextlib.suppress(ValueError):  # one that no model of so many layers takes is another one
+    with contextlib.suppress(ValueError):  # a policy that no model of so many layers takes is another one
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
     remedy = "another one compressed the cache: leave it out, or give that one"
     require(encode(given, None, "policy") == said, "policy", given, remedy)

@@ -89,7 +89,7 @@ def test_a_table_says_what_was_asked_for(text, capsys):
         (["--budgets", "x"], "--budgets='x'"),
         (["--budgets", ","], "--budgets=','"),
         (["--budgets", "4"], "snapkv --window 8: budget=4: below sinks + window"),
-        (["--policies", "omnikv"], "policies='omnikv': it keeps what it does not read"),
+        (["--policies", "omnikv"], "policies='omnikv': it drops no rows"),
         (["--policies", "snapk"], "did you mean snapkv"),
         (["--policies", "snapkv --windo 8"], "--policies='snapkv --windo 8': unrecognized arguments: --windo 8"),
         (["--policies", "snapkv --alpha 0"], "snapkv has no such option"),

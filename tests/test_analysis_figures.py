@@ -13,14 +13,15 @@ from looking import CONFIG, HEADS, TEXTS, shown, weights
 import jaxkv
 from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV, StreamingLLM
 from jaxkv.analysis import budgets, eviction_loss, recall
-from jaxkv.analysis.budgets import BudgetsWatcher
-from jaxkv.analysis.choosing import grid, with_budget
-from jaxkv.analysis.density import DensityWatcher
-from jaxkv.analysis.loss import LossWatcher
-from jaxkv.analysis.recall import RecallWatcher
-from jaxkv.analysis.retained import RetainedWatcher
-from jaxkv.analysis.similarity import SimilarityWatcher
-from jaxkv.analysis.watching import watch
+from jaxkv.analysis.budgets import BudgetsMeasure
+from jaxkv.analysis.choosing import grid
+from jaxkv.analysis.density import DensityMeasure
+from jaxkv.analysis.loss import LossMeasure
+from jaxkv.analysis.measuring import measured
+from jaxkv.analysis.recall import RecallMeasure
+from jaxkv.analysis.retained import RetainedMeasure
+from jaxkv.analysis.similarity import SimilarityMeasure
+from jaxkv.policies.wrapper import with_budget
 
 FOLLOWING, WINDOW, LEAST, BINS, QUERIES, SHARES = 5, 4, 0.05, 4, 6, (0.1, 0.5, 1.0)
 # Layers with budgets of their own, heads that compete, choices that build on one another, sums over all queries.
@@ -46,16 +47,16 @@ def watched(mesh=None):
     """All figures by name, of all texts and policies."""
     model = tiny.tiny(CONFIG) if mesh is None else tiny.tiny(CONFIG).on(mesh)
     cells = grid(model, POLICIES if mesh is None else [POLICIES[at] for at in ON_A_MESH], BUDGETS)
-    watchers = (
-        DensityWatcher(least=LEAST, bins=BINS),
-        RetainedWatcher(shares=SHARES, queries=QUERIES),
-        SimilarityWatcher(queries=QUERIES),
-        BudgetsWatcher(cells),
-        RecallWatcher(cells),
-        LossWatcher(cells),
+    measures = (
+        DensityMeasure(least=LEAST, bins=BINS),
+        RetainedMeasure(shares=SHARES, queries=QUERIES),
+        SimilarityMeasure(queries=QUERIES),
+        BudgetsMeasure(cells),
+        RecallMeasure(cells),
+        LossMeasure(cells),
     )
     names = ("density", "retained", "similarity", "budgets", "recall", "loss")
-    return dict(zip(names, watch(model, TEXTS, watchers, following=FOLLOWING), strict=True))
+    return dict(zip(names, measured(model, TEXTS, measures, following=FOLLOWING), strict=True))
 
 
 @functools.cache
@@ -202,8 +203,8 @@ def test_a_curve_of_one_point_is_drawn(tmp_path):
 
 def test_budgets_go_to_bases_and_names():
     assert with_budget(AdaKV(base=PyramidKV(budget=64, window=8)), 32) == AdaKV(base=PyramidKV(budget=32, window=8))
-    assert with_budget(AdaKV(budget=64), 0.5) == with_budget("adakv", 0.5) == AdaKV(budget=0.5)
-    assert with_budget("full", 32) == with_budget(FullKV(), 32) == FullKV()
+    assert with_budget(AdaKV(budget=64), 0.5) == with_budget(AdaKV(), 0.5) == AdaKV(budget=0.5)
+    assert with_budget(FullKV(), 32) == FullKV()
 
 
 @pytest.mark.parametrize(

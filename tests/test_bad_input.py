@@ -341,7 +341,7 @@ def test_a_cache_of_another_model(tmp_path, model, cache):
 def test_as_many_prompts_as_the_cache_holds(model):
     two = jaxkv.prefill(model, [ids(40), ids(34, 1)], policy=POLICY)
     for count in (1, 3):
-        with refused(f"prompt='{count} prompts': the cache holds 2: give as many, or 1 cache"):
+        with refused(f"prompt='{count} prompts': the cache holds 2 sequences: give as many prompts, or a cache of 1"):
             jaxkv.generate(model, [ids(5)] * count, cache=two, max_new_tokens=NEW)
     # The cache is as it was: both rows answer.
     out = jaxkv.generate(model, [ids(5)] * 2, cache=two, max_new_tokens=NEW, stop_at_eos=False)

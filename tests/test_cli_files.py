@@ -237,7 +237,7 @@ def test_filters_reads_its_texts_before_the_model(unloadable, capsys, tmp_path, 
     [
         (["--tokens", "0"], "argument --tokens: '0': give at least 1"),
         (["-m", "0"], "argument -m: '0': give at least 1"),
-        (["-m", "5", "--most-whole", "4"], "m=5: filters read everything, as at most 4 layers do"),
+        (["-m", "5", "--most-whole", "4"], "m=5: filter layers read everything, and at most 4 layers may"),
         (["--model", "elsewhere", "--save"], "only named models have a manifest"),
         (["--picture", "nowhere/map.png"], "--picture='nowhere/map.png': there is no folder"),
     ],
@@ -284,4 +284,4 @@ def test_filters_prints_before_it_draws(capsys, monkeypatch, tmp_path):
     out, err = capsys.readouterr()
     assert out.startswith("filter layers of x: ") and "it is a folder" in err
     message = refused(capsys, *asked[:5], "-m", "4")
-    assert "m=4: filters read everything, as at most 2 of 6 layers do: give fewer, or a larger --most-whole" in message
+    assert "m=4: filter layers read everything, and 2 of 6 layers may: give fewer, or a larger --most-whole" in message

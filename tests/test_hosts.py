@@ -148,15 +148,15 @@ def test_the_end_of_one_process_is_the_end_of_both(dies):
         assert "LookupError: a mistake of one process" in ends[1][2]
 
 
-def test_values_are_told_alike_in_any_process():
+def test_values_have_one_text_in_any_process():
     class Own:
         pass
 
     value = [{"a": np.arange(3)}, jaxkv.SnapKV(budget=32), Own(), "x", 1, 1.0, None, jaxkv.SnapKV]
     again = [{"a": np.arange(3)}, jaxkv.SnapKV(budget=32), Own(), "x", 1, 1.0, None, jaxkv.SnapKV]
-    assert hosts._told(value) == hosts._told(again)
+    assert hosts._text_of(value) == hosts._text_of(again)
     others = [{"a": np.arange(4)}, jaxkv.SnapKV(budget=33), "Own", "y", True, 1, 0, jaxkv.H2O]
-    told = [hosts._told(each) for each in value]
-    assert all(hosts._told(each) != mine for each, mine in zip(others, told, strict=True))
+    told = [hosts._text_of(each) for each in value]
+    assert all(hosts._text_of(each) != mine for each, mine in zip(others, told, strict=True))
     with pytest.raises(ValueError, match="untouched"), hosts.together("nothing", None):
         raise ValueError("untouched")

@@ -83,7 +83,7 @@ def test_one_cache_is_asked_in_several_ways(model):
     # A cache whose sequences differ is a pytree like any other, and copies as one.
     same = jax.tree.map(lambda leaf: leaf, out.cache)
     assert same.turn == out.cache.turn and hash(jax.tree.structure(same)) == hash(jax.tree.structure(out.cache))
-    with pytest.raises(ValueError, match="prompt='2 prompts': the cache holds 3: give as many, or 1 cache"):
+    with pytest.raises(ValueError, match="prompt='2 prompts': the cache holds 3 sequences: give as many"):
         jaxkv.generate(model, ["So?"] * 2, cache=out.cache, **DRAWING)
 
 

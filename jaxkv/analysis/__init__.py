@@ -1,4 +1,4 @@
-"""What attention looks like in a model, and what policies keep of it: figures of papers, of any model and texts."""
+"""Figures of papers about attention and about the rows that policies keep, measured on any model and texts."""
 
 from jaxkv.analysis.budgets import Budgets, budgets
 from jaxkv.analysis.density import Density, density

@@ -4,33 +4,32 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv import _checks
 from jaxkv._drawing import PAGE, paper, whole_numbers
-from jaxkv.analysis.choosing import Budget, Grid, Policies, grid
-from jaxkv.analysis.figures import Figure, stacked
-from jaxkv.analysis.given import place_of
-from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.analysis.choosing import Budget, Policies, grid
+from jaxkv.analysis.figures import PolicyFigure, mean_of
+from jaxkv.analysis.measuring import Arrays, PolicyMeasure, Text, measured
 from jaxkv.loading import LanguageModel
 from jaxkv.text.prompts import Prompt
 
-# Maps in a row.
+# Maps side by side in the picture, at most.
 _ACROSS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budgets(Figure):
+class Budgets(PolicyFigure):
     """Rows that policies keep, by layer and kv head.
 
     Attributes:
         rows: `f32[P, N, L, K]` rows kept, averaged over texts.
         totals: `i64[P, N, T]` rows kept of each text, over layers and heads.
-        policies: P of them.
-        budgets: N of them, rows per kv head and layer on average, or shares.
-        lengths: tokens of each text that policies see.
+        policies: names of the P policies.
+        budgets: the N budgets, in rows per kv head and layer on average, or as shares of the prompt.
+        lengths: number of tokens of each text that policies see.
     """
 
     rows: Float[np.ndarray, "P N L K"]
@@ -43,13 +42,13 @@ class Budgets(Figure):
         """Draws a map of layers and heads for each policy.
 
         Args:
-            path: where to; the suffix says how, such as .png or .svg.
-            budget: which of the budgets, by its place.
+            path: the file; its suffix names the format, such as .png or .svg.
+            budget: index of the budget that is drawn.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
-        budget = place_of("budget", budget, len(self.budgets))
+        budget = _checks.index("budget", budget, len(self.budgets))
         mine, wide = self.rows[:, budget], min(len(self.policies), _ACROSS)
         high, heads = -(-len(self.policies) // wide), mine.shape[2]
         with paper(path, width=min(PAGE, 1.2 + 1.45 * wide), height=0.3 + 2.3 * high) as figure:
@@ -68,25 +67,17 @@ class Budgets(Figure):
             said = f"{given} rows" if isinstance(given, int) else f"{given:.0%} of the prompt"
             figure.colorbar(image, ax=panels, label=f"rows kept, budget {said}")
 
-    def records(self) -> list[dict[str, Any]]:
-        """By policy and budget."""
-        out = []
-        for at, name in enumerate(self.policies):
-            for column, budget in enumerate(self.budgets):
-                mine = self.rows[at, column]
-                out.append(
-                    {
-                        "policy": name,
-                        "budget": budget,
-                        "rows": float(self.totals[at, column].mean()),
-                        "per head": float(mine.mean()),
-                        "least head": float(mine.min()),
-                        "most head": float(mine.max()),
-                        "lowest layer": float(mine[0].mean()),
-                        "highest layer": float(mine[-1].mean()),
-                    }
-                )
-        return out
+    def _record(self, policy: int, budget: int) -> dict[str, float]:
+        """Rows kept of a text in all, and per head on average, at least and at most, and in the outer layers."""
+        mine = self.rows[policy, budget]
+        return {
+            "rows": float(self.totals[policy, budget].mean()),
+            "per head": float(mine.mean()),
+            "least head": float(mine.min()),
+            "most head": float(mine.max()),
+            "lowest layer": float(mine[0].mean()),
+            "highest layer": float(mine[-1].mean()),
+        }
 
 
 def budgets(
@@ -102,11 +93,11 @@ def budgets(
 
     Args:
         params: from `jaxkv.load`.
-        texts: long ones, or ids; each is run through the model once for all policies.
-        policies: by name, class or value, or in a dictionary under names of their own; their budgets do not matter.
+        texts: long texts, or their ids; each is run through the model once for all policies.
+        policies: names, classes or values, or a dictionary of them by names of your own; their budgets are ignored.
         budgets: rows per kv head and layer on average, or shares of a text.
-        following: last tokens of each text that policies do not see.
-        key: of policies that draw, or its seed.
+        following: number of last tokens of each text that policies do not see.
+        key: random key or seed, for policies that draw.
 
     Returns:
         The figure.
@@ -114,34 +105,23 @@ def budgets(
     Raises:
         ValueError: for texts that are empty or too long for the model, and budgets that cannot be honoured.
     """
-    watcher = BudgetsWatcher(grid(params, policies, budgets))
-    return watch(params, texts, [watcher], following=following, key=key)[0]
+    return measured(params, texts, [BudgetsMeasure(grid(params, policies, budgets))], following=following, key=key)[0]
 
 
-class BudgetsWatcher(Watcher):
-    """Counts rows, and does not look at layers."""
+class BudgetsMeasure(PolicyMeasure):
+    """Measure of `budgets`: counts kept rows and looks at no layer."""
 
-    def __init__(self, given: Grid):
-        """Takes the policies."""
-        self.grid, self.policies = given, given.flat
-        self.texts, self.lengths = list[np.ndarray](), list[int]()
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """Number of kept rows `[C, L, K]`."""
+        return (self.counts(text),)
 
-    def needs(self, text: Text) -> None:
-        """Nothing."""
-
-    def look(self, text: Text, layer: Layer) -> None:
-        """Is not asked to."""
-
-    def done(self, text: Text) -> None:
-        """A text's rows."""
-        counts = [[text.rows[cell].sum(axis=-1) for cell in row] for row in self.grid.cells]
-        self.texts.append(np.asarray(counts, np.int64))
-        self.lengths.append(text.prompt)
-
-    def found(self) -> Budgets:
-        """Counts of all texts."""
-        totals = np.stack([each.sum(axis=(2, 3)) for each in self.texts], axis=-1)
-        given, rows = self.grid, stacked(self.texts)
+    def figure(self, texts: list[Text], found: list[Arrays]) -> Budgets:
+        """Counts by policy and budget: averaged over texts, and summed over heads."""
+        counts = self.by_policy([each for (each,) in found])
         return Budgets(
-            rows=rows, totals=totals, policies=given.names, budgets=given.budgets, lengths=tuple(self.lengths)
+            rows=mean_of(list(np.moveaxis(counts, 2, 0))),
+            totals=counts.sum(axis=(3, 4)),
+            policies=self.grid.names,
+            budgets=self.grid.budgets,
+            lengths=tuple(text.prompt for text in texts),
         )

@@ -1,4 +1,4 @@
-"""Which rows of a text policies keep: what their prefill would choose, of many policies at once and without a cache."""
+"""Rows of a prompt that policies keep, for many policies and budgets from one run of the model, without a cache."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray
 
+from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv._values import brief, plain, typed
-from jaxkv.analysis.given import several
 from jaxkv.arguments import as_key, as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.choosing import Candidates, choose, of_prompt
@@ -23,7 +23,7 @@ from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Needs
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.wrapper import with_budget
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Encoded
 
@@ -32,132 +32,73 @@ PolicyLike = Method | type[Method] | str
 Policies = Mapping[str, PolicyLike] | Sequence[PolicyLike]
 
 
-def with_budget(policy: PolicyLike, budget: Budget) -> Method:
-    """A policy at another budget; one that keeps everything as it is.
-
-    Args:
-        policy: any policy, or its name or class.
-        budget: rows per kv head and layer on average, or a share of the prompt.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: for a budget that it cannot have.
-    """
-    made = as_policy(policy)
-    if made.parts().scorer is None:
-        return made
-    if isinstance(made, Wrapper) and isinstance(made.base, Method):
-        return dataclasses.replace(made, budget=None, base=with_budget(made.base, budget))
-    return dataclasses.replace(made, budget=budget)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Policies, each at every budget.
-
-    Attributes:
-        names: of the policies.
-        budgets: their budgets.
-        cells: policies by name and budget.
-    """
+    """Policies at every budget: `cells[policy][budget]`, with the policies' names and the budgets."""
 
     names: tuple[str, ...]
     budgets: tuple[Budget, ...]
     cells: tuple[tuple[Method, ...], ...]
 
-    @property
-    def flat(self) -> tuple[Method, ...]:
-        """All cells, one policy after the other."""
-        return tuple(cell for row in self.cells for cell in row)
-
 
 def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
-    """Policies at every budget, as a model has them.
-
-    Args:
-        params: the model.
-        policies: as for `checked`.
-        budgets: as for `checked`.
-
-    Returns:
-        The grid.
-
-    Raises:
-        ValueError: as `checked`, and for policies that the model cannot honour.
-    """
+    """Checked policies at every budget, completed with what they take from the model: its filter layers."""
     params, made = as_model(params), checked(policies, budgets)
-    of_model = (params.config.layers, params.filter_layers)
-    cells = tuple(tuple(cell.for_model(*of_model) for cell in row) for row in made.cells)
+    layers, filters = params.config.layers, params.filter_layers
+    cells = tuple(tuple(cell.for_model(layers, filters) for cell in row) for row in made.cells)
     return dataclasses.replace(made, cells=cells)
 
 
 def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
-    """Policies at every budget, whatever the model.
+    """Policies at every budget, for no model yet; a policy outside a dictionary is named by its text.
 
-    Args:
-        policies: by name, class or value, which is what they are called; or in a dictionary, under names of their own.
-        budgets: rows, or shares.
-
-    Returns:
-        The grid.
-
-    Raises:
-        ValueError: for none, for two that are called alike, and for policies that choose what they read for each token.
+    Refuses none, two of one name, and policies that choose for each token which rows they read.
     """
-    listed = several("policies", policies, "give a list of one or more policies")
-    budgets = tuple(map(plain, several("budgets", budgets, "give a list of one or more budgets, rows or shares")))
+    listed = _checks.several("policies", policies, "give a list of one or more policies")
+    remedy = "give a list of one or more budgets, rows or shares"
+    budgets = tuple(map(plain, _checks.several("budgets", budgets, remedy)))
     once = len(set(map(typed, budgets))) == len(budgets)
     require(once, "budgets", budgets, "two of them are the same: give each once")
-    called = listed if isinstance(policies, Mapping) else tuple(map(_name, listed))
+    names = listed if isinstance(policies, Mapping) else tuple(map(_name, listed))
     given = tuple(policies.values()) if isinstance(policies, Mapping) else listed
-    for name in called:
+    for name in names:
         require(isinstance(name, str), "policies", name, "give each policy a name, which is text")
-    require(len(set(called)) == len(called), "policies", called, "two of them are the same: give each once")
-    for name, each in zip(called, given, strict=True):
-        remedy = "it keeps what it does not read, and chooses for each token: use `jaxkv eval visible`, or leave it out"
+    require(len(set(names)) == len(names), "policies", names, "two of them are the same: give each once")
+    for name, each in zip(names, given, strict=True):
+        remedy = "it drops no rows, and chooses for each token which to read: use `jaxkv eval visible`, or leave it out"
         require(as_policy(each).parts().read is None, "policies", name, remedy)
     cells = tuple(
-        tuple(_cell(name, each, budget) for budget in budgets) for name, each in zip(called, given, strict=True)
+        tuple(_cell(name, each, budget) for budget in budgets) for name, each in zip(names, given, strict=True)
     )
-    return Grid(names=called, budgets=budgets, cells=cells)
+    return Grid(names=names, budgets=budgets, cells=cells)
 
 
 def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
+    """`with_budget`, with the policy's name in its error."""
     try:
-        return with_budget(policy, budget)
+        return with_budget(as_policy(policy), budget)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
 def _name(policy: PolicyLike) -> str:
+    """Name of a policy: its registered name if it was given by that, else its class and changed fields."""
     return policy if isinstance(policy, str) else brief(as_policy(policy))
 
 
 def kept_rows(
     params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
-    """What policies keep of a prompt, which runs through the model once.
+    """Masks of the prompt's rows that each policy's prefill keeps; the prompt runs through the model once.
 
-    Args:
-        params: the model.
-        prompt: one prompt; on a mesh as often as it has groups.
-        policies: which; those that read less than they keep have no answer.
-        key: of those that draw, or its seed; seed 0 for None, as everywhere.
-
-    Returns:
-        By policy the rows that stay, as prefill chooses them.
-
-    Raises:
-        ValueError: for a budget that a policy cannot honour.
+    `prompt` holds one prompt, repeated for each data group of a mesh; `key` is for policies that draw, seed 0 for None.
     """
     flat, axes = params.flat, params.axes
     slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
     given = as_key(key)
     drawn = jax.random.key(0) if given is None else given
-    choosers = [_Chooser(flat, policy, prompt, slots, drawn) for policy in policies]
-    all_needs = [each.parts.needs for each in choosers]
+    choices = [_Choices(flat, policy, prompt, slots, drawn) for policy in policies]
+    all_needs = [each.parts.needs for each in choices]
     needs = Needs(
         queries=max(each.queries for each in all_needs),
         sums=any(each.sums for each in all_needs),
@@ -166,14 +107,14 @@ def kept_rows(
     )
     tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
     for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
-        for chooser in choosers:
-            chooser.look(index, out)
+        for each in choices:
+            each.look(index, out)
         del out
-    return {policy: each.rows()[..., :count] for policy, each in zip(policies, choosers, strict=True)}
+    return {policy: each.masks()[..., :count] for policy, each in zip(policies, choices, strict=True)}
 
 
-class _Chooser:
-    """One policy's choice among the rows of one layer after the other, or of all layers where these share a budget."""
+class _Choices:
+    """One policy's masks of kept rows, made layer by layer, or at the end if layers share a budget."""
 
     def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: PRNGKeyArray):
         self.flat, self.parts = flat, policy.parts()
@@ -182,48 +123,45 @@ class _Chooser:
         self.length = place(prompt.lengths, "B", flat.axes)
         self.forced = place(self.parts.keep.mask(self.lengths, slots), "B S", flat.axes)
         self.whole = of_prompt(None, self.forced, self.length)
-        self.waiting, self.masks = list[Candidates](), list[np.ndarray]()
+        self.waiting, self.chosen = list[Candidates](), list[np.ndarray]()
         self.below: Array | None = None
 
     def look(self, index: int, out: LayerOut) -> None:
-        """A layer: its rows are chosen now, or wait for what the others claim."""
+        """Scores a layer's rows, and chooses among them unless that depends on other layers."""
         parts, scorer = self.parts, self.parts.scorer
         if scorer is None:
-            inside = np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3])
-            self.masks.append(inside)
+            self.chosen.append(np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3]))
             return
         seen = observed(self.flat, out, scorer, self.length, index, self.key, Implementation.XLA)
-        axes = self.flat.axes
-        scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=axes)
+        scores, _, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.flat.axes)
         norms = out.norms if parts.heads.needs_norms else None
         self.waiting.append(dataclasses.replace(self.whole, scores=scores, norms=norms, claim=claim))
         if not parts.layers.from_scores:
-            assert self.told.rows is not None and self.told.recent is not None
-            self._choose(self.told.rows[index : index + 1], self.told.recent[index : index + 1])
+            rows, recent = self._tables()
+            self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])
 
-    def rows(self) -> Bool[np.ndarray, "L K n"]:
-        """What stays, once every layer has been looked at."""
+    def masks(self) -> Bool[np.ndarray, "L K n"]:
+        """Masks of the rows that stay, after the last layer."""
         if self.waiting and self.parts.layers.joint:
-            self._choose_over_layers()
+            rows, recent = self._tables()
+            self._choose([self.waiting], rows[:1], recent[:1])
         elif self.waiting:
-            parts, told = self.parts, self.told
             claims = np.stack([host(layer.claim) for layer in self.waiting])
-            self._choose(*rows_by_claims(parts, told.budget, self.lengths, told.forced, claims))
-        return np.stack(self.masks)
+            rows, recent = rows_by_claims(self.parts, self.told.budget, self.lengths, self.told.forced, claims)
+            self._choose([[layer] for layer in self.waiting], rows, recent)
+        return np.stack(self.chosen)
 
-    def _choose_over_layers(self) -> None:
-        """Appends each layer's mask of the rows that stay, where the heads of all layers share one budget."""
+    def _tables(self) -> tuple[Table, Table]:
+        """Numbers of rows and of most recent rows that each layer keeps, for budgets that do not depend on scores."""
         assert self.told.rows is not None and self.told.recent is not None
-        axes = self.flat.axes
-        rows, newest = (place(each[0], "B", axes, jnp.int32) for each in (self.told.rows, self.told.recent))
-        chosen = choose(self.waiting, rows, newest, heads=self.parts.heads, axes=axes)
-        self.masks += [host(mask)[0] for mask in chosen.masks]
+        return self.told.rows, self.told.recent
 
-    def _choose(self, rows: Table, recent: Table) -> None:
+    def _choose(self, groups: Sequence[Sequence[Candidates]], rows: Table, recent: Table) -> None:
+        """Chooses among the rows of each group of layers, one or several that share a budget; drops their scores."""
         axes = self.flat.axes
-        for layer, wanted, last in zip(self.waiting, rows, recent, strict=True):
+        for layers, wanted, last in zip(groups, rows, recent, strict=True):
             some, newest = (place(each, "B", axes, jnp.int32) for each in (wanted, last))
-            (mask,) = choose([layer], some, newest, self.below, heads=self.parts.heads, axes=axes).masks
-            self.below = mask[:, 0] if self.parts.nested else None
-            self.masks.append(host(mask)[0])
+            masks = choose(layers, some, newest, self.below, heads=self.parts.heads, axes=axes).masks
+            self.below = masks[-1][:, 0] if self.parts.nested else None
+            self.chosen += [host(mask)[0] for mask in masks]
         self.waiting = []

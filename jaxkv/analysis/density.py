@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv import _checks
 from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
-from jaxkv.analysis.figures import Figure, stacked
-from jaxkv.analysis.given import place_of, several, share, whole
-from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.analysis.figures import BELOW_ONE, Figure, mean_of
+from jaxkv.analysis.measuring import Arrays, Layer, Measure, Text, by_head, measured
 from jaxkv.attention import probabilities
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.scorer import Needs
@@ -24,6 +24,7 @@ from jaxkv.sharding.mesh import Axes, host
 from jaxkv.text.prompts import Prompt
 
 _BINS = 64
+_MOST_BINS = 1024
 # Queries whose weights exist at once.
 _BLOCK = 128
 _MAPS = 5
@@ -34,13 +35,13 @@ class Density(Figure):
     """How evenly each layer's attention is spread.
 
     Attributes:
-        variance: `f32[L, H]` of each query head: the variance over keys of what each key receives from all queries;
-            averaged over texts. D2O's F is its mean over heads.
-        dense: `f32[L, H]` the share of all weights that are at least `least` of the largest that their query pays.
-        maps: `f32[L, n, n]` the mean weight that queries of a stretch of the text (rows) pay to a key of a stretch
-            (columns), over heads and texts; 0 where no query sees a key.
-        least: below that share of a query's largest weight, a weight is small.
-        lengths: tokens of each text.
+        variance: `f32[L, H]` of each query head, the variance over keys of the attention that each key receives from
+            all queries; averaged over texts. D2O's F is its mean over heads.
+        dense: `f32[L, H]` share of all weights that are at least `least` of the largest weight of their query.
+        maps: `f32[L, n, n]` mean weight that the queries of one bin of the text (array rows) pay to a key of another
+            bin (columns), over heads and texts; 0 where no query sees a key.
+        least: share of a query's largest weight below which a weight is small.
+        lengths: number of tokens of each text.
     """
 
     variance: Float[np.ndarray, "L H"]
@@ -53,15 +54,18 @@ class Density(Figure):
         """Draws maps of some layers, and variance and density by layer.
 
         Args:
-            path: where to; the suffix says how, such as .png or .svg.
-            layers: those whose maps are drawn; by default the lowest two, the middle one and the highest two.
+            path: the file; its suffix names the format, such as .png or .svg.
+            layers: indices of the layers whose maps are drawn; by default the lowest two, the middle one and the
+                highest two.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
         every = len(self.maps)
         chosen = sorted({0, min(1, every - 1), every // 2, max(0, every - 2), every - 1}) if layers is None else layers
-        chosen = [place_of("layers", layer, every) for layer in several("layers", chosen, "give some layers")]
+        chosen = [
+            _checks.index("layers", layer, every) for layer in _checks.several("layers", chosen, "give some layers")
+        ]
         require(len(chosen) <= _MAPS, "layers", layers, f"give {_MAPS} at most")
         shape = [[f"map {at}" for at in range(len(chosen))], ["lines"] * len(chosen)]
         with paper(path, width=PAGE, height=3.9) as figure:
@@ -70,6 +74,7 @@ class Density(Figure):
             self._draw_lines(panels["lines"])
 
     def _draw_maps(self, figure: Any, panels: list[Any], layers: list[int]) -> None:
+        """Draws a map in each panel, all on one logarithmic scale."""
         from matplotlib.colors import LogNorm
 
         drawn = np.where(np.tril(np.ones(self.maps.shape[1:], bool)), self.maps, np.nan)[layers]
@@ -84,6 +89,7 @@ class Density(Figure):
         figure.colorbar(image, ax=panels, label="mean weight", pad=0.01)
 
     def _draw_lines(self, panel: Any) -> None:
+        """Draws variance, and on an axis of its own density, by layer."""
         index = np.arange(len(self.variance))
         other = panel.twinx()
         for head in self.variance.T:
@@ -100,7 +106,7 @@ class Density(Figure):
         whole_numbers(panel.xaxis)
 
     def records(self) -> list[dict[str, Any]]:
-        """By layer."""
+        """Rows of a table by layer: variance over heads on average, at least and at most, and dense weights in %."""
         heads = zip(self.variance.mean(axis=1), self.variance.min(axis=1), self.variance.max(axis=1), strict=True)
         return [
             {
@@ -119,9 +125,9 @@ def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.
 
     Args:
         params: from `jaxkv.load`.
-        texts: long ones, or ids; each is run through the model once, under full attention.
-        least: below that share of its query's largest weight, a weight is small.
-        bins: stretches that maps cut a text into, n.
+        texts: long texts, or their ids; each is run through the model once, under full attention.
+        least: share of a query's largest weight below which a weight is small.
+        bins: number of bins that maps cut a text into, n.
 
     Returns:
         The figure.
@@ -133,51 +139,54 @@ def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.
         D2O, arXiv:2406.13035, equation 4, figures 1 and 4. Small weights are counted as H2O's figure 2 counts them:
         below a hundredth of the largest of their query.
     """
-    return watch(params, texts, [DensityWatcher(least=least, bins=bins)])[0]
+    return measured(params, texts, [DensityMeasure(least=least, bins=bins)])[0]
 
 
-class DensityWatcher(Watcher):
-    """Looks at all queries of all layers."""
+class DensityMeasure(Measure):
+    """Measure of `density`: all queries of each layer."""
 
     def __init__(self, *, least: float = 0.01, bins: int = _BINS):
-        """Checks the settings."""
-        self.least = share("least", least, "give a share of a query's largest weight, between 0 and 1")
-        self.bins = whole("bins", bins, "give 1 to 1024 stretches")
-        require(self.bins <= 1024, "bins", bins, "give 1 to 1024 stretches")
-        self.layers = list[tuple[np.ndarray, ...]]()
-        self.texts, self.lengths = list[tuple[np.ndarray, ...]](), list[int]()
+        remedy = "give a share of a query's largest weight, above 0 and below 1"
+        self.least = _checks.real("least", least, remedy, high=BELOW_ONE, open_low=True)
+        self.bins = _checks.whole("bins", bins, f"give 1 to {_MOST_BINS} bins", most=_MOST_BINS)
 
     def needs(self, text: Text) -> Needs:
-        """All queries, and sums over them."""
-        require(text.count > 1, "texts", f"{text.count} tokens", "a variance needs two: give longer texts")
+        """Asks layers for all queries, and the attention that each key receives."""
+        require(text.count > 1, "texts", f"{text.count} tokens", "a variance needs two tokens: give longer texts")
         return Needs(queries=text.slots, sums=True)
 
-    def look(self, text: Text, layer: Layer) -> None:
-        """One layer's variances, dense weights and map."""
+    def of_layer(self, text: Text, layer: Layer) -> Arrays:
+        """Variances `[H]`, shares of dense weights `[H]`, and the map's mass `[n, n]`."""
         q, positions = layer.last(text.slots)
         assert layer.out.sums is not None
-        given = (text.numbers(text.count), jnp.float32(self.least))
-        count, mass = _dense(q, layer.out.k, positions, *given, bins=self.bins, axes=text.axes)
+        count, mass = _dense(
+            q,
+            layer.out.k,
+            positions,
+            text.repeated(text.count),
+            jnp.float32(self.least),
+            bins=self.bins,
+            axes=text.axes,
+        )
         received = host(layer.out.sums)[0, ..., : text.count].astype(np.float64)
         pairs = text.count * (text.count + 1) / 2
         variance = received.var(axis=-1, ddof=1).reshape(-1)
-        self.layers.append((variance, host(count)[0].reshape(-1) / pairs, host(mass)[0]))
+        return variance, host(count)[0].reshape(-1) / pairs, host(mass)[0]
 
-    def done(self, text: Text) -> None:
-        """A text's layers together; a map's mass becomes the mean weight of a pair."""
-        variance, dense, mass = (np.stack(each) for each in zip(*self.layers, strict=True))
-        self.texts.append((variance, dense, mass / np.maximum(_pairs(text.count, self.bins), 1)))
-        self.lengths.append(text.count)
-        self.layers = []
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """Variances and shares `[L, H]`, and maps `[L, n, n]` of the mean weight over pairs of a query and a key."""
+        variance, dense, mass = (np.stack(each) for each in zip(*layers, strict=True))
+        return variance, dense, mass / np.maximum(_pairs(text.count, self.bins), 1)
 
-    def found(self) -> Density:
-        """The mean over texts."""
-        variance, dense, maps = (stacked(list(each)) for each in zip(*self.texts, strict=True))
-        return Density(variance=variance, dense=dense, maps=maps, least=self.least, lengths=tuple(self.lengths))
+    def figure(self, texts: list[Text], found: list[Arrays]) -> Density:
+        """Mean over texts."""
+        variance, dense, maps = (mean_of(list(each)) for each in zip(*found, strict=True))
+        lengths = tuple(text.count for text in texts)
+        return Density(variance=variance, dense=dense, maps=maps, least=self.least, lengths=lengths)
 
 
 def _pairs(count: int, bins: int) -> np.ndarray:
-    """How many queries and keys of each two stretches see each other."""
+    """Number of pairs of a query and a key it sees, by the query's bin and the key's."""
     of = np.arange(count) * bins // count
     first, size = np.searchsorted(of, np.arange(bins)), np.bincount(of, minlength=bins)
     seen = np.clip(np.arange(count)[:, None] + 1 - first, 0, size)
@@ -197,17 +206,14 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """How many weights are not small; and the mass that stretches of queries pay to stretches of keys, over heads."""
-    batch, heads, _, queries, _ = q.shape
+    """Number of weights that are not small, and the mass that bins of queries pay to bins of keys, over all heads."""
+    queries = q.shape[3]
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, queries)
-    stretches = jnp.arange(bins, dtype=jnp.int32)
 
-    def head(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        mine, keys, position, count = inputs
+    def head(mine: Array, keys: Array, position: Array, count: Array) -> tuple[Array, Array]:
         key = jnp.arange(keys.shape[0], dtype=jnp.int32)
-        in_stretch = lambda at: ((at * bins // count)[:, None] == stretches).astype(jnp.float32)  # noqa: E731
-        by_key = jnp.where((key < count)[:, None], in_stretch(key), 0.0)
+        by_key = jnp.where((key < count)[:, None], _in_bins(key, count, bins), 0.0)
 
         def step(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dense, mass = carry
@@ -216,16 +222,18 @@ def _dense(
             paid, real = probabilities(part, keys, at), (at >= 0)[:, None]
             large = (paid >= least * paid.max(axis=-1, keepdims=True)) & (key <= at[:, None]) & real
             to = jnp.where(real, paid.mean(axis=0) @ by_key, 0.0)
-            return dense + large.sum(axis=(1, 2), dtype=jnp.float32), mass + in_stretch(jnp.maximum(at, 0)).T @ to
+            by_query = _in_bins(jnp.maximum(at, 0), count, bins)
+            return dense + large.sum(axis=(1, 2), dtype=jnp.float32), mass + by_query.T @ to
 
-        # The first ones do not exist where a text is shorter than its slots.
+        # The first blocks are padding where a text is shorter than its slots.
         begin = (queries - count) // block
         empty = (jnp.zeros(mine.shape[0], jnp.float32), jnp.zeros((bins, bins), jnp.float32))
         return lax.fori_loop(begin, queries // block, step, empty)
 
-    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
-    spread = lambda a: jnp.broadcast_to(a[:, None], (batch, heads, *a.shape[1:]))  # noqa: E731
-    given = (flat(q), flat(k), flat(spread(positions)), flat(spread(length)))
-    dense, mass = lax.map(head, given)
-    mass = mean_of_devices(mass.reshape(batch, heads, bins, bins).mean(axis=1), "H", axes)
-    return dense.reshape(batch, heads, -1), mass
+    dense, mass = by_head(head, (q, k), (positions, length))
+    return dense, mean_of_devices(mass.mean(axis=1), "H", axes)
+
+
+def _in_bins(at: Int[Array, " n"], count: Int[Array, ""], bins: int) -> Float[Array, "n bins"]:
+    """One-hot bins of positions in a text of `count` tokens."""
+    return ((at * bins // count)[:, None] == jnp.arange(bins, dtype=jnp.int32)).astype(jnp.float32)

@@ -5,19 +5,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv import _checks
 from jaxkv._drawing import PAGE, paper, style, whole_numbers
 from jaxkv._errors import require
 from jaxkv.analysis.choosing import Budget, Grid, Policies, PolicyLike, grid
-from jaxkv.analysis.figures import Figure
-from jaxkv.analysis.given import place_of
-from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.analysis.figures import PolicyFigure
+from jaxkv.analysis.measuring import Arrays, Layer, PolicyMeasure, Text, by_head, measured
 from jaxkv.attention import probabilities
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Graphs, Leaves
@@ -39,7 +38,7 @@ _exact = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvictionLoss(Figure):
+class EvictionLoss(PolicyFigure):
     """The L1 distance between a layer's attention output with all rows and with those that a policy keeps.
 
     Attributes:
@@ -47,9 +46,9 @@ class EvictionLoss(Figure):
         bound: `f32[P, N, T, L, w]` theorem 3.1's: 2 h C - 2 C times the attention on rows that are seen, over the h
             query heads; C is the largest L1 norm of a value at the layer's output.
         rows: `i64[P, N, T]` rows kept, over layers and kv heads.
-        policies: P of them.
-        budgets: N of them, rows per kv head and layer on average, or shares.
-        lengths: tokens of each of the T prompts.
+        policies: names of the P policies.
+        budgets: the N budgets, in rows per kv head and layer on average, or as shares of the prompt.
+        lengths: number of tokens of each of the T prompts.
     """
 
     loss: Float[np.ndarray, "P N T L w"]
@@ -63,8 +62,8 @@ class EvictionLoss(Figure):
         """How often one policy's loss is no larger than another's.
 
         Args:
-            policy: one.
-            other: another.
+            policy: name of the one.
+            other: name of the other.
 
         Returns:
             By budget: the share of all texts, layers and queries; and of texts and layers, their queries averaged.
@@ -72,9 +71,7 @@ class EvictionLoss(Figure):
         Raises:
             ValueError: for a policy that was not measured.
         """
-        for name in (policy, other):
-            require(name in self.policies, "policy", name, f"give one of {', '.join(self.policies)}")
-        one, two = (self.loss[self.policies.index(name)] for name in (policy, other))
+        one, two = (self.loss[self.index_of(name)] for name in (policy, other))
         together = one.mean(axis=-1) <= two.mean(axis=-1)
         return (one <= two).mean(axis=(1, 2, 3)), together.mean(axis=(1, 2))
 
@@ -82,13 +79,13 @@ class EvictionLoss(Figure):
         """Draws loss and bound by layer, and the last policy's loss against the first one's, text by text.
 
         Args:
-            path: where to; the suffix says how, such as .png or .svg.
-            budget: which of the budgets, by its place.
+            path: the file; its suffix names the format, such as .png or .svg.
+            budget: index of the budget that is drawn.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
-        budget = place_of("budget", budget, len(self.budgets))
+        budget = _checks.index("budget", budget, len(self.budgets))
         losses, bounds = self.loss[:, budget].mean(axis=-1), self.bound[:, budget].mean(axis=-1)
         with paper(path, width=PAGE, height=2.5 + 0.17 * (len(self.policies) // 2 + 1)) as figure:
             left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
@@ -109,23 +106,17 @@ class EvictionLoss(Figure):
             right.set_ylabel(f"loss, {self.policies[-1]}")
             right.set_title(f"layers of texts: {share:.0%}\non or below the line")
 
-    def records(self) -> list[dict[str, Any]]:
-        """By policy and budget; shares are held against the first policy."""
-        out = []
-        for at, column in np.ndindex(*self.rows.shape[:2]):
-            queries, layers = self.at_most(self.policies[at], self.policies[0])
-            out.append(
-                {
-                    "policy": self.policies[at],
-                    "budget": self.budgets[column],
-                    "rows": float(self.rows[at, column].mean()),
-                    "loss": float(self.loss[at, column].mean()),
-                    "bound": float(self.bound[at, column].mean()),
-                    f"queries <= {self.policies[0]} %": 100 * float(queries[column]),
-                    f"layers <= {self.policies[0]} %": 100 * float(layers[column]),
-                }
-            )
-        return out
+    def _record(self, policy: int, budget: int) -> dict[str, float]:
+        """Rows kept, loss, bound, and how often the loss is no larger than the first policy's, in %."""
+        first = self.policies[0]
+        queries, layers = self.at_most(self.policies[policy], first)
+        return {
+            "rows": float(self.rows[policy, budget].mean()),
+            "loss": float(self.loss[policy, budget].mean()),
+            "bound": float(self.bound[policy, budget].mean()),
+            f"queries <= {first} %": 100 * float(queries[budget]),
+            f"layers <= {first} %": 100 * float(layers[budget]),
+        }
 
 
 def eviction_loss(
@@ -139,85 +130,81 @@ def eviction_loss(
 ) -> EvictionLoss:
     """Measures what dropping rows changes in each layer's attention, for the tokens that follow a prompt.
 
-    Each layer is given what it is given under full attention, so that what lower layers lost is not counted again. What
-    a policy drops while tokens are drawn is not dropped: its rows are those behind the prompt.
+    Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Rows that a
+    policy drops while tokens are drawn are not dropped: it keeps the rows chosen at the prompt's end.
 
     Args:
         params: from `jaxkv.load`.
-        texts: long ones, or ids; each is run through the model once, and its prompt once for all policies.
+        texts: long texts, or their ids; each is run through the model once, and its prompt once for all policies.
         budgets: rows per kv head and layer on average, or shares of a prompt.
-        policies: by name, class or value, or in a dictionary under names of their own; by default uniform, safeguarded
-            and adaptive budgets of heads.
-        following: tokens of each text behind its prompt.
-        key: of policies that draw, or its seed.
+        policies: names, classes or values, or a dictionary of them by names of your own; by default uniform,
+            safeguarded and adaptive budgets of heads.
+        following: number of tokens of each text behind its prompt.
+        key: random key or seed, for policies that draw.
 
     Returns:
         The figure.
 
     Raises:
         ValueError: for texts that are empty or too long for the model, budgets that cannot be honoured, and policies
-            that merge rows, renumber positions or choose what they read for each token.
+            that merge rows, renumber positions or choose for each token which rows they read.
 
     References:
         Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Rows are dropped by kv head, and h counts
         query heads.
     """
-    watcher = LossWatcher(grid(params, policies, budgets))
-    return watch(params, texts, [watcher], following=following, key=key)[0]
+    return measured(params, texts, [LossMeasure(grid(params, policies, budgets))], following=following, key=key)[0]
 
 
-class LossWatcher(Watcher):
-    """Looks at the queries behind prompts, and at values."""
+class LossMeasure(PolicyMeasure):
+    """Measure of `eviction_loss`: the queries behind prompts, and the values."""
 
     least_following = 1
 
-    def __init__(self, given: Grid):
-        """Takes the policies."""
-        for name, (cell, *_) in zip(given.names, given.cells, strict=True):
+    def __init__(self, grid: Grid):
+        super().__init__(grid)
+        for name, (cell, *_) in zip(grid.names, grid.cells, strict=True):
             parts = cell.parts()
+            remedy = "it merges rows instead of dropping them: give merge=None"
+            require(parts.merge is None, "policies", name, remedy)
             require(
-                parts.merge is None, "policies", name, "it merges rows, of which nothing is dropped: give merge=None"
+                not parts.rolling,
+                "policies",
+                name,
+                "it numbers positions by place in the cache: give rolling_positions=False",
             )
-            require(not parts.rolling, "policies", name, "its positions are those within the cache: leave that out")
-        self.grid, self.policies = given, given.flat
-        self.layers, self.texts, self.lengths = list[np.ndarray](), list[tuple[np.ndarray, ...]](), list[int]()
 
     def needs(self, text: Text) -> Needs:
-        """The queries behind the prompt."""
+        """Asks layers for the queries behind the prompt."""
         return Needs(queries=text.following)
 
-    def look(self, text: Text, layer: Layer) -> None:
-        """A layer's losses and bounds."""
+    def of_layer(self, text: Text, layer: Layer) -> Arrays:
+        """Losses and bounds, `[2, C, w]`."""
         q, positions = layer.last(text.following)
-        rows, prompt = text.masks(self.policies, layer.index), text.numbers(text.prompt)
-        given = (layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt)
-        self.layers.append(np.stack([host(each)[0, :-1] for each in _lost(*given, graphs=layer.graphs)]))
+        rows, prompt = text.masks(self.policies, layer.index), text.repeated(text.prompt)
+        loss, bound = _loss(layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt, graphs=layer.graphs)
+        return (np.stack([host(loss)[0, :-1], host(bound)[0, :-1]]),)
 
-    def done(self, text: Text) -> None:
-        """A text's layers: `[P * N, L, w]` of each."""
-        loss, bound = np.moveaxis(np.stack(self.layers), 0, 2)
-        rows = np.asarray([text.rows[cell].sum() for cell in self.policies], np.int64)
-        self.texts.append((loss, bound, rows))
-        self.lengths.append(text.prompt)
-        self.layers = []
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """Losses and bounds `[C, L, w]`, and number of kept rows `[C]`."""
+        loss, bound = np.moveaxis(np.stack([each for (each,) in layers]), 0, 2)
+        return loss, bound, self.counts(text).sum(axis=(1, 2))
 
-    def found(self) -> EvictionLoss:
-        """Figures of all texts."""
-        given = self.grid
-        shape = (len(given.names), len(given.budgets), len(self.texts))
-        loss, bound, rows = (np.stack(each, axis=1) for each in zip(*self.texts, strict=True))
+    def figure(self, texts: list[Text], found: list[Arrays]) -> EvictionLoss:
+        """Losses, bounds and rows by policy and budget."""
+        loss, bound, rows = (self.by_policy(each) for each in zip(*found, strict=True))
         return EvictionLoss(
-            loss=loss.reshape(*shape, *loss.shape[2:]),
-            bound=bound.reshape(*shape, *bound.shape[2:]),
-            rows=rows.reshape(shape),
-            policies=given.names,
-            budgets=given.budgets,
-            lengths=tuple(self.lengths),
+            loss=loss,
+            bound=bound,
+            rows=rows,
+            policies=self.grid.names,
+            budgets=self.grid.budgets,
+            lengths=tuple(text.prompt for text in texts),
         )
 
 
 @program(static=("graphs",), on="graphs")
-def _lost(
+def _loss(
     leaves: Leaves,
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
@@ -228,13 +215,14 @@ def _lost(
     *,
     graphs: Graphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
-    """The losses of n sets of rows, and their bounds."""
-    block, (batch, heads, group, _, dim) = graphs.block(leaves), q.shape
+    """Eviction losses of the queries for n masks of kept rows, and their bounds."""
+    block, (_, heads, group, _, dim) = graphs.block(leaves), q.shape
     weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
 
-    def head(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        mine, keys, values, position, sets, behind = inputs
+    def head(
+        mine: Array, keys: Array, values: Array, sets: Array, position: Array, behind: Array
+    ) -> tuple[Array, Array]:
         paid, values = probabilities(mine, keys, position), values.astype(jnp.float32)
         whole = _exact("gws,sd->gwd", paid, values)
 
@@ -246,10 +234,7 @@ def _lost(
 
         return lax.map(one, sets.T)
 
-    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
-    spread = lambda a: flat(jnp.broadcast_to(a[:, None], (batch, heads, *a.shape[1:])))  # noqa: E731
-    apart, share = lax.map(head, (flat(q), flat(k), flat(v), spread(positions), flat(rows), spread(since)))
-    apart, share = (a.reshape(batch, heads, *a.shape[1:]) for a in (apart, share))
+    apart, share = by_head(head, (q, k, v, rows), (positions, since))
     loss = jnp.abs(total(_exact("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(axis=-1)
     norms = lax.cummax(most_of_devices(_norms(v, weight), "H", graphs.axes), axis=1)
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
@@ -260,7 +245,7 @@ def _lost(
 
 
 def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float[Array, "B S"]:
-    """The largest L1 norm of each position's values at the layer's output, over heads."""
+    """Largest L1 norm of each position's values at the layer's output, over heads."""
     batch, heads, slots, dim = v.shape
     size = min(256, slots)
 

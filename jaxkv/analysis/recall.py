@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._drawing import COLUMN, paper, style
-from jaxkv._errors import require
-from jaxkv.analysis.choosing import Budget, Grid, Policies, grid
-from jaxkv.analysis.figures import Figure, error
-from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.analysis.choosing import Budget, Policies, grid
+from jaxkv.analysis.figures import PolicyFigure, error
+from jaxkv.analysis.measuring import Arrays, Layer, PolicyMeasure, Text, by_head, measured
 from jaxkv.attention import probabilities
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.scorer import Needs
@@ -26,7 +24,7 @@ FOLLOWING = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recall(Figure):
+class Recall(PolicyFigure):
     """Full attention's probability on rows that policies keep, for the tokens that follow a prompt.
 
     Attributes:
@@ -35,11 +33,11 @@ class Recall(Figure):
         visible: `f32[P, N, T, L, H]` mass on everything that a query sees under the policy, tokens behind the prompt
             included; the mean over the queries.
         rows: `i64[P, N, T]` rows kept, over layers and kv heads.
-        policies: P of them.
-        budgets: N of them, rows per kv head and layer on average, or shares.
-        following: queries: tokens of each text behind its prompt.
-        lengths: tokens of each of the T prompts.
-        segments: layers times kv heads, over which rows spread.
+        policies: names of the P policies.
+        budgets: the N budgets, in rows per kv head and layer on average, or as shares of the prompt.
+        following: number of queries, the tokens of each text behind its prompt.
+        lengths: number of tokens of each of the T prompts.
+        segments: number of layers times kv heads, over which rows spread.
     """
 
     recall: Float[np.ndarray, "P N T L H"]
@@ -57,11 +55,11 @@ class Recall(Figure):
         return self.recall.mean(axis=(3, 4))
 
     def difference(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-        """What sets two policies apart, text by text.
+        """One policy's recall less another's, text by text.
 
         Args:
-            policy: one.
-            other: another, whose recall is taken off.
+            policy: name of the one.
+            other: name of the other, whose recall is subtracted.
 
         Returns:
             By budget: the mean over texts, and its standard error.
@@ -69,9 +67,7 @@ class Recall(Figure):
         Raises:
             ValueError: for a policy that was not measured.
         """
-        for name in (policy, other):
-            require(name in self.policies, "policy", name, f"give one of {', '.join(self.policies)}")
-        one, two = (self.by_text[self.policies.index(name)] for name in (policy, other))
+        one, two = (self.by_text[self.index_of(name)] for name in (policy, other))
         apart = (one - two).astype(np.float64)
         return apart.mean(axis=1), np.asarray([error(each) for each in apart])
 
@@ -79,7 +75,7 @@ class Recall(Figure):
         """Draws recall against rows, a line for each policy; bars are standard errors over texts.
 
         Args:
-            path: where to; the suffix says how, such as .png or .svg.
+            path: the file; its suffix names the format, such as .png or .svg.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
@@ -95,22 +91,15 @@ class Recall(Figure):
             panel.set(xlabel="rows kept per kv head and layer, on average", ylabel="attention recall, %")
             panel.legend(frameon=False)
 
-    def records(self) -> list[dict[str, Any]]:
-        """By policy and budget."""
-        out = []
-        for at, column in np.ndindex(*self.rows.shape[:2]):
-            mine = self.by_text[at, column]
-            out.append(
-                {
-                    "policy": self.policies[at],
-                    "budget": self.budgets[column],
-                    "rows": float(self.rows[at, column].mean()),
-                    "recall %": 100 * float(mine.mean()),
-                    "st. err.": 100 * error(mine),
-                    "visible %": 100 * float(self.visible[at, column].mean()),
-                }
-            )
-        return out
+    def _record(self, policy: int, budget: int) -> dict[str, float]:
+        """Rows kept, and recall, its standard error and visible attention in %."""
+        mine = self.by_text[policy, budget]
+        return {
+            "rows": float(self.rows[policy, budget].mean()),
+            "recall %": 100 * float(mine.mean()),
+            "st. err.": 100 * error(mine),
+            "visible %": 100 * float(self.visible[policy, budget].mean()),
+        }
 
 
 def recall(
@@ -124,79 +113,66 @@ def recall(
 ) -> Recall:
     """Measures how much of full attention falls on rows that policies keep.
 
-    Policies see each text but for its last tokens, whose attention is then looked at. What a policy drops while tokens
-    are drawn is not: its rows are those behind the prompt. Of merged rows the places count, not what was merged.
+    Policies see each text but for its last tokens, whose attention is then measured. Rows that a policy drops while
+    tokens are drawn are not dropped: it keeps the rows chosen at the prompt's end. Of merged rows the positions count,
+    not what was merged.
 
     Args:
         params: from `jaxkv.load`.
-        texts: long ones, or ids; each is run through the model once, and its prompt once for all policies.
-        policies: by name, class or value, or in a dictionary under names of their own; their budgets do not matter.
+        texts: long texts, or their ids; each is run through the model once, and its prompt once for all policies.
+        policies: names, classes or values, or a dictionary of them by names of your own; their budgets are ignored.
         budgets: rows per kv head and layer on average, or shares of a prompt.
-        following: tokens of each text behind its prompt.
-        key: of policies that draw, or its seed.
+        following: number of tokens of each text behind its prompt.
+        key: random key or seed, for policies that draw.
 
     Returns:
         The figure.
 
     Raises:
         ValueError: for texts that are empty or too long for the model, budgets that cannot be honoured, and policies
-            that choose what they read for each token.
+            that choose for each token which rows they read.
 
     References:
         PyramidKV, arXiv:2406.02069, appendix N and figure 8.
     """
-    watcher = RecallWatcher(grid(params, policies, budgets))
-    return watch(params, texts, [watcher], following=following, key=key)[0]
+    return measured(params, texts, [RecallMeasure(grid(params, policies, budgets))], following=following, key=key)[0]
 
 
-class RecallWatcher(Watcher):
-    """Looks at the queries behind prompts."""
+class RecallMeasure(PolicyMeasure):
+    """Measure of `recall`: the queries behind prompts."""
 
     least_following = 1
 
-    def __init__(self, given: Grid):
-        """Takes the policies."""
-        self.grid, self.policies = given, given.flat
-        self.layers, self.texts = list[np.ndarray](), list[tuple[np.ndarray, ...]]()
-        self.lengths, self.segments, self.following = list[int](), 0, 0
-
     def needs(self, text: Text) -> Needs:
-        """The queries behind the prompt."""
+        """Asks layers for the queries behind the prompt."""
         return Needs(queries=text.following)
 
-    def look(self, text: Text, layer: Layer) -> None:
-        """What they pay to the rows that each policy keeps."""
+    def of_layer(self, text: Text, layer: Layer) -> Arrays:
+        """Attention paid to each cell's rows, then to all prompt rows: `[H, w, C + 1]`."""
         q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
-        self.layers.append(mine.reshape(-1, *mine.shape[2:]).astype(np.float64))
+        return (mine.reshape(-1, *mine.shape[2:]).astype(np.float64),)
 
-    def done(self, text: Text) -> None:
-        """A text's figures: `[P * N, L, H]`."""
-        sets = np.moveaxis(np.stack(self.layers), -1, 0)
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """Recall and visible attention `[C, L, H]`, and number of kept rows `[C, L, K]`."""
+        sets = np.moveaxis(np.stack([each for (each,) in layers]), -1, 0)
         kept, prompt = sets[:-1], sets[-1]
         recalled = kept.sum(axis=-1) / np.maximum(prompt.sum(axis=-1), 1e-30)
-        rows = np.asarray([text.rows[cell].sum() for cell in self.policies], np.int64)
-        self.texts.append((recalled, (kept + 1 - prompt).mean(axis=-1), rows))
-        self.lengths.append(text.prompt)
-        self.following = text.following
-        self.layers, self.segments = [], int(np.prod(text.rows[self.policies[0]].shape[:2]))
+        return recalled, (kept + 1 - prompt).mean(axis=-1), self.counts(text)
 
-    def found(self) -> Recall:
-        """Figures of all texts."""
-        given = self.grid
-        shape = (len(given.names), len(given.budgets), len(self.texts))
-        recalled, seen, rows = (np.stack(each, axis=1) for each in zip(*self.texts, strict=True))
-        by_cell = lambda a: a.reshape(*shape, *a.shape[2:]).astype(np.float32)  # noqa: E731
+    def figure(self, texts: list[Text], found: list[Arrays]) -> Recall:
+        """Recall, visible attention and rows by policy and budget."""
+        recalled, seen, rows = (self.by_policy(each) for each in zip(*found, strict=True))
         return Recall(
-            recall=by_cell(recalled),
-            visible=by_cell(seen),
-            rows=rows.reshape(shape),
-            policies=given.names,
-            budgets=given.budgets,
-            following=self.following,
-            lengths=tuple(self.lengths),
-            segments=self.segments,
+            recall=recalled.astype(np.float32),
+            visible=seen.astype(np.float32),
+            rows=rows.sum(axis=(3, 4)),
+            policies=self.grid.names,
+            budgets=self.grid.budgets,
+            following=texts[0].following,
+            lengths=tuple(text.prompt for text in texts),
+            segments=rows.shape[3] * rows.shape[4],
         )
 
 
@@ -209,26 +185,11 @@ def paid(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B K G w n"]:
-    """What queries pay to sets of rows.
+    """Attention probability that each query pays to each of n masks of rows, summed over a mask's rows."""
 
-    Args:
-        q: rotated queries.
-        k: rotated keys at positions 0 .. S.
-        positions: of the queries.
-        rows: n sets for each kv head.
-        axes: of the mesh that they lie on, if they do.
-
-    Returns:
-        The sums of their probabilities, float32.
-    """
-    batch, heads, group, window, _ = q.shape
-
-    def head(inputs: tuple[Array, ...]) -> Array:
-        mine, keys, position, sets = inputs
+    def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
         shares = probabilities(mine, keys, position)
         # A GPU would round them to ten bits, and what policies differ by is in the fourth digit.
         return jnp.einsum("gws,sn->gwn", shares, sets.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
-    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
-    spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    return lax.map(head, (flat(q), flat(k), flat(spread), flat(rows))).reshape(batch, heads, group, window, -1)
+    return by_head(head, (q, k, rows), (positions,))

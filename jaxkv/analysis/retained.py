@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv import _checks
 from jaxkv._drawing import COLUMN, paper
-from jaxkv.analysis.figures import Figure, stacked
-from jaxkv.analysis.given import several, share, whole
-from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.analysis.figures import Figure, mean_of
+from jaxkv.analysis.measuring import Arrays, Layer, Measure, Text, measured
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.scorer import Needs
@@ -29,11 +29,11 @@ class Retained(Figure):
     """Attention that the most attended keys of each kv head hold.
 
     Attributes:
-        mass: `f32[L, K, n]` the share of the attention of a head's queries that falls on its top keys, as many as
-            `shares` says; averaged over texts.
-        shares: top keys, as shares of those of a text, ascending.
-        queries: last tokens of each text whose attention is looked at.
-        lengths: tokens of each text.
+        mass: `f32[L, K, n]` share of the attention of a head's queries that falls on its top keys, for each of the n
+            `shares`; averaged over texts.
+        shares: number of top keys, as shares of a text's keys, ascending.
+        queries: number of last tokens of each text whose attention is measured.
+        lengths: number of tokens of each text.
     """
 
     mass: Float[np.ndarray, "L K n"]
@@ -45,7 +45,7 @@ class Retained(Figure):
         """Draws a curve for each head, coloured by layer.
 
         Args:
-            path: where to; the suffix says how, such as .png or .svg.
+            path: the file; its suffix names the format, such as .png or .svg.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
@@ -70,7 +70,7 @@ class Retained(Figure):
             figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
 
     def records(self) -> list[dict[str, Any]]:
-        """By share."""
+        """Rows of a table by share of keys: attention held on average, at least, in the median and at most, in %."""
         heads = self.mass.reshape(-1, len(self.shares))
         return [
             {
@@ -91,9 +91,9 @@ def retained(
 
     Args:
         params: from `jaxkv.load`.
-        texts: long ones, or ids; each is run through the model once, under full attention.
-        shares: top keys to look at, as shares of a text's.
-        queries: last tokens of each text whose attention is looked at; rows are kept or dropped by all of them.
+        texts: long texts, or their ids; each is run through the model once, under full attention.
+        shares: number of top keys to look at, as shares of a text's keys.
+        queries: number of last tokens of each text whose attention is measured; keys are ranked over all of them.
 
     Returns:
         The figure.
@@ -105,48 +105,48 @@ def retained(
         Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps a row for all its query heads, so that its curve is
         of their mean, as section 3.5 chooses rows.
     """
-    return watch(params, texts, [RetainedWatcher(shares=shares, queries=queries)])[0]
+    return measured(params, texts, [RetainedMeasure(shares=shares, queries=queries)])[0]
 
 
-class RetainedWatcher(Watcher):
-    """Looks at the last queries of all layers."""
+class RetainedMeasure(Measure):
+    """Measure of `retained`: the last queries of each layer."""
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
-        """Checks the settings."""
         remedy = "give shares of a text's keys, above 0 and at most 1"
-        given = several("shares", shares, remedy)
-        self.shares = tuple(sorted(share("shares", each, remedy, all_of=True) for each in given))
-        self.queries = whole("queries", queries, "give at least 1 query")
-        self.layers, self.texts, self.lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+        given = _checks.several("shares", shares, remedy)
+        self.shares = tuple(sorted(_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in given))
+        self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def needs(self, text: Text) -> Needs:
-        """As many last queries as there are."""
+        """Asks layers for their last queries."""
         return Needs(queries=min(self.queries, text.count))
 
-    def look(self, text: Text, layer: Layer) -> None:
-        """A layer's curves."""
+    def of_layer(self, text: Text, layer: Layer) -> Arrays:
+        """Share of attention that the top keys hold, `[K, n]`."""
         q, positions = layer.last(min(self.queries, text.count))
         mine = host(_mean_weights(q, layer.out.k, positions, axes=text.axes))[0, :, : text.count]
         running = np.cumsum(-np.sort(-mine.astype(np.float64), axis=-1), axis=-1)
         keys = [max(1, int(share * text.count + 1e-9)) for share in self.shares]
-        self.layers.append(running[:, np.asarray(keys) - 1] / running[:, -1:])
+        return (running[:, np.asarray(keys) - 1] / running[:, -1:],)
 
-    def done(self, text: Text) -> None:
-        """A text's layers together."""
-        self.texts.append(np.stack(self.layers))
-        self.lengths.append(text.count)
-        self.layers = []
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """The layers' curves, `[L, K, n]`."""
+        return (np.stack([each for (each,) in layers]),)
 
-    def found(self) -> Retained:
-        """The mean over texts."""
-        lengths = tuple(self.lengths)
-        return Retained(mass=stacked(self.texts), shares=self.shares, queries=self.queries, lengths=lengths)
+    def figure(self, texts: list[Text], found: list[Arrays]) -> Retained:
+        """Mean over texts."""
+        return Retained(
+            mass=mean_of([each for (each,) in found]),
+            shares=self.shares,
+            queries=self.queries,
+            lengths=tuple(text.count for text in texts),
+        )
 
 
 @program(static=("axes",))
 def _mean_weights(
     q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"], positions: Int[Array, "B w"], *, axes: Axes | None
 ) -> Float[Array, "B K S"]:
-    """What a kv head's queries pay to each key, the mean over them and over its query heads."""
+    """Attention probability of each key, averaged over a kv head's queries and query heads."""
     mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
     return mean_of_devices(mine, "G", axes)

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv import _checks
 from jaxkv._drawing import COLUMN, paper
 from jaxkv._errors import require
-from jaxkv.analysis import given
-from jaxkv.analysis.figures import Figure, stacked
-from jaxkv.analysis.watching import Layer, Text, Watcher, watch
+from jaxkv.analysis.figures import BELOW_ONE, Figure, mean_of
+from jaxkv.analysis.measuring import Arrays, Layer, Measure, Text, measured
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
@@ -30,14 +30,14 @@ from jaxkv.text.prompts import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Similarity(Figure):
-    """How much of one layer's attention falls on the tokens that another one's falls on most.
+    """How much of one layer's attention falls on the tokens that another layer attends to most.
 
     Attributes:
         mass: `f32[L, L]` at [l, m], for m >= l: the share of m's attention on l's most attended tokens, averaged over
             queries and texts; 0 below the diagonal.
-        share: most attended tokens, as a share of those that could be attended to.
-        queries: last tokens of each text whose attention is looked at.
-        lengths: tokens of each text.
+        share: number of most attended tokens, as a share of those that a query sees.
+        queries: number of last tokens of each text whose attention is measured.
+        lengths: number of tokens of each text.
     """
 
     mass: Float[np.ndarray, "L L"]
@@ -46,17 +46,17 @@ class Similarity(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path, filters: Sequence[int] = ()) -> None:
-        """Draws the map.
+        """Draws the similarity map.
 
         Args:
-            path: where to; the suffix says how, such as .png.
-            filters: layers to mark.
+            path: the file; its suffix names the format, such as .png or .svg.
+            filters: indices of layers to mark.
 
         Raises:
             ImportError: without matplotlib, naming the extra that brings it.
         """
         layers = len(self.mass)
-        marked = [given.place_of("filters", layer, layers) for layer in filters]
+        marked = [_checks.index("filters", layer, layers) for layer in filters]
         upper = np.where(np.arange(layers)[:, None] <= np.arange(layers), self.mass, np.nan)
         with paper(path, width=COLUMN, height=2.9) as figure:
             panel = figure.add_subplot()
@@ -67,7 +67,7 @@ class Similarity(Figure):
                 panel.axhline(layer, color="#D55E00", linewidth=0.8, linestyle="--")
 
     def records(self) -> list[dict[str, Any]]:
-        """By layer: what its tokens carry of the attention of the layers above it."""
+        """Rows of a table by layer: share of its own and higher layers' attention on its most attended tokens."""
         above = [self.mass[layer, layer + 1 :] for layer in range(len(self.mass))]
         return [
             {
@@ -86,8 +86,8 @@ class FilterLayers:
     """The best filter layers of a model.
 
     Attributes:
-        filters: the layers, ascending.
-        carried: the share of the attention of layers that read a choice which falls on tokens chosen, averaged.
+        filters: indices of the layers, ascending.
+        carried: share of attention that falls on the chosen tokens, averaged over the layers that read a choice.
         similarity: the map they were found in.
     """
 
@@ -96,7 +96,7 @@ class FilterLayers:
     similarity: Similarity
 
     def to_json(self) -> str:
-        """All of it, the map included."""
+        """All fields as JSON text, the map rounded to four digits."""
         similarity = dataclasses.asdict(self.similarity) | {"mass": np.round(self.similarity.mass, 4).tolist()}
         return json.dumps({"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity})
 
@@ -108,9 +108,9 @@ def similarity(
 
     Args:
         params: from `jaxkv.load`.
-        texts: long ones, or ids; each is run through the model once, under full attention.
-        share: most attended tokens to look at, as a share of those a query sees.
-        queries: last tokens of each text whose attention is looked at.
+        texts: long texts, or their ids; each is run through the model once, under full attention.
+        share: number of most attended tokens to look at, as a share of those that a query sees.
+        queries: number of last tokens of each text whose attention is measured.
 
     Returns:
         The map.
@@ -122,38 +122,39 @@ def similarity(
         OmniKV, section 3 (inter-layer attention similarity) and figure 8; a token's weight in a layer is its largest
         probability over the query heads, and these sum to one.
     """
-    return watch(params, texts, [SimilarityWatcher(share=share, queries=queries)])[0]
+    return measured(params, texts, [SimilarityMeasure(share=share, queries=queries)])[0]
 
 
-class SimilarityWatcher(Watcher):
-    """Looks at the last queries of all layers."""
+class SimilarityMeasure(Measure):
+    """Measure of `similarity`: the last queries of each layer."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
-        """Checks the settings."""
-        self.share = given.share("share", share, "give a share of the tokens, between 0 and 1")
-        self.queries = given.whole("queries", queries, "give at least 1 query")
-        self.weights, self.maps, self.lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+        remedy = "give a share of the tokens, above 0 and below 1"
+        self.share = _checks.real("share", share, remedy, high=BELOW_ONE, open_low=True)
+        self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def needs(self, text: Text) -> Needs:
-        """As many last queries as there are."""
+        """Asks layers for their last queries."""
         return Needs(queries=min(self.queries, text.count))
 
-    def look(self, text: Text, layer: Layer) -> None:
-        """What its queries attend to."""
+    def of_layer(self, text: Text, layer: Layer) -> Arrays:
+        """Attention of each query to each token, `[w, S]`."""
         q, positions = layer.last(min(self.queries, text.count))
-        self.weights.append(host(_weights(q, layer.out.k, positions, axes=text.axes))[0])
+        return (host(_weights(q, layer.out.k, positions, axes=text.axes))[0],)
 
-    def done(self, text: Text) -> None:
-        """The map of a text."""
-        count = len(self.weights[0])
-        self.maps.append(_shared(self.weights, np.arange(text.count - count, text.count), self.share))
-        self.lengths.append(text.count)
-        self.weights = []
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """The text's similarity map, `[L, L]`."""
+        weights = np.stack([each for (each,) in layers])
+        return (_shared(weights, np.arange(text.count - weights.shape[1], text.count), self.share),)
 
-    def found(self) -> Similarity:
-        """The mean over texts."""
-        lengths = tuple(self.lengths)
-        return Similarity(mass=stacked(self.maps), share=self.share, queries=self.queries, lengths=lengths)
+    def figure(self, texts: list[Text], found: list[Arrays]) -> Similarity:
+        """Mean over texts."""
+        return Similarity(
+            mass=mean_of([each for (each,) in found]),
+            share=self.share,
+            queries=self.queries,
+            lengths=tuple(text.count for text in texts),
+        )
 
 
 @program(static=("axes",))
@@ -164,23 +165,21 @@ def _weights(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B w S"]:
-    """What each query attends to: the largest probability over its heads, as shares."""
-    per_query = jax.vmap(
-        partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1))), in_axes=(3, None, 1), out_axes=1
-    )
+    """Each query's attention to each token: the largest probability over its heads, scaled to sum to one."""
+    largest_of_window = partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1)))
+    per_query = jax.vmap(largest_of_window, in_axes=(3, None, 1), out_axes=1)
     largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
     for letter in "KG":
         largest = most_of_devices(largest, letter, axes)
     return largest / largest.sum(axis=-1, keepdims=True)
 
 
-def _shared(weights: list[np.ndarray], positions: np.ndarray, share: float) -> np.ndarray:
-    """The map of one text: `weights` by layer `[w, S]`."""
+def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float) -> np.ndarray:
+    """Similarity map `[L, L]` of one text, from each query's attention and the queries' positions."""
     layers = len(weights)
     out = np.zeros((layers, layers))
-    stacked = np.stack(weights)
     for row, at in enumerate(positions):
-        seen = stacked[:, row, : at + 1]
+        seen = weights[:, row, : at + 1]
         count = max(1, int(share * (at + 1)))
         top = np.argsort(-seen, axis=1, kind="stable")[:, :count]
         for layer in range(layers):
@@ -192,13 +191,13 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
     """The filter layers whose choices carry most of the attention of the layers that read them.
 
     Args:
-        found: the map.
-        m: how many filters.
-        adjacent: layers behind each that read everything.
-        most_whole: layers that may read everything, by default a quarter of all, as in the paper.
+        found: the similarity map.
+        m: number of filter layers.
+        adjacent: number of layers above each filter layer that read everything, too.
+        most_whole: largest number of layers that read everything; by default a quarter of all, as in the paper.
 
     Returns:
-        The best of all sets.
+        The best of all sets of filter layers.
 
     Raises:
         ValueError: if no set leaves enough layers to read a choice.
@@ -223,11 +222,11 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
 
 
 def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tuple[int, int, int]:
-    """The search's settings as plain numbers, refused before the texts are run."""
-    m = given.whole("m", m, "give at least 1 filter layer")
-    adjacent = given.whole("adjacent", adjacent, "give 0 or more layers", least=0)
+    """Checked `m`, `adjacent` and `most_whole` of `best_filters`, as plain ints."""
+    m = _checks.whole("m", m, "give at least 1 filter layer")
+    adjacent = _checks.whole("adjacent", adjacent, "give 0 or more layers", least=0)
     most = -(-layers // 4) if most_whole is None else most_whole
-    return m, adjacent, given.whole("most_whole", most, "give how many layers may read everything, 1 or more")
+    return m, adjacent, _checks.whole("most_whole", most, "give how many layers may read everything, 1 or more")
 
 
 def filter_layers(
@@ -252,11 +251,12 @@ def filter_layers(
         queries: as for `similarity`.
 
     Returns:
-        The layers, and the map they were found in.
+        The filter layers, and the map they were found in.
 
     Raises:
-        ValueError: as those two.
+        ValueError: as `similarity` and `best_filters` do.
     """
+    # Refused before the texts are run.
     _settings(m, adjacent, most_whole, as_model(params).config.layers)
     found = similarity(params, texts, share=share, queries=queries)
     return best_filters(found, m=m, adjacent=adjacent, most_whole=most_whole)

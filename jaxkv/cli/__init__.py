@@ -5,6 +5,7 @@ import difflib
 import importlib.metadata
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,11 +13,11 @@ from jax.errors import JaxRuntimeError
 
 from jaxkv.cli.analysing import ANALYZE_NOTES, add_analyze_options, run_analyze
 from jaxkv.cli.evaluating import NOTES as EVAL_NOTES
-from jaxkv.cli.evaluating import add_eval_options
+from jaxkv.cli.evaluating import add_eval_options, print_tasks
 from jaxkv.cli.exporting import add_export_options, run_export
 from jaxkv.cli.filters import add_filter_options, print_filters
 from jaxkv.cli.generating import add_generate_options, run_generate
-from jaxkv.cli.listing import print_models, print_policies
+from jaxkv.cli.listing import add_json_option, print_models, print_policies
 from jaxkv.cli.planning import NOTES, add_plan_options, print_plan
 from jaxkv.cli.streams import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
 
@@ -53,18 +54,14 @@ Compiled programs are kept on disk: the second run with prompts of similar lengt
 """
 
 
-# What bad input, a full disk or a missing package leads to. Anything else is our mistake and keeps its traceback.
+# Raised for bad input, a full disk or a missing package. Anything else is our mistake and keeps its traceback.
 _EXPECTED = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, OSError, ImportError)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line on `argv`, the process' own by default.
 
-    Args:
-        argv: the arguments; those of the process if None.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which has been told on stderr.
+    Returns the exit code: 0, or 2 after an error, which is one line on stderr.
     """
     prepare_streams()
     with warnings_in_one_line():
@@ -72,14 +69,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    """Exit code of the command that is asked for, errors told on stderr."""
+    """Exit code of the command that was asked for; errors go to stderr."""
     try:
         try:
             options = parser.parse_args(argv)
             # Up to Python 3.12 argparse makes an empty list of the value in `--model=--`.
-            lost = [name for name, value in vars(options).items() if value == []]
-            if lost:
-                parser.error(f"{lost[0].split()[-1].removeprefix('--')}: -- is no value")
+            empty = [name for name, value in vars(options).items() if value == []]
+            if empty:
+                parser.error(f"{empty[0].split()[-1].removeprefix('--')}: -- is no value")
         except SystemExit as end:  # argparse has printed the help or the error
             return end.code if isinstance(end.code, int) else 2
         return options.run(options)
@@ -103,7 +100,7 @@ def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
 
 def _remedy(error: RuntimeError) -> str | None:
-    """What to do about the few of this broad kind that are no mistakes of ours."""
+    """Remedy for a RuntimeError that is no mistake of ours: no home folder, no memory; None for any other."""
     if "home directory" in str(error):  # pathlib's, where a user has none
         return "set HOME, and JAXKV_CACHE to a folder for models"
     if isinstance(error, JaxRuntimeError) and re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
@@ -112,22 +109,19 @@ def _remedy(error: RuntimeError) -> str | None:
 
 
 def _message(error: BaseException) -> str:
-    """The error's text in one line, or its kind where it has none, whichever library raised it."""
+    """An error's text in one line, or its class' name if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = "; ".join(lines) or type(error).__name__
     return f"nested too deeply ({message})" if isinstance(error, RecursionError) else message
 
 
 def _complain(message: str) -> None:
+    """Writes an error to stderr."""
     to_stderr(f"jaxkv: error: {message}")
 
 
 def version() -> str:
-    """The package's version.
-
-    Returns:
-        The installed distribution's; for a plain checkout what its pyproject.toml says.
-    """
+    """Version of the installed package; of a plain checkout the one in its pyproject.toml, or "unknown"."""
     try:
         return importlib.metadata.version("jaxkv")
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +134,7 @@ def version() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one form, whatever the subcommand, and notices where help cannot be written."""
+    """Parser whose errors have the form of all others, and whose help raises `Unwritten` if stdout fails."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
@@ -155,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """`--version`, which looks the version up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         to_stdout(f"jaxkv {version()}")
@@ -163,31 +157,32 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    told: dict[str, Any] = {"description": _ABOUT, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = _Parser(prog="jaxkv", epilog=_EXAMPLES, **told)
+    """Parser of the whole command line; each command stores its function in `run`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=_EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    generating = commands.add_parser("generate", help="answer a prompt", epilog=_GENERATE_NOTES + _EXAMPLES, **told)
-    generating.set_defaults(run=run_generate)
-    add_generate_options(generating)
-    filters = commands.add_parser("filters", help="find the layers that choose best what others read (OmniKV)")
-    filters.set_defaults(run=print_filters)
-    add_filter_options(filters)
-    exporting = commands.add_parser("export", help="write programs and weights that run without jaxkv")
-    exporting.set_defaults(run=run_export)
-    add_export_options(exporting)
-    planning = commands.add_parser("plan", help="what fits on GPUs that need not be there", epilog=NOTES, **told)
-    planning.set_defaults(run=print_plan)
-    add_plan_options(planning)
-    evaluating = commands.add_parser("eval", help="judge policies by tasks", epilog=EVAL_NOTES, **told)
-    add_eval_options(evaluating)
-    analysing = commands.add_parser("analyze", help="what attention looks like", epilog=ANALYZE_NOTES, **told)
-    analysing.set_defaults(run=run_analyze)
-    add_analyze_options(analysing)
-    models = commands.add_parser("models", help="list the named models")
-    models.set_defaults(run=print_models)
-    policies = commands.add_parser("policies", help="list the policies: paper, parts, defaults, options")
-    policies.set_defaults(run=print_policies)
-    for command in (models, policies):
-        command.add_argument("--json", action="store_true", help="print JSON")
+
+    def add(
+        name: str,
+        about: str,
+        add_options: Callable[[argparse.ArgumentParser], None],
+        run: Callable[[argparse.Namespace], int],
+        notes: str | None = None,
+    ) -> None:
+        if notes is None:
+            command = commands.add_parser(name, help=about)
+        else:
+            command = commands.add_parser(name, help=about, description=_ABOUT, epilog=notes, formatter_class=raw)
+        command.set_defaults(run=run)
+        add_options(command)
+
+    add("generate", "answer a prompt", add_generate_options, run_generate, _GENERATE_NOTES + _EXAMPLES)
+    add("filters", "find the layers that choose best what others read (OmniKV)", add_filter_options, print_filters)
+    add("export", "write programs and weights that run without jaxkv", add_export_options, run_export)
+    add("plan", "what fits on GPUs that need not be there", add_plan_options, print_plan, NOTES)
+    add("eval", "judge policies by tasks", add_eval_options, print_tasks, EVAL_NOTES)
+    add("analyze", "what attention looks like", add_analyze_options, run_analyze, ANALYZE_NOTES)
+    add("models", "list the named models", add_json_option, print_models)
+    add("policies", "list the policies: paper, parts, defaults, options", add_json_option, print_policies)
     return parser

@@ -1,4 +1,4 @@
-"""What `jaxkv analyze` does: looks at attention in some texts, prints what it found, saves arrays and pictures."""
+"""`jaxkv analyze`: looks at attention in some texts, prints tables, saves arrays and pictures."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,24 @@ import numpy as np
 
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
-from jaxkv.analysis.budgets import BudgetsWatcher
+from jaxkv.analysis.budgets import BudgetsMeasure
 from jaxkv.analysis.choosing import Grid, PolicyLike, checked, grid
-from jaxkv.analysis.density import DensityWatcher
+from jaxkv.analysis.density import DensityMeasure
 from jaxkv.analysis.figures import Figure
-from jaxkv.analysis.loss import ALLOCATIONS, LossWatcher
-from jaxkv.analysis.recall import FOLLOWING, RecallWatcher
-from jaxkv.analysis.retained import RetainedWatcher
-from jaxkv.analysis.similarity import SimilarityWatcher
-from jaxkv.analysis.watching import Watcher, watch
-from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.generating import random_key, require_model
-from jaxkv.cli.numbers import argument, seed, whole
-from jaxkv.cli.policy_rows import budgets_of, spelled
+from jaxkv.analysis.loss import ALLOCATIONS, LossMeasure
+from jaxkv.analysis.measuring import Measure, measured
+from jaxkv.analysis.recall import FOLLOWING, RecallMeasure
+from jaxkv.analysis.retained import RetainedMeasure
+from jaxkv.analysis.similarity import SimilarityMeasure
+from jaxkv.cli.files import Target, read_long_text
+from jaxkv.cli.models import add_dtype_option, add_model_option, ids_of, random_key, require_model
+from jaxkv.cli.numbers import argument, budgets, positive, seed
+from jaxkv.cli.policy_rows import spelled
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
 
-# What each figure says, above its table; those behind the first three are of policies.
+# Titles of the figures' tables; those behind the first three are of policies.
 FIGURES = {
     "density": "how evenly layers attend (D2O, figures 1 and 4)",
     "retained": "attention that the top keys of a kv head hold (Ada-KV, figures 1a and 11)",
@@ -41,15 +41,15 @@ FIGURES = {
     "recall": "full attention on rows that policies keep (PyramidKV, figure 8)",
     "loss": "change of a layer's output, and its bound (Ada-KV, figure 2 and theorem 3.1)",
 }
-_OF_MODELS: Mapping[str, Callable[[], Watcher]] = {
-    "density": DensityWatcher,
-    "retained": RetainedWatcher,
-    "similarity": SimilarityWatcher,
+_OF_MODELS: Mapping[str, Callable[[], Measure]] = {
+    "density": DensityMeasure,
+    "retained": RetainedMeasure,
+    "similarity": SimilarityMeasure,
 }
-_OF_POLICIES: Mapping[str, Callable[[Grid], Watcher]] = {
-    "budgets": BudgetsWatcher,
-    "recall": RecallWatcher,
-    "loss": LossWatcher,
+_OF_POLICIES: Mapping[str, Callable[[Grid], Measure]] = {
+    "budgets": BudgetsMeasure,
+    "recall": RecallMeasure,
+    "loss": LossMeasure,
 }
 _KINDS = ("png", "svg", "pdf")
 _TOKENS = 4096
@@ -70,16 +70,11 @@ examples:
 
 
 def add_analyze_options(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's options.
-
-    Args:
-        parser: the subcommand's.
-    """
-    count = argument(whole, least=1)
+    """Adds the options of `jaxkv analyze`."""
+    count = argument(positive)
     add = parser.add_argument_group("what is looked at").add_argument
-    known = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)"
-    add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
-    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    add_model_option(add)
+    add_dtype_option(add)
     add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
     usual = f"of each text at most (default: {_TOKENS}, or what the model was made for)"
     add("--tokens", type=count, metavar="N", help=usual)
@@ -100,61 +95,65 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_analyze(options: argparse.Namespace) -> int:
-    """Looks at texts, prints and writes.
+    """Looks at texts, prints tables, then writes files; what can be refused before the model is fetched and loaded is.
 
-    Args:
-        options: of `add_analyze_options`.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for options that cannot be honoured, before the model is fetched and loaded where that can be told.
-        ImportError: for pictures without matplotlib, likewise.
-        OSError: where a file could not be written; the tables are then on stdout.
+    Where a file cannot be written, the tables are on stdout.
     """
     require_model(options.model)
     names = _listed(options.what, "--what", FIGURES)
-    budgets = budgets_of(options.budgets)
+    sizes = budgets(options.budgets)
     policies = _policies(_USUAL if options.policies is None else options.policies)
-    given = {"loss": ALLOCATIONS} if options.policies is None else {}
+    special = {"loss": ALLOCATIONS} if options.policies is None else {}
     of_policies = bool(set(names) & set(_OF_POLICIES))
-    require(bool(budgets) or not of_policies, "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
-    _watchers(names, lambda name: checked(given.get(name, policies), budgets))
-    kinds = () if options.pictures == "none" else _listed(options.pictures, "--pictures", _KINDS)
-    folder = None if options.out is None else _folder(options.out, bool(kinds))
-    texts = [_text(name) for name in options.text]
+    require(bool(sizes) or not of_policies, "--budgets", options.budgets, "give one or more, such as 64,128,0.2")
+    _measures(names, lambda name: checked(special.get(name, policies), sizes))
+    kinds = [] if options.pictures == "none" else _listed(options.pictures, "--pictures", _KINDS)
+    folder = None if options.out is None else _folder(options.out, pictures=bool(kinds))
+    texts = [read_long_text(name, "--text") for name in options.text]
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype)
-    watchers = _watchers(names, lambda name: grid(params, given.get(name, policies), budgets))
+    measures = _measures(names, lambda name: grid(params, special.get(name, policies), sizes))
     following = options.following if of_policies else 0
-    ids, had = _ids(params, options, texts, following)
-    key = random_key(options.seed)
+    whole = ids_of(params, options.model, texts)
+    ids = _cut(params, options, whole, following)
 
-    def told(at: int, tokens: int) -> None:
-        cut = f"the first {tokens} of {had[at]}" if tokens < had[at] else str(tokens)
+    def begin(at: int, tokens: int) -> None:
+        count = len(whole[at])
+        cut = f"the first {tokens} of {count}" if tokens < count else str(tokens)
         to_stderr(f"jaxkv: text {at + 1} of {len(ids)}, {cut} tokens")
 
-    found = watch(params, ids, watchers, following=following, key=key, begin=told)
+    found = measured(params, ids, measures, following=following, key=random_key(options.seed), begin=begin)
     figures: dict[str, Figure] = dict(zip(names, found, strict=True))
-    read = zip(options.text, ids, had, strict=True)
-    said = [{"file": name, "tokens": len(each), "of": tokens} for name, each, tokens in read]
-    settings = {"model": params.name, "dtype": str(params.dtype), "following": following, "seed": options.seed}
-    tables = _records(figures)
-    record = {"settings": settings, "texts": said, "figures": tables}
-    to_stdout(json.dumps(record, indent=2) if options.json else _tables(tables))
+    tables = {name: [_without_nan(each) for each in figure.records()] for name, figure in figures.items()}
+    record = {
+        "settings": {
+            "model": params.name,
+            "dtype": str(params.dtype),
+            "following": following,
+            "seed": options.seed,
+        },
+        "texts": [
+            {"file": name, "tokens": len(cut), "of": len(each)}
+            for name, cut, each in zip(options.text, ids, whole, strict=True)
+        ],
+        "figures": tables,
+    }
+    if options.json:
+        to_stdout(json.dumps(record, indent=2))
+    else:
+        to_stdout("\n\n".join(f"{name}: {FIGURES[name]}\n{_table(records)}" for name, records in tables.items()))
     if folder is not None:
         _write(folder, figures, record, kinds)
     return 0
 
 
-def _watchers(names: Sequence[str], of: Callable[[str], Grid]) -> list[Watcher]:
-    """Who looks for each figure; `of` says with what policies."""
-    return [_OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](of(name)) for name in names]
+def _measures(names: Sequence[str], grid_of: Callable[[str], Grid]) -> list[Measure]:
+    """A measure for each figure; `grid_of` gives the policies of one by its name."""
+    return [_OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](grid_of(name)) for name in names]
 
 
-def _listed(given: str, flag: str, known: Any) -> list[str]:
-    """Names with commas between them, each once."""
+def _listed(given: str, flag: str, known: Iterable[str]) -> list[str]:
+    """Known names with commas between them, each once, at least one."""
     names = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
     odd = [name for name in names if name not in known]
     require(bool(names) and not odd, flag, ",".join(odd) or given, f"give some of {', '.join(known)}")
@@ -162,7 +161,7 @@ def _listed(given: str, flag: str, known: Any) -> list[str]:
 
 
 def _policies(given: str) -> dict[str, PolicyLike]:
-    """Policies as the command line writes them, by what was written."""
+    """Policies of `--policies` by the text of each, which may not say a budget."""
     made: dict[str, PolicyLike] = {}
     for each in spelled(given):
         require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
@@ -170,8 +169,8 @@ def _policies(given: str) -> dict[str, PolicyLike]:
     return made
 
 
-def _folder(given: str, pictures: bool) -> Path:
-    """Where files go, refused before the work if they cannot."""
+def _folder(given: str, *, pictures: bool) -> Path:
+    """Folder of `--out`, refused before the work if it cannot be made or written to; leaves no new folder."""
     if pictures:
         drawing()
     folder = Path(os.path.expanduser(given))
@@ -189,71 +188,53 @@ def _folder(given: str, pictures: bool) -> Path:
 
 
 def _make(folder: Path) -> None:
+    """Makes a folder and those above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"--out={folder}: {error.strerror or error}; give another folder") from error
 
 
-def _text(name: str) -> str:
-    text = read_text(name, "--text")
-    require(bool(text.strip()), "--text", name, "it is empty: give a long text")
-    return text
-
-
-def _ids(
-    params: LanguageModel, options: argparse.Namespace, texts: list[str], following: int
-) -> tuple[list[list[int]], list[int]]:
-    """The texts as ids, cut to what was asked for; and how many each had."""
-    remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
-    require(params.text is not None, "--model", options.model, remedy)
-    assert params.text is not None
+def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int) -> list[list[int]]:
+    """Token ids of texts cut to --tokens; refuses texts without a prompt of two tokens before the `following` ones."""
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
-    every = [params.text.encode(text, bos=True) for text in texts]
-    ids = [each[:tokens] for each in every]
+    ids = [each[:tokens] for each in texts]
     for name, each in zip(options.text, ids, strict=True):
         behind = f", of which {following} follow the prompt" if following else ""
         remedy = f"it has {len(each)} tokens{behind}: give a longer text"
         require(len(each) > following + 1, "--text", name, remedy)
-    return ids, [len(each) for each in every]
+    return ids
 
 
-def _records(figures: Mapping[str, Figure]) -> dict[str, list[dict[str, Any]]]:
-    """The tables, as JSON has them."""
-    return {name: [_plain(each) for each in figure.records()] for name, figure in figures.items()}
-
-
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: a spread over one text is not known."""
+def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with None for NaN, which JSON lacks: a spread over one text is not known."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
 
 
-def _tables(tables: Mapping[str, list[dict[str, Any]]]) -> str:
-    return "\n\n".join(f"{name}: {FIGURES[name]}\n{_table(records)}" for name, records in tables.items())
-
-
 def _table(records: list[dict[str, Any]]) -> str:
+    """Text table of records, numbers to the right."""
     if not records:
         return "(nothing to say: a single layer)"
     lines = [list(records[0]), *([_cell(value) for value in each.values()] for each in records)]
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = [isinstance(value, str) for value in records[0].values()]
-    put = lambda cell, width, word: cell.ljust(width) if word else cell.rjust(width)  # noqa: E731
-    return "\n".join("  ".join(map(put, line, wide, words)).rstrip() for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    marks = ["<" if isinstance(value, str) else ">" for value in records[0].values()]
+    layout = "  ".join(f"{{:{mark}{width}}}" for mark, width in zip(marks, widths, strict=True))
+    return "\n".join(layout.format(*line).rstrip() for line in lines)
 
 
 def _cell(value: Any) -> str:
+    """A value as a table shows it."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return "-" if value is None else str(value)
 
 
 def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], kinds: Sequence[str]) -> None:
-    """Each file whole or not at all, the record last: it says that the others are there."""
+    """Writes arrays and pictures, each file whole, and the record last: it says that the others are there."""
     _make(folder)
     for name, figure in figures.items():
         file = io.BytesIO()
@@ -269,4 +250,5 @@ def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], 
 
 
 def _put(path: Path, data: bytes) -> None:
+    """Writes a file of the folder."""
     Target(flag="--out", name=str(path)).write(data)

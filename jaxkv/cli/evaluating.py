@@ -1,4 +1,4 @@
-"""What `jaxkv eval` does: checks all it is asked for, then loads the model, runs, prints and draws."""
+"""`jaxkv eval`: checks its options, then loads the model, runs a task under policies, prints and draws."""
 
 import argparse
 import dataclasses
@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 
 from jaxkv._errors import require
-from jaxkv.cli.generating import require_model
 from jaxkv.cli.meshes import mesh_of
-from jaxkv.cli.numbers import argument, seed, whole
-from jaxkv.cli.policy_rows import budgets_of, rows_of
+from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.numbers import argument, budgets, natural, positive, seed
+from jaxkv.cli.policy_rows import rows_of
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.cli.task_options import add_task_options, task_from
 from jaxkv.compilation import enable_compilation_cache
@@ -46,17 +46,12 @@ examples:
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's own subcommands: the tasks, and what is done with what they leave.
-
-    Args:
-        parser: the subcommand's.
-    """
+    """Adds `--list` and the subcommands of `jaxkv eval`: the tasks, merge and report."""
     parser.add_argument("--list", action="store_true", help="print the tasks with their settings")
-    parser.set_defaults(run=print_tasks)
     commands = parser.add_subparsers(title="tasks, and what is done after them", metavar="TASK")
     for name, cls in TASKS.items():
-        about = described(cls).rstrip(".")
-        one = commands.add_parser(name, help=about.replace("%", "%%"), description=described(cls).replace("%", "%%"))
+        about = described(cls).replace("%", "%%")
+        one = commands.add_parser(name, help=about.rstrip("."), description=about)
         _add_run_options(one, cls)
         add_task_options(one, cls)
         one.set_defaults(run=_runner(name, cls))
@@ -67,19 +62,19 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     joining.set_defaults(run=run_merge)
     reporting = commands.add_parser("report", help="write a finished evaluation as one HTML page")
     reporting.add_argument("folder", metavar="DIR", help="of an evaluation")
-    count = argument(whole, least=0)
-    reporting.add_argument("--samples", type=count, default=200, metavar="N", help="of each policy (default: 200)")
+    samples = "of each policy (default: 200)"
+    reporting.add_argument("--samples", type=argument(natural), default=200, metavar="N", help=samples)
     reporting.set_defaults(run=run_report)
 
 
 def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
+    """Adds the options that all tasks share."""
     add = parser.add_argument_group("what is run").add_argument
-    known = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)"
-    add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
+    add_model_option(add)
     about = "of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base pyramidkv'"
     add("--policies", required=True, metavar="A,B", help=about)
-    budgets = "rows per kv head and layer, or shares of each prompt: 64,128,0.2; for policies whose options say none"
-    add("--budgets", default="", metavar="N,N", help=budgets)
+    about = "rows per kv head and layer, or shares of each prompt: 64,128,0.2; for policies whose options say none"
+    add("--budgets", default="", metavar="N,N", help=about)
     add("--out", required=True, metavar="DIR", help="the folder, made where it is not there")
     if cls.asks:
         agnostic = "compress the context before the question is seen"
@@ -88,46 +83,39 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     about = "of samples that are drawn, and of policies that draw (default: the task's)"
     add("--seed", type=argument(seed), metavar="N", help=about)
     add = parser.add_argument_group("where it is run").add_argument
-    count = argument(whole, least=1)
-    add("--batch", type=count, default=8, metavar="N", help="samples at a time (default: %(default)s)")
+    add("--batch", type=argument(positive), default=8, metavar="N", help="samples at a time (default: %(default)s)")
     add("--shard", metavar="I/N", help="every N-th batch from the I-th on, counted from 0; `jaxkv eval merge` joins")
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
-    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    add_dtype_option(add)
     add("--json", action="store_true", help="print JSON instead of the table")
 
 
 def _runner(name: str, cls: type[Task]) -> Callable[[argparse.Namespace], int]:
+    """`run_task` of one task, as a subcommand's `run`."""
     return lambda options: run_task(options, name, cls)
 
 
 def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
-    """Runs a task and prints its table.
-
-    Args:
-        options: of a task's parser.
-        name: the task's.
-        cls: its class.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for options that cannot be honoured; before the model is fetched and loaded, where that can be told.
-        OSError: where the folder takes no more.
-    """
+    """Runs a task and prints its table; what can be refused before the model is fetched and loaded is."""
     task = task_from(options, cls)
-    budgets = budgets_of(options.budgets)
-    policies = rows_of(options.policies, budgets)
+    policies = rows_of(options.policies, budgets(options.budgets))
     agnostic, raw = getattr(options, "question_agnostic", False), options.raw
     how = How(agnostic=agnostic, raw=raw, seed=0 if options.seed is None else options.seed)
     require_how(task, how)
     require_model(options.model)
     shard = None if options.shard is None else _shard(options.shard)
     folder = require_folder(options.out, "--out")
-    said = {"task": name, "settings": settings_of(task), "agnostic": agnostic, "raw": raw, "seed": how.seed}
-    said |= {"batch": options.batch, "shard": None if shard is None else list(shard)}
-    said["budgets"] = {row: policy.parts().budget for row, policy in policies.items()}
-    require_same(folder, said)
+    asked = {
+        "task": name,
+        "settings": settings_of(task),
+        "agnostic": agnostic,
+        "raw": raw,
+        "seed": how.seed,
+        "batch": options.batch,
+        "shard": None if shard is None else list(shard),
+        "budgets": {row: policy.parts().budget for row, policy in policies.items()},
+    }
+    require_same(folder, asked)
     mesh = None if options.mesh is None else mesh_of(options.mesh)
     enable_compilation_cache()
     params = load(options.model, dtype=options.dtype, mesh=mesh)
@@ -136,7 +124,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
             params, task, policies, folder, how=how, batch=options.batch, shard=shard, mesh=mesh, progress=True
         )
     except Failed as failed:
-        # What bad input leads to is told in a line; our mistakes keep their traceback.
+        # Errors of input are printed in a line; our mistakes keep their traceback.
         cause = failed.__cause__
         if isinstance(cause, (ValueError, TypeError, OSError, MemoryError, ImportError)):
             raise ValueError(str(failed)) from failed
@@ -150,72 +138,38 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Joins shards.
-
-    Args:
-        options: of which `folders` are joined into `out`.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for shards that cannot be joined.
-        OSError: where the folder cannot be written.
-    """
+    """Joins the shards in `folders` into the folder `out`, and prints the table."""
     _print(merge(options.folders, options.out), as_json=options.json)
     return 0
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Writes the page, and prints where it is.
-
-    Args:
-        options: of which `folder` is reported.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for a folder without a finished evaluation.
-        OSError: where the page cannot be written.
-    """
+    """Writes the HTML page of a finished evaluation, and prints its path."""
     to_stdout(str(report(options.folder, samples=options.samples)))
     return 0
 
 
 def print_tasks(options: argparse.Namespace) -> int:
-    """Prints the tasks, each with its settings.
-
-    Args:
-        options: of which `list` asks for them.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: where nothing is asked for.
-    """
+    """Prints the tasks of `--list`, each with its settings; refuses a command without a task."""
     require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are")
     for name, cls in TASKS.items():
+        about = documented(cls)
         to_stdout(f"{name}: {described(cls)}")
-        for setting, default in _settings(cls).items():
-            to_stdout(f"  {setting:<14}{default}")
+        for field in dataclasses.fields(cls):
+            to_stdout(f"  {field.name.replace('_', '-'):<14}{about.get(field.name, '')}")
         to_stdout("")
     return 0
 
 
-def _settings(cls: type[Task]) -> dict[str, str]:
-    about = documented(cls)
-    return {field.name.replace("_", "-"): about.get(field.name, "") for field in dataclasses.fields(cls)}
-
-
 def _print(done: Evaluation, *, as_json: bool) -> None:
+    """Prints the table or JSON, and to stderr the folder."""
     to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
     missing = "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
     to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
 
 
 def _shard(given: str) -> tuple[int, int]:
+    """Index of a shard and number of shards, of a text such as 0/4."""
     first, slash, count = given.partition("/")
     fine = bool(slash) and first.isdecimal() and count.isdecimal() and int(first) < int(count)
     require(fine, "--shard", given, "give I/N, such as 0/4 for the first of four parts")

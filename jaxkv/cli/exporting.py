@@ -1,23 +1,24 @@
-"""What `jaxkv export` does: checks what it is asked for, loads the model, and writes what runs without jaxkv."""
+"""`jaxkv export`: checks its options, then loads the model, and writes programs that run without jaxkv."""
 
 import argparse
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from jaxkv._errors import require
 from jaxkv.attention import named
 from jaxkv.checkpoints.orbax_files import require_free
-from jaxkv.cli.generating import require_model
 from jaxkv.cli.meshes import mesh_of
-from jaxkv.cli.numbers import argument, whole
+from jaxkv.cli.models import add_dtype_option, add_model_option, require_model
+from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.exporting import PLATFORMS, export
 from jaxkv.loading import load
 from jaxkv.sampling import MinP, Sampling, Temperature, TopK, TopP
 
-# What tokens can be drawn by besides the likeliest: the numbers are arguments of the exported program.
+# Samplers of an exported program besides the greedy one: their numbers are arguments of the program.
 _SAMPLERS: dict[str, Sampling] = {
     "temperature": Temperature(),
     "top-k": TopK(k=40),
@@ -27,21 +28,16 @@ _SAMPLERS: dict[str, Sampling] = {
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's options.
-
-    Args:
-        parser: the subcommand's.
-    """
+    """Adds the options of `jaxkv export`."""
     add = parser.add_argument
     add("directory", metavar="DIR", help="the folder to make; nothing may be there")
-    add("--model", default="smollm2-135m-instruct", metavar="NAME", help="(default: %(default)s)")
-    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    add_model_option(add, about="")
+    add_dtype_option(add)
     add("--lengths", default="1024", metavar="N,N", help="tokens of the longest prompt, of each bucket (default: 1024)")
     add("--batch", default="1", metavar="N,N", help="prompts at a time (default: 1)")
-    count = argument(whole, least=1)
     question = "tokens that can be read on top of a cache (default: %(default)s)"
-    add("--question-tokens", type=argument(whole), default=64, metavar="N", help=question)
-    add("--new", type=count, default=256, metavar="N", help="tokens that can be drawn (default: %(default)s)")
+    add("--question-tokens", type=argument(natural), default=64, metavar="N", help=question)
+    add("--new", type=argument(positive), default=256, metavar="N", help="tokens that can be drawn (default: 256)")
     add("--platforms", default="cpu", metavar="A,B", help=f"of {', '.join(PLATFORMS)} (default: cpu)")
     add("--mesh", metavar="DxM", help="devices by data and model, such as 1x8 (default: one)")
     drawing = f"of {', '.join(_SAMPLERS)}, besides the likeliest token"
@@ -52,30 +48,16 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Writes the folder.
-
-    Args:
-        options: of `add_export_options`.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for options that cannot be honoured; before the model is fetched and loaded, where that can be told.
-        OSError: where the folder cannot be written; nothing is left behind.
-    """
+    """Writes the folder; what can be refused before the model is fetched and loaded is."""
     policy, implementation = policy_from(options), named(options.implementation)
     require_model(options.model)
     folder = Path(os.path.expanduser(options.directory))
     require_free(folder, "DIR")
-    platforms = tuple(filter(None, options.platforms.split(",")))
-    unknown = [each for each in platforms if each not in PLATFORMS]
-    require(bool(platforms) and not unknown, "--platforms", options.platforms, f"give of {', '.join(PLATFORMS)}")
-    samplers = [name for name in options.sampling.split(",") if name]
-    odd = [name for name in samplers if name not in _SAMPLERS]
-    require(not odd, "--sampling", options.sampling, f"give of {', '.join(_SAMPLERS)}")
+    platforms = _names("--platforms", options.platforms, PLATFORMS)
+    require(bool(platforms), "--platforms", options.platforms, f"give of {', '.join(PLATFORMS)}")
+    samplers = _names("--sampling", options.sampling, _SAMPLERS)
     lengths, batch = _counts("--lengths", options.lengths), _counts("--batch", options.batch)
-    # Programs are for as many devices as the mesh has, and for whichever platform: here a CPU stands for them.
+    # Programs are for as many devices as the mesh has, of any platform: here a CPU stands for them.
     mesh = None if options.mesh is None else mesh_of(options.mesh, "cpu")
     params = load(options.model, dtype=options.dtype)
     made = export(
@@ -92,17 +74,26 @@ def run_export(options: argparse.Namespace) -> int:
         implementation=implementation,
         weights=not options.no_weights,
     )
-    said = json.loads((made / "manifest.json").read_text("utf-8"))
-    size = sum(each["bytes"] for each in said["programs"]) / 1e6
-    weights = sum(each["bytes"] for each in said["weights"].values()) / 1e6
-    to_stdout(f"{made}: {len(said['programs'])} programs ({size:.1f} MB), weights ({weights:.1f} MB), runtime.py")
-    if said["guaranteed"]["lost"]:
-        to_stderr(f"warning: {said['guaranteed']['lost']}")
+    manifest = json.loads((made / "manifest.json").read_text("utf-8"))
+    programs = manifest["programs"]
+    size = sum(each["bytes"] for each in programs) / 1e6
+    weights = sum(each["bytes"] for each in manifest["weights"].values()) / 1e6
+    to_stdout(f"{made}: {len(programs)} programs ({size:.1f} MB), weights ({weights:.1f} MB), runtime.py")
+    if manifest["guaranteed"]["lost"]:
+        to_stderr(f"warning: {manifest['guaranteed']['lost']}")
     return 0
 
 
+def _names(flag: str, given: str, known: Collection[str]) -> tuple[str, ...]:
+    """Names with commas between them, maybe none; refuses those that are not known."""
+    names = tuple(filter(None, given.split(",")))
+    require(all(name in known for name in names), flag, given, f"give of {', '.join(known)}")
+    return names
+
+
 def _counts(flag: str, given: str) -> list[int]:
+    """Positive integers with commas between them."""
     try:
-        return [whole(word, least=1) for word in given.split(",")]
+        return [positive(word) for word in given.split(",")]
     except ValueError as error:
         raise ValueError(f"{flag}={given!r}: give numbers such as 1024,4096") from error

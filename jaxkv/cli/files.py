@@ -1,4 +1,4 @@
-"""Files that the command line reads and writes: bounded texts in, results out without the loss of either."""
+"""Files of the command line: bounded UTF-8 texts in; results out, checked before the work, written whole after it."""
 
 import contextlib
 import dataclasses
@@ -10,29 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.cli.streams import stdout_is_closed, to_stderr
 
 # More than any model's positions; /dev/zero ends here.
 MOST_BYTES = 64 * 2**20
-# Where a file cannot be replaced by another one, though it can be written: a mount of its own (as containers make
-# them), a folder that is read-only or sticky.
+# Where a file can be written but not replaced: a mount of its own (as containers make them), a folder that is
+# read-only or sticky.
 _NOT_REPLACED = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 def read_text(name: str, flag: str) -> str:
-    """Reads a UTF-8 text, whatever the locale: a mark at its start is dropped, line ends become newlines.
+    """Text of a UTF-8 file, a FIFO, or stdin for "-": at most 64 MiB, without byte order mark, line ends as newlines.
 
-    Args:
-        name: a file, a FIFO, or - for stdin.
-        flag: the option that names it.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: for more than 64 MiB, or what is not UTF-8.
-        OSError: if it cannot be read.
+    `flag` is the option that names the file, for the error message.
     """
     try:
         if name == "-":
@@ -41,8 +33,8 @@ def read_text(name: str, flag: str) -> str:
             with open(os.path.expanduser(name), "rb") as file:
                 data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        what = "stdin: " if name == "-" else ""
-        raise OSError(f"{flag}={name}: {what}{error.strerror or error}; give a readable text file") from None
+        where = "stdin: " if name == "-" else ""
+        raise OSError(f"{flag}={name}: {where}{error.strerror or error}; give a readable text file") from None
     if len(data) > MOST_BYTES:
         raise ValueError(f"{flag}={name}: more than {MOST_BYTES >> 20} MiB; give a shorter text")
     try:
@@ -52,126 +44,111 @@ def read_text(name: str, flag: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def read_long_text(name: str, flag: str) -> str:
+    """`read_text`, which refuses a file of nothing but white space."""
+    text = read_text(name, flag)
+    require(bool(text.strip()), flag, name, "it is empty: give a long text")
+    return text
+
+
 def _stdin() -> bytes:
+    """Bytes of stdin, one more than `MOST_BYTES` at most."""
     if sys.stdin.isatty():
         to_stderr("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
     source: Any = getattr(sys.stdin, "buffer", None)
-    if source is None:  # a program's own stand-in
+    if source is None:  # a program's own replacement of stdin, of text
         return sys.stdin.read(MOST_BYTES + 1).encode("utf-8", "surrogatepass")
     return source.read(MOST_BYTES + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A file that takes a result: look at it before the work, write it after.
+    """An output file: the option that names it and its name. `check` it before the work, `write` it once after.
 
-    Links are followed. A regular file is replaced by a whole new one under its name, with its mode and, where
-    possible, its owner; where it cannot be replaced it is written in place. What is no regular file, a FIFO or a
-    character device, is never replaced but written to. A FIFO is opened only when the result is there, and writing
-    waits for its reader, as any program's would.
-
-    Attributes:
-        flag: the option that names it.
-        name: the file.
+    Links are followed. A regular file is replaced by a new one with its mode and owner, or written in place where
+    it cannot be replaced. A FIFO or character device is opened and written to, and only once the result is there.
     """
 
     flag: str
     name: str
 
     def check(self, inputs: Mapping[str, str]) -> None:
-        """Refuses what could not be written, and what the result must not overwrite. Nothing is opened.
-
-        Args:
-            inputs: option to file, of what is read.
-
-        Raises:
-            ValueError: naming the remedy.
-        """
+        """Refuses a file that cannot be written, or is one of `inputs`, option to file name. Opens nothing."""
         path, state = self._path, self._state()
         if state is None:
             folder = os.path.dirname(os.path.realpath(path))
-            if not os.path.isdir(folder):
-                raise self._refusal(f"there is no folder {folder}; make it first")
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise self._refusal(f"the folder {folder} cannot be written to; give another")
+            self._require(os.path.isdir(folder), f"there is no folder {folder}; make it first")
+            writable = os.access(folder, os.W_OK | os.X_OK)
+            self._require(writable, f"the folder {folder} cannot be written to; give another")
             return
-        if not os.access(path, os.W_OK):
-            raise self._refusal("the file cannot be written to; give another")
+        self._require(os.access(path, os.W_OK), "the file cannot be written to; give another")
         for flag, name in inputs.items():
-            its = _state_of(name)
-            if its is not None and os.path.samestat(state, its) and not stat.S_ISCHR(state.st_mode):
-                raise self._refusal(f"it is the file of {flag}={name}; give another")
+            same = _is_file(name, state) and not stat.S_ISCHR(state.st_mode)
+            self._require(not same, f"it is the file of {flag}={name}; give another")
 
     def write(self, data: bytes) -> None:
-        """Writes the result.
-
-        Args:
-            data: all of it.
-
-        Raises:
-            OSError: if it could not be written. A regular file is then as it was, unless it can only be written in
-                place.
-            ValueError: if it has become a folder, say.
-        """
+        """Writes the whole result; raises an OSError that names the option, the old file then as it was."""
+        state, real = self._state(), os.path.realpath(self._path)
         try:
-            state, real = self._state(), os.path.realpath(self._path)
-            if state is not None and not _is_file(real, state):
-                _write_through(self._path, state, data)
-                return
-            try:
-                write_whole(Path(real), data)
-            except OSError as error:
-                if state is None or error.errno not in _NOT_REPLACED:
-                    raise
-                with os.fdopen(os.open(real, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-                    file.write(data)
+            number = None if state is None else _standard_stream(state)
+            if number is not None:
+                # Behind what was written there: a file opened anew would begin at its start.
+                (sys.stdout if number == 1 else sys.stderr).flush()
+                with os.fdopen(os.dup(number), "wb") as stream:
+                    stream.write(data)
+            # /dev/fd/3 may be a regular file without a name, which nothing can replace.
+            elif state is None or (stat.S_ISREG(state.st_mode) and _is_file(real, state)):
+                try:
+                    write_whole(Path(real), data)
+                except OSError as error:
+                    if state is None or error.errno not in _NOT_REPLACED:
+                        raise
+                    _write_in_place(real, data)
+            else:
+                _write_in_place(self._path, data)
         except OSError as error:
-            # Of no finer kind: a reader that leaves a FIFO is not stdout's.
+            # A plain OSError: a reader that leaves a FIFO must not pass for one that left stdout.
             raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
 
     @property
     def _path(self) -> str:
+        """The name with ~ expanded."""
         return os.path.expanduser(self.name)
 
-    def _refusal(self, remedy: str) -> ValueError:
-        return ValueError(f"{self.flag}={self.name!r}: {remedy}")
+    def _require(self, condition: bool, remedy: str) -> None:
+        """Raises a ValueError that names the option unless `condition` holds."""
+        require(condition, self.flag, self.name, remedy)
 
     def _state(self) -> os.stat_result | None:
-        """What is there, links followed; None if nothing is."""
+        """`os.stat` of the file, links followed; None if there is none. Refuses folders, disks and sockets."""
         path = self._path
-        if not path:
-            raise self._refusal("give a file")
+        self._require(bool(path), "give a file")
         try:
             state = os.stat(path)
         except FileNotFoundError:
             state = None
         except (OSError, ValueError) as error:
-            raise self._refusal(f"{getattr(error, 'strerror', None) or error}; give another file") from None
+            raise ValueError(
+                f"{self.flag}={self.name!r}: {getattr(error, 'strerror', None) or error}; give another file"
+            ) from None
         separators = tuple(filter(None, (os.sep, os.altsep)))
-        if path.endswith(separators) or (state is not None and stat.S_ISDIR(state.st_mode)):
-            raise self._refusal("it is a folder; name a file in it")
-        if state is not None and (stat.S_ISBLK(state.st_mode) or stat.S_ISSOCK(state.st_mode)):
-            raise self._refusal("a disk or a socket takes no results; give a file")
+        folder = path.endswith(separators) or (state is not None and stat.S_ISDIR(state.st_mode))
+        self._require(not folder, "it is a folder; name a file in it")
+        odd = state is not None and (stat.S_ISBLK(state.st_mode) or stat.S_ISSOCK(state.st_mode))
+        self._require(not odd, "a disk or a socket takes no results; give a file")
         return state
 
 
-def _state_of(name: str) -> os.stat_result | None:
+def _is_file(name: str, state: os.stat_result) -> bool:
+    """True if `name`, "-" for stdin, is the file of `state`; hard links and symbolic ones are."""
     try:
-        return os.fstat(0) if name == "-" else os.stat(os.path.expanduser(name))
+        return os.path.samestat(os.fstat(0) if name == "-" else os.stat(os.path.expanduser(name)), state)
     except (OSError, ValueError):
-        return None  # whoever reads it says so
-
-
-def _is_file(real: str, state: os.stat_result) -> bool:
-    """Whether the path names a regular file, to be replaced; /dev/fd/3 may stand for one without a name."""
-    if not stat.S_ISREG(state.st_mode) or _our_own(state) is not None:
         return False
-    there = _state_of(real)
-    return there is not None and os.path.samestat(there, state)
 
 
-def _our_own(state: os.stat_result) -> int | None:
-    """The number of stdout or stderr, if it is this file: a new one in its place would part them."""
+def _standard_stream(state: os.stat_result) -> int | None:
+    """File descriptor of stdout (1) or stderr (2) if it is the file of `state`, else None."""
     for number in (2,) if stdout_is_closed() else (1, 2):
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(number), state):
@@ -179,11 +156,7 @@ def _our_own(state: os.stat_result) -> int | None:
     return None
 
 
-def _write_through(path: str, state: os.stat_result, data: bytes) -> None:
-    own = _our_own(state)
-    if own is not None:
-        # Behind what has been written there, where opening it anew would begin at the start.
-        (sys.stdout if own == 1 else sys.stderr).flush()
-    number = os.open(path, os.O_WRONLY) if own is None else os.dup(own)
-    with os.fdopen(number, "wb") as file:
+def _write_in_place(path: str, data: bytes) -> None:
+    """Writes to an existing file, FIFO or device. Not by `open`: O_CREAT is refused for others' FIFOs in /tmp."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
         file.write(data)

@@ -1,21 +1,18 @@
-"""What `jaxkv generate` does: checks all it is asked for, then loads the model, answers, prints and writes."""
+"""`jaxkv generate`: checks its options, then loads the model, answers, prints and writes."""
 
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
-
-import jax
-import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cli.files import Target, read_text
-from jaxkv.cli.numbers import argument, real, seed, whole
+from jaxkv.cli.models import add_dtype_option, add_model_option, random_key, require_model
+from jaxkv.cli.numbers import argument, positive, real, seed
 from jaxkv.cli.policy_options import add_policy_options, policy_from
 from jaxkv.cli.streams import Unwritten, stdout_is_closed, to_stderr, to_stdout
 from jaxkv.compilation import enable_compilation_cache
@@ -25,35 +22,19 @@ from jaxkv.policies import Method
 from jaxkv.results import Generation
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
 
-_OUTPUT = "also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not replaced"
-
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's options.
-
-    Args:
-        parser: the subcommand's.
-    """
-    _add_prompt_options(parser)
-    _add_drawing_options(parser)
-    add_policy_options(parser)
-
-
-def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `jaxkv generate`."""
     add = parser.add_argument_group("model and prompt").add_argument
-    known = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id (default: %(default)s)"
-    add("--model", default="smollm2-135m-instruct", metavar="NAME", help=known)
-    add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
+    add_model_option(add)
+    add_dtype_option(add)
     computing = "what computes attention: auto, xla, pallas, cudnn or mosaic (default: %(default)s)"
     add("--implementation", default=Implementation.AUTO.value, help=computing)
     add("--prompt", metavar="TEXT", help="the prompt itself")
     add("--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt, 64 MiB at most; - for stdin")
     add("--question", metavar="TEXT", help="what to ask about it; follows after a blank line")
     add("--raw", action="store_true", help="plain text: no chat template")
-
-
-def _add_drawing_options(parser: argparse.ArgumentParser) -> None:
-    share, count = argument(real), argument(whole, least=1)
+    share, count = argument(real), argument(positive)
     group = parser.add_argument_group("drawing tokens")
     add = group.add_argument
     add("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
@@ -66,21 +47,28 @@ def _add_drawing_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=argument(seed), default=0, metavar="N", help="of random draws (default: %(default)s)")
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object on stdout instead of the text")
-    add("--output", metavar="FILE", help=_OUTPUT)
+    output = "also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not replaced"
+    add("--output", metavar="FILE", help=output)
     add("--no-stream", action="store_true", help="print the text when it is complete")
+    add_policy_options(parser)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
+    """The sampler of --temperature, --top-k, --top-p and --min-p."""
     heat = options.temperature
     require(heat is None or heat > 0, "--temperature", heat, "give a positive number; leave it out for the likeliest")
-    given: dict[str, Any] = {} if heat is None else {"temperature": heat}
-    for cut, name, value in ((TopK, "k", options.top_k), (TopP, "p", options.top_p), (MinP, "p", options.min_p)):
-        if value is not None:
-            return cut(**given, **{name: value})
-    return Temperature(**given) if given else Greedy()
+    temperature = 1.0 if heat is None else heat
+    if options.top_k is not None:
+        return TopK(k=options.top_k, temperature=temperature)
+    if options.top_p is not None:
+        return TopP(p=options.top_p, temperature=temperature)
+    if options.min_p is not None:
+        return MinP(p=options.min_p, temperature=temperature)
+    return Greedy() if heat is None else Temperature(temperature=heat)
 
 
 def _prompt(options: argparse.Namespace) -> str:
+    """Text of --prompt-file, --prompt and --question, joined by blank lines."""
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
         for text in [given] if isinstance(given, str) else given:
@@ -92,48 +80,11 @@ def _prompt(options: argparse.Namespace) -> str:
     return prompt
 
 
-def require_model(name: str) -> None:
-    """Refuses what is no name of a model, before it is looked for.
-
-    Args:
-        name: of `--model`.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
-    require(bool(name.strip()), "--model", name, "give a name from `jaxkv models`, a folder, a .gguf file or a hub id")
-    home = name.startswith("~") and os.path.expanduser(name) == name
-    require(not home, "--model", name, "there is no such home folder; a file of that name is ./" + name)
-
-
-def random_key(number: int) -> PRNGKeyArray:
-    """The key of a seed: jax.random.key's for 32 bits; of longer ones JAX would drop the rest.
-
-    Args:
-        number: 64 bits.
-
-    Returns:
-        The key.
-    """
-    if -(2**31) <= number < 2**32:
-        return jax.random.key(number)
-    low, high = np.uint32(number % 2**32), np.uint32(number // 2**32 % 2**32)
-    return jax.random.fold_in(jax.random.key(low), high)
-
-
 def run_generate(options: argparse.Namespace) -> int:
-    """Answers the prompt.
+    """Answers the prompt; options that cannot be honoured are refused before the model is fetched and loaded.
 
-    Args:
-        options: of `add_generate_options`.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for options that cannot be honoured, before the model is fetched and loaded.
-        OSError: where the answer could not be written to its file; it is then on stdout, or else on stderr.
-        Unwritten: where stdout took no more; the file is written nonetheless.
+    Where the answer cannot be written to its file, the OSError says that it is on stdout, or else on stderr. Where
+    stdout fails, the file is written nonetheless, and `Unwritten` raised.
     """
     policy, sampling, implementation = policy_from(options), _sampling(options), named(options.implementation)
     require(all(options.stop or ()), "--stop", "", "a stop string has at least one character")
@@ -162,13 +113,18 @@ def run_generate(options: argparse.Namespace) -> int:
         # A bar on stderr and text on stdout would write over each other on one terminal.
         progress=False if streams else None,
     )
-    on = target is not None
-    result, lost = (answered, None) if isinstance(answered, Generation) else _stream(answered, go_on=on)
-    record = _record(options, policy, sampling, result)
+    lost = None
+    if isinstance(answered, Generation):
+        result = answered
+    else:
+        lost = _print_pieces(answered, go_on=target is not None)
+        assert answered.result is not None
+        result = answered.result
+    record = _record(options.model, policy, sampling, result)
     answer = _answer(record, result, as_json=options.json)
     if not streams and not stdout_is_closed():
         # Before the file: where that is a FIFO, it waits for its reader with the answer on the screen.
-        lost = _printed(answer)
+        lost = _print(answer)
     if target is not None:
         _write(target, _as_json(record, "utf-8", indent=2) + "\n", answer, on_stdout=lost is None)
     if not options.json:
@@ -179,22 +135,24 @@ def run_generate(options: argparse.Namespace) -> int:
 
 
 def _answer(record: dict[str, Any], result: Generation, *, as_json: bool) -> str:
+    """What goes to stdout: the record as JSON, or the answer's text, its token ids without a tokenizer."""
     if as_json:
         return _as_json(record, getattr(sys.stdout, "encoding", None) or "utf-8")
     return result.text if isinstance(result.text, str) else " ".join(map(str, record["tokens"]))
 
 
-def _stream(pieces: Any, *, go_on: bool) -> tuple[Generation, Unwritten | None]:
-    """Prints text as it comes; where stdout fails, goes on for the file's sake, or raises."""
+def _print_pieces(pieces: Iterable[str], *, go_on: bool) -> Unwritten | None:
+    """Prints pieces of text as they come; raises stdout's error, or with `go_on` reads all pieces and returns it."""
     lost = None
     for piece in pieces:
-        lost = lost or _printed(piece, end="")
+        lost = lost or _print(piece, end="")
         if lost is not None and not go_on:
             raise lost
-    return pieces.result, lost or _printed("")
+    return lost or _print("")
 
 
-def _printed(text: str, *, end: str = "\n") -> Unwritten | None:
+def _print(text: str, *, end: str = "\n") -> Unwritten | None:
+    """Writes to stdout; returns the error if that fails."""
     try:
         to_stdout(text, end=end)
     except Unwritten as lost:
@@ -203,6 +161,7 @@ def _printed(text: str, *, end: str = "\n") -> Unwritten | None:
 
 
 def _write(target: Target, text: str, answer: str, *, on_stdout: bool) -> None:
+    """Writes the output file; where that fails the answer goes to stderr, unless it is on stdout."""
     try:
         target.write(text.encode())
     except (OSError, ValueError) as error:
@@ -213,7 +172,7 @@ def _write(target: Target, text: str, answer: str, *, on_stdout: bool) -> None:
 
 
 def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -> str:
-    """JSON with its letters as they are, where the encoding has them all."""
+    """JSON text with characters as they are if the encoding has them all, else escaped."""
     text = json.dumps(record, indent=indent, ensure_ascii=False)
     try:
         text.encode(encoding)
@@ -222,11 +181,12 @@ def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -
     return text
 
 
-def _record(options: argparse.Namespace, policy: Method, sampling: Sampling, result: Generation) -> dict[str, Any]:
+def _record(model: str, policy: Method, sampling: Sampling, result: Generation) -> dict[str, Any]:
+    """JSON record of the answer: model, policy, sampler, text, token ids and stats."""
     stats = dataclasses.asdict(result.stats)
     stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
     return {
-        "model": options.model,
+        "model": model,
         "policy": repr(policy),
         "sampling": repr(sampling),
         "text": result.text,
@@ -236,6 +196,7 @@ def _record(options: argparse.Namespace, policy: Method, sampling: Sampling, res
 
 
 def _print_stats(result: Generation) -> None:
+    """Writes times, speed and bytes to stderr."""
     stats = result.stats
     lines = [
         f"prompt   {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",

@@ -1,8 +1,7 @@
-"""What `jaxkv models` and `jaxkv policies` print."""
+"""`jaxkv models` and `jaxkv policies`: the named models and the registered policies, as text or JSON."""
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
 
 from jaxkv.checkpoints import FolderSource, cache_dir, manifest, names
@@ -14,37 +13,48 @@ Record = dict[str, Any]
 _OTHERS = "Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (owner/name)."
 
 
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
 def print_models(options: argparse.Namespace) -> int:
-    """Prints the named models: name, source, license, bytes, cached, hub_id, notes of each.
-
-    Args:
-        options: of which `json` asks for a JSON list.
-
-    Returns:
-        The exit code, 0.
-    """
-    return _print([_model(name) for name in names()], _described_model, options, _OTHERS)
+    """Prints name, source, license, bytes, hub id and notes of the named models, and whether each is cached here."""
+    models = [_model(name) for name in names()]
+    if options.json:
+        to_stdout(json.dumps(models, indent=2))
+        return 0
+    for model in models:
+        source = manifest(model["name"]).source
+        folder = source.path if isinstance(source, FolderSource) else cache_dir() / model["name"]
+        facts = {
+            "source": model["source"],
+            "license": model["license"],
+            "size": f"{model['bytes'] / 1e6:.1f} MB",
+            "cached": f"yes, in {folder}" if model["cached"] else "no, fetched at first use",
+            "on the hub": model["hub_id"],
+            "notes": model["notes"],
+        }
+        to_stdout(_described(model["name"], facts))
+    to_stdout(_OTHERS)
+    return 0
 
 
 def print_policies(options: argparse.Namespace) -> int:
-    """Prints the policies: name, about, paper, parts, defaults, options of `jaxkv generate` of each.
-
-    Args:
-        options: of which `json` asks for a JSON list.
-
-    Returns:
-        The exit code, 0.
-    """
-    return _print([_policy(name) for name in POLICIES], _described_policy, options)
-
-
-def _print(records: list[Record], described: Callable[[Record], str], options: argparse.Namespace, *after: str) -> int:
-    for text in [json.dumps(records, indent=2)] if options.json else [*map(described, records), *after]:
-        to_stdout(text)
+    """Prints name, first docstring line, paper, parts, defaults and command-line options of the policies."""
+    policies = [_policy(name) for name in POLICIES]
+    if options.json:
+        to_stdout(json.dumps(policies, indent=2))
+        return 0
+    for policy in policies:
+        made = ", ".join(f"{name}={value}" for name, value in policy["defaults"].items())
+        facts = {"paper": policy["paper"], **policy["parts"], "defaults": made, "options": " ".join(policy["options"])}
+        to_stdout(_described(f"{policy['name']}: {policy['about']}", facts))
     return 0
 
 
 def _model(name: str) -> Record:
+    """JSON record of a named model."""
     model = manifest(name)
     source = model.source
     return {
@@ -58,35 +68,21 @@ def _model(name: str) -> Record:
     }
 
 
-def _described_model(model: Record) -> str:
-    source = manifest(model["name"]).source
-    folder = source.path if isinstance(source, FolderSource) else cache_dir() / model["name"]
-    cached = f"yes, in {folder}" if model["cached"] else "no, fetched at first use"
-    facts = {"source": model["source"], "license": model["license"], "size": f"{model['bytes'] / 1e6:.1f} MB"}
-    return _described(model["name"], facts | {"cached": cached, "on the hub": model["hub_id"], "notes": model["notes"]})
-
-
 def _policy(name: str) -> Record:
-    """A policy as its class describes itself."""
+    """JSON record of a policy's class."""
     cls = POLICIES[name]
-    about = (cls.__doc__ or "").strip().splitlines()[0]
-    record = {
+    return {
         "name": name,
-        "about": about,
+        "about": (cls.__doc__ or "").strip().splitlines()[0],
         "paper": cls.paper,
         "parts": cls().parts().described(),
         "defaults": defaults(cls),
+        "options": flags_of(cls),
     }
-    return {**record, "options": flags_of(cls)}
-
-
-def _described_policy(policy: Record) -> str:
-    made = ", ".join(f"{name}={value}" for name, value in policy["defaults"].items())
-    facts = {"paper": policy["paper"], **policy["parts"], "defaults": made, "options": " ".join(policy["options"])}
-    return _described(f"{policy['name']}: {policy['about']}", facts)
 
 
 def _described(title: str, facts: dict[str, Any]) -> str:
+    """A title above a table of those facts that are not empty."""
     width = max(map(len, facts)) + 2
     lines = [f"  {name:<{width}}{value}" for name, value in facts.items() if value]
     return "\n".join([title, *lines, ""])

@@ -1,4 +1,4 @@
-"""Meshes as `--mesh` writes them: devices by data and model."""
+"""Meshes of `--mesh`: devices by data and model."""
 
 import contextlib
 import math
@@ -14,17 +14,10 @@ _LEAST, _MOST = 8, 1024
 
 
 def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
-    """A mesh of this machine's devices; a CPU has as many as are asked for, if no array was made yet.
+    """Mesh with axes data and model over this machine's devices, of a text such as 1x8.
 
-    Args:
-        given: as the user wrote it, such as 1x8.
-        platform: whose devices: "cpu", say; by default those that arrays lie on.
-
-    Returns:
-        The mesh, with the axes `data` and `model`.
-
-    Raises:
-        ValueError: for what is no mesh, and for more devices than there are.
+    A CPU has as many devices as the mesh needs, if no array was made yet. `platform` is whose devices are taken: "cpu",
+    say; by default those that arrays lie on.
     """
     sizes = given.split("x")
     fine = len(sizes) == 2 and all(each.isdecimal() and len(each) < 10 and int(each) for each in sizes)
@@ -38,6 +31,6 @@ def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
         os.environ.setdefault("NPROC", str(threads_for(max(_LEAST, count))))
     devices = jax.devices(platform)
     kind = "" if platform is None else f"{platform.upper()} "
-    remedy = f"there are {len(devices)} {kind}devices here: give a mesh of so many at most"
+    remedy = f"there are {len(devices)} {kind}devices here: give a mesh of at most that many"
     require(count <= len(devices), "--mesh", given, remedy)
     return jax.make_mesh(shape, ("data", "model"), devices=devices[:count])

@@ -1,4 +1,4 @@
-"""What `jaxkv plan` does: whether a model, a policy and prompts fit on GPUs that need not be there."""
+"""`jaxkv plan`: whether a model, a policy and prompts fit on GPUs that need not be there."""
 
 import argparse
 import json
@@ -6,8 +6,8 @@ import json
 from jaxkv._drawing import drawing
 from jaxkv._errors import require
 from jaxkv.cli.files import Target
-from jaxkv.cli.generating import require_model
-from jaxkv.cli.numbers import argument, whole
+from jaxkv.cli.models import require_model
+from jaxkv.cli.numbers import argument, natural, positive
 from jaxkv.cli.policy_options import add_policy_options, flags_of, given_flags, only, policy_from
 from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.planning import picture
@@ -35,27 +35,19 @@ examples:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's options.
-
-    Args:
-        parser: the subcommand's.
-    """
-    count = argument(whole, least=1)
+    """Adds the options of `jaxkv plan`."""
+    count = argument(positive)
     add = parser.add_argument_group("what is planned for").add_argument
     known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
     known += ", a .gguf file or a hub id"
     add("--model", required=True, metavar="NAME", help=f"{known}; no weights are read")
-    add(
-        "--gpus",
-        required=True,
-        metavar="KINDxN",
-        help=f"h100x8, say; kinds: {', '.join(gpus())}; or cpu, this machine's",
-    )
+    kinds = f"h100x8, say; kinds: {', '.join(gpus())}; or cpu, this machine's"
+    add("--gpus", required=True, metavar="KINDxN", help=kinds)
     groups = "groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group)"
     add("--mesh", metavar="DxM", help=groups)
     add("--context", type=count, required=True, metavar="N", help="tokens of each prompt")
     add("--batch", type=count, default=1, metavar="N", help="prompts (default: %(default)s)")
-    add("--new", type=argument(whole, least=0), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
+    add("--new", type=argument(natural), default=256, metavar="N", help="tokens to draw (default: %(default)s)")
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU)")
     add = parser.add_argument_group("output").add_argument
     add("--compare", metavar="NAMES", help="policies, with commas between them: a table, a row each")
@@ -66,19 +58,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_plan(options: argparse.Namespace) -> int:
-    """Plans and prints.
-
-    Args:
-        options: of `add_plan_options`.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: for what cannot be planned for, naming the remedy.
-        ImportError: where a picture or the compiler is asked for, and what it needs is not installed.
-        OSError: where the picture could not be written; the plan is then on stdout.
-    """
+    """Plans, prints, and draws the picture last: where it cannot be written, the plan is on stdout."""
     require_model(options.model)
     target = _target(options)
     policies = [policy_from(options)] if options.compare is None else _compared(options)
@@ -96,11 +76,21 @@ def print_plan(options: argparse.Namespace) -> int:
 
 
 def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
+    """Plans for each policy; all are checked before the first is compiled."""
     known = known_model(options.model)
-    names = ("context", "batch", "new", "dtype")
-    sizes = {name: getattr(options, name) for name in names}
-    # All are checked before the first is compiled.
-    asked = [setting_of(known, options.gpus, options.mesh, policy=each, **sizes) for each in policies]
+    asked = [
+        setting_of(
+            known,
+            options.gpus,
+            options.mesh,
+            policy=each,
+            context=options.context,
+            batch=options.batch,
+            new=options.new,
+            dtype=options.dtype,
+        )
+        for each in policies
+    ]
     here = not isinstance(asked[0][0], Setting)
     for flag, given in (("--plot", options.plot), ("--compile", options.compile)):
         require(not (here and given), flag, given, "it is for GPUs: leave it out")
@@ -111,7 +101,7 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
 
 
 def _target(options: argparse.Namespace) -> Target | None:
-    """Where the picture goes, refused before anything is printed if it cannot."""
+    """File of `--plot`, checked before anything is printed; None if it was not given."""
     if options.plot is None:
         return None
     picture.kind_of(options.plot)
@@ -122,14 +112,14 @@ def _target(options: argparse.Namespace) -> Target | None:
 
 
 def _compared(options: argparse.Namespace) -> list[Method]:
-    """The policies of `--compare`, each with those options that it has; one that none has is refused."""
+    """Policies of `--compare`, each with those options that it has; an option that none has is refused."""
     names = [name.strip() for name in options.compare.split(",") if name.strip()]
     require(bool(names), "--compare", options.compare, "give policies, such as full,snapkv,adakv,omnikv")
     require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")
     # One that is named twice is compared once.
     names = list({policy_class(name): name for name in names}.values())
     flags = {name: set(flags_of(policy_class(name))) for name in names}
-    for flag, said in given_flags(options).items():
+    for flag, written in given_flags(options).items():
         some = any(flag in mine for mine in flags.values())
-        require(some, "--compare", options.compare, f"none of them has {said}: leave it out")
+        require(some, "--compare", options.compare, f"none of them has {written}: leave it out")
     return [policy_from(only(options, name, flags[name])) for name in names]

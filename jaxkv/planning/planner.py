@@ -20,6 +20,7 @@ from jaxkv.planning.sizes import sizes_of
 from jaxkv.planning.speed import estimate
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import POLICIES, as_policy
+from jaxkv.policies.wrapper import with_budget
 
 # Remedies offer budgets in such steps, and other policies in this order.
 _STEP, _LEAST_BUDGET, _USUAL_BUDGET = 64, 128, 2048
@@ -238,7 +239,7 @@ def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setti
 
     def changed(steps: int) -> Setting | None:
         try:
-            return dataclasses.replace(setting, policy=_with_budget(policy, min(budget, steps * _STEP)))
+            return dataclasses.replace(setting, policy=with_budget(policy, min(budget, steps * _STEP)))
         except ValueError:
             return None
 
@@ -250,14 +251,6 @@ def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setti
         return None
     found = changed(largest(fit, -(-budget // _STEP)))
     return found if found is not None and fits(found) else None
-
-
-def _with_budget(policy: Method, budget: int) -> Method:
-    """Policy with another budget, put where the policy had it: in itself or in its base."""
-    inner = getattr(policy, "inner", None)
-    if isinstance(inner, Method) and inner.budget == policy.parts().budget and policy.budget is None:
-        return dataclasses.replace(policy, base=_with_budget(inner, budget))  # type: ignore[call-arg]
-    return dataclasses.replace(policy, budget=budget)
 
 
 def _with_more_gpus(setting: Setting) -> Setting | None:

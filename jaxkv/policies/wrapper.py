@@ -79,3 +79,13 @@ class Wrapper(Method):
         """This policy on the base that the model makes of its own."""
         its = self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)
+
+
+def with_budget(policy: Method, budget: int | float) -> Method:
+    """The policy at another budget, in rows or as a share, set in its base if it has one; without a budget as it is."""
+    parts = policy.parts()
+    if parts.budget is None:
+        return policy
+    if isinstance(policy, Wrapper) and isinstance(policy.base, Method) and parts.read is None:
+        return dataclasses.replace(policy, budget=None, base=with_budget(policy.base, budget))
+    return dataclasses.replace(policy, budget=budget)

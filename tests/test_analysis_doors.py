@@ -106,11 +106,11 @@ def test_a_model_that_is_none_is_named():
 
 def test_pictures_of_places_that_are_none_are_refused(tmp_path):
     found = counted()
-    with pytest.raises(ValueError, match="budget=1: give a place, 0 to 0"):
+    with pytest.raises(ValueError, match="budget=1: give an index from 0 to 0"):
         found.picture(tmp_path / "a.png", budget=1)
     with pytest.raises(ValueError, match="layers=9"):
         density(tiny.tiny(CONFIG), TEXTS[:1], bins=4).picture(tmp_path / "a.png", layers=[9])
-    with pytest.raises(ValueError, match="filters=2: give a place, 0 to 1"):
+    with pytest.raises(ValueError, match="filters=2: give an index from 0 to 1"):
         Similarity(mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)).picture("a.png", filters=[2])
     assert not list(tmp_path.iterdir())
 

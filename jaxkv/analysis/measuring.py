@@ -1,0 +1,226 @@
+"""Runs texts through the model, each once, layer by layer, and lets the measures of figures look at each layer.
+
+Alive at once: hidden states and one layer's queries, keys and values. The rows that policies keep are found before,
+from each text's beginning; the measures look at the whole text.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import _checks
+from jaxkv._errors import require
+from jaxkv._settings import settled
+from jaxkv._values import plain
+from jaxkv.analysis.choosing import Grid, kept_rows
+from jaxkv.analysis.figures import Figure
+from jaxkv.arguments import as_model
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.loading import LanguageModel
+from jaxkv.models.decoder import Graphs, Leaves
+from jaxkv.policies.policy import Method
+from jaxkv.policies.scorer import Needs
+from jaxkv.sharding.mesh import Axes, missing, place
+from jaxkv.text.prompts import Encoded, Prompt, encode
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text under measurement: its tokens, and the mask of prompt rows that each policy keeps.
+
+    Attributes:
+        count: number of tokens.
+        slots: number of tokens after padding.
+        prompt: number of first tokens, those that policies see.
+        rows: `bool[L, K, n]` by policy, the prompt rows that it keeps.
+        axes: axes of the model's mesh; None for one device.
+        copies: number of sequences: the text, once for each data group of a mesh.
+    """
+
+    count: int
+    slots: int
+    prompt: int
+    rows: Mapping[Method, Bool[np.ndarray, "L K n"]]
+    axes: Axes | None
+    copies: int
+
+    @property
+    def following(self) -> int:
+        """Number of tokens behind the prompt."""
+        return self.count - self.prompt
+
+    def masks(self, policies: Sequence[Method], layer: int) -> Bool[Array, "B K S n"]:
+        """Mask of prompt rows that each policy keeps in a layer, then of all prompt rows; placed on the mesh."""
+        heads = next(iter(self.rows.values())).shape[1]
+        out = np.zeros((heads, self.slots, len(policies) + 1), bool)
+        for at, policy in enumerate(policies):
+            out[:, : self.prompt, at] = self.rows[policy][layer]
+        out[:, : self.prompt, -1] = True
+        return place(np.broadcast_to(out, (self.copies, *out.shape)), "B K S n", self.axes)
+
+    def repeated(self, value: int) -> Int[Array, " B"]:
+        """A number once for each sequence, placed on the mesh."""
+        return place(np.full(self.copies, value, np.int32), "B", self.axes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer under measurement: its index and parameters, and its queries, keys and values in `out`."""
+
+    index: int
+    leaves: Leaves
+    graphs: Graphs
+    out: LayerOut
+
+    def last(self, queries: int) -> tuple[Float[Array, "B K G w D"], Int[Array, "B w"]]:
+        """The last `queries` queries and their positions; other measures may have asked for more."""
+        first = self.out.q.shape[3] - queries
+        return self.out.q[..., first:, :], self.out.q_positions[:, first:]
+
+
+class Measure(abc.ABC):
+    """How a figure is measured: arrays of each layer, from them arrays of each text, from those the figure.
+
+    Attributes:
+        policies: policies whose kept rows it looks at.
+        least_following: fewest tokens that must follow each prompt.
+    """
+
+    policies: Sequence[Method] = ()
+    least_following: int = 0
+
+    def needs(self, text: Text) -> Needs | None:
+        """What layers are to compute beside keys and values; None if the measure looks at no layer."""
+        return None
+
+    def of_layer(self, text: Text, layer: Layer) -> Arrays:
+        """Arrays of one layer of a text."""
+        return ()
+
+    @abc.abstractmethod
+    def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
+        """Arrays of one text, from those of its layers."""
+
+    @abc.abstractmethod
+    def figure(self, texts: list[Text], found: list[Arrays]) -> Figure:
+        """The figure, from the arrays of all texts; of each Text the masks are dropped."""
+
+
+class PolicyMeasure(Measure):
+    """Measure of policies, each at every budget of a grid."""
+
+    def __init__(self, grid: Grid):
+        self.grid = grid
+        self.policies = tuple(cell for row in grid.cells for cell in row)
+
+    def counts(self, text: Text) -> Int[np.ndarray, "C L K"]:
+        """Number of rows that stay of a text, by cell of the grid, layer and kv head."""
+        return np.asarray([text.rows[cell].sum(axis=-1) for cell in self.policies], np.int64)
+
+    def by_policy(self, found: Sequence[np.ndarray]) -> np.ndarray:
+        """Texts' arrays, whose first axis is the cell, as one array `[P, N, T, ...]`."""
+        stacked = np.stack(found, axis=1)
+        return stacked.reshape(len(self.grid.names), len(self.grid.budgets), *stacked.shape[1:])
+
+
+@settled
+def measured(
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    measures: Sequence[Measure],
+    *,
+    following: int = 0,
+    key: int | Array | None = 0,
+    begin: Callable[[int, int], object] = lambda at, tokens: None,
+) -> list[Any]:
+    """Figures of any number of measures, from one run of each text under full attention.
+
+    Where measures have policies, each text's beginning, all but its `following` last tokens, is run once more for all
+    policies. `key` is for those that draw; `begin` is called before each text with its index and number of tokens.
+    """
+    params = as_model(params)
+    least = max((measure.least_following for measure in measures), default=0)
+    remedy = f"give how many last tokens policies do not see, {least} or more"
+    following = _checks.whole("following", following, remedy, least=least)
+    policies = tuple(dict.fromkeys(policy for measure in measures for policy in measure.policies))
+    done, found = list[Text](), [list[Arrays]() for _ in measures]
+    for at, encoded in enumerate(_encoded(params, texts, following)):
+        count, copies = len(encoded.ids[0]), missing(1, params.axes)
+        begin(at, count)
+        prompt = dataclasses.replace(encoded, ids=[encoded.ids[0][: count - following]]).with_copies(copies)
+        text = Text(
+            count=count,
+            slots=bucket(count),
+            prompt=count - following,
+            rows=kept_rows(params, prompt, policies, key=key) if policies else {},
+            axes=params.axes,
+            copies=1 + copies,
+        )
+        layers = _layers(params, encoded.with_copies(copies), text, measures)
+        for each, mine, measure in zip(found, layers, measures, strict=True):
+            each.append(measure.of_text(text, mine))
+        done.append(dataclasses.replace(text, rows={}))
+    figures = [measure.figure(done, each) for measure, each in zip(measures, found, strict=True)]
+    for figure in figures:
+        sound = all(np.isfinite(each).all() for each in figure.arrays().values() if each.dtype.kind == "f")
+        require(sound, "params", params.name, "the model's attention is not finite: check its weights")
+    return figures
+
+
+def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Sequence[Measure]) -> list[list[Arrays]]:
+    """Arrays of each layer of a text, by measure; the text is not run if no measure looks at layers."""
+    asked = [measure.needs(text) for measure in measures]
+    found = [list[Arrays]() for _ in measures]
+    some = [each for each in asked if each is not None]
+    if not some:
+        return found
+    flat, axes = params.flat, params.axes
+    needs = Needs(queries=max(each.queries for each in some), sums=any(each.sums for each in some))
+    tokens, length = place(encoded.padded(text.slots), "B S", axes), place(encoded.lengths, "B", axes)
+    for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
+        layer = Layer(index=index, leaves=flat.blocks[index], graphs=flat.graphs_of(index), out=out)
+        for mine, measure, need in zip(found, measures, asked, strict=True):
+            if need is not None:
+                mine.append(measure.of_layer(text, layer))
+        del out, layer
+    return found
+
+
+def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:
+    """Texts as token ids; all are checked before the first is run."""
+    listed = _checks.several("texts", texts, "give a list of one or more texts")
+    one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
+    require(not one, "texts", texts, "give a list of texts, each of them text or ids")
+    most, out = params.config.max_positions, []
+    for text in listed:
+        encoded = encode(text, params.text, params.config, raw=True, close=False)
+        require(encoded.single, "texts", f"{len(encoded.ids)} in one", "give a list of single texts")
+        count = int(encoded.lengths[0])
+        require(count <= most, "texts", f"{count} tokens", f"the model was made for {most}: shorten the text")
+        remedy = f"{following} of them follow the prompt: give a longer text, or let fewer follow"
+        require(count > following, "texts", f"{count} tokens", remedy)
+        out.append(encoded)
+    return out
+
+
+def by_head(function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]) -> Any:
+    """Results `[B, K, ...]` of a function called for one kv head of one sequence after the other, to save memory.
+
+    Its arguments are the arrays `[B, K, ...]` and then the arrays `[B, ...]`, without those axes.
+    """
+    batch, heads = per_head[0].shape[:2]
+    spread = [jnp.broadcast_to(a[:, None], (batch, heads, *a.shape[1:])) for a in per_sequence]
+    flat = [a.reshape(batch * heads, *a.shape[2:]) for a in (*per_head, *spread)]
+    out = lax.map(lambda arrays: function(*arrays), flat)
+    return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), out)

@@ -1,0 +1,113 @@
+"""Fields of policies and tasks as command-line options: how words are read, by the field's annotation."""
+
+import argparse
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, Union
+
+import numpy as np
+
+from jaxkv.cli.numbers import real, span, whole, whole_or_real
+
+
+class Arity(enum.Enum):
+    """How many words an option takes: none (it has a twin with "no-"), one, several, or one at each mention."""
+
+    SWITCH = "switch"
+    ONE = "one"
+    SEVERAL = "several"
+    REPEATED = "repeated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Words:
+    """How a field is written: a reader of one word (of True or False for a switch), and how many words there are.
+
+    Attributes:
+        read: from a word to a value; its ValueError says what to write.
+        metavar: a word's name in the help.
+        arity: how many words there are.
+    """
+
+    read: Callable[[Any], Any]
+    metavar: str | None = None
+    arity: Arity = Arity.ONE
+
+    def value(self, given: Any) -> Any:
+        """The field's value: of the word, or the tuple of several words' values."""
+        many = self.arity in (Arity.SEVERAL, Arity.REPEATED)
+        return tuple(map(self.read, given)) if many else self.read(given)
+
+    def add_to(
+        self,
+        group: Any,
+        spellings: Iterable[str],
+        *,
+        dest: str,
+        about: str,
+        metavar: str | None,
+        required: bool = False,
+        read: Callable[[str], Any] = str,
+    ) -> None:
+        """Adds the option to an argparse group; `read` is argparse's `type`. An option that is not given is None."""
+        shared = partial(group.add_argument, *spellings, dest=dest, help=about, required=required)
+        if self.arity is Arity.SWITCH:
+            shared(action=argparse.BooleanOptionalAction, default=None)
+        elif self.arity is Arity.REPEATED:
+            shared(action="append", type=read, metavar=metavar)
+        else:
+            shared(nargs="+" if self.arity is Arity.SEVERAL else None, type=read, metavar=metavar)
+
+
+_ONE = {
+    frozenset({int}): Words(read=whole, metavar="N"),
+    frozenset({float}): Words(read=real, metavar="X"),
+    frozenset({int, float}): Words(read=whole_or_real, metavar="N"),
+    frozenset({str}): Words(read=str, metavar="WORD"),
+    frozenset({bool}): Words(read=bool, arity=Arity.SWITCH),
+    frozenset({tuple[int, ...]}): Words(read=whole, metavar="N", arity=Arity.SEVERAL),
+    frozenset({tuple[float, ...]}): Words(read=real, metavar="X", arity=Arity.SEVERAL),
+    frozenset({tuple[str, ...]}): Words(read=str, metavar="WORD", arity=Arity.SEVERAL),
+    frozenset({tuple[tuple[int, int], ...]}): Words(read=span, metavar="A:B", arity=Arity.REPEATED),
+}
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Types that an annotation allows, without None and numpy's numbers, which no word stands for."""
+    union = typing.get_origin(hint) in (Union, types.UnionType)
+    return tuple(kind for kind in (typing.get_args(hint) if union else (hint,)) if not _is_none_or_numpy(kind))
+
+
+def _is_none_or_numpy(kind: Any) -> bool:
+    """True for None's type and numpy's scalar types."""
+    return isinstance(kind, type) and issubclass(kind, (type(None), np.generic))
+
+
+def words_of(kinds: tuple[Any, ...]) -> Words | None:
+    """How a field of these types is written: a number, text, flag, enum, literal or tuple; None for anything else."""
+    if frozenset(kinds) in _ONE:
+        return _ONE[frozenset(kinds)]
+    if choices := _choices(kinds):
+        return Words(read=partial(_chosen, choices), metavar="{" + ",".join(choices) + "}")
+    return None
+
+
+def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
+    """Values by their spelling, of an enum (or its value) or of literal words; empty for other types."""
+    if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
+        return {word: word for word in typing.get_args(kinds[0]) if isinstance(word, str)}
+    enums = [each for each in kinds if isinstance(each, type) and issubclass(each, enum.Enum)]
+    if len(enums) != 1 or not set(kinds) <= {enums[0], str}:
+        return {}
+    return {str(member.value): member for member in enums[0]}
+
+
+def _chosen(choices: dict[str, Any], word: str) -> Any:
+    """The value that a word stands for."""
+    if word not in choices:
+        raise ValueError(f"use one of {', '.join(choices)}")
+    return choices[word]
