@@ -1,4 +1,4 @@
-"""Which of a layer's rows stay: the rows as a choice sees them, and the choice, on a mesh over all devices' heads."""
+"""The choice of the rows that stay, by scores and budgets of heads; on a mesh over all devices' heads."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -134,17 +134,23 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
     first = layers[0]
     if len(layers) == 1 or first.scores is None:
         return first
-    batch, heads, slots = first.scores.shape
+    _, heads, slots = first.scores.shape
 
     def joined(name: str) -> Any:
+        """One field of all layers; a field that is the same for all heads is a prompt's, the same for all layers."""
         leaves = [getattr(layer, name) for layer in layers]
         if leaves[0] is None or leaves[0].shape[1] < heads:
-            # What is the same for all heads is a prompt's, and the same for all layers.
             return leaves[0]
         return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, slots)
 
-    together: dict[str, Any] = {name: joined(name) for name in ("scores", "inside", "forced", "positions", "norms")}
-    return dataclasses.replace(first, **together)
+    return dataclasses.replace(
+        first,
+        scores=joined("scores"),
+        inside=joined("inside"),
+        forced=joined("forced"),
+        positions=joined("positions"),
+        norms=joined("norms"),
+    )
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:

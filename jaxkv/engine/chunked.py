@@ -1,6 +1,7 @@
 """Prefill chunk by chunk: above the filter layers a chunk reads only the tokens chosen of all before it."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,14 @@ from jaxkv.cache import Cache, KVCache, Tables
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.compress import Walk
-from jaxkv.engine.decode import extend, newest
+from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.lengths import ring_rows
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.spec import Spec, reading_state
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading
-from jaxkv.sharding.mesh import host, place, settle_down, where
+from jaxkv.sharding.mesh import host, place, settle_down
 
 
 def prefill(
@@ -48,23 +49,16 @@ def prefill(
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
     )
-    cache = _empty(flat, lengths, policy, needed, reading)
-    longest = int(np.max(lengths))
-    shape = (len(lengths), flat.config.vocab)
-    logits = jnp.zeros(shape, jnp.float32, device=where("B V", shape, flat.axes))
+    cache, longest = _empty(flat, lengths, policy, needed, reading), int(np.max(lengths))
+    run = partial(extend, flat, spec=spec)
+    tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.slots % chunk))), np.asarray(lengths)
     for first in range(0, longest, chunk):
-        part = np.zeros((len(lengths), chunk), np.int32)
-        mine = tokens[:, first : first + chunk]
-        part[:, : mine.shape[1]] = mine
-        count = np.clip(np.asarray(lengths) - first, 0, chunk).astype(np.int32)
-        given, counts = (place(each, letters, flat.axes) for each, letters in ((part, "B N"), (count, "B")))
-        new, arrays = extend(flat, cache.arrays, given, counts, spec=spec)
-        cache = dataclasses.replace(cache, arrays=arrays)
-        logits = newest(new, logits, counts, axes=flat.axes)
+        logits, cache = read_on_top(run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk)
+        cache = dataclasses.replace(cache, logits=logits)
         yield flat.config.layers * chunk / longest
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
-    cache = cache.updated(limit=jnp.copy(cache.length), state=state)
+    cache = dataclasses.replace(cache.updated(limit=jnp.copy(cache.length), state=state), logits=None)
     return banked(cache, reading, needed, release=True), logits
 
 

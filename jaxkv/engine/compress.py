@@ -1,7 +1,7 @@
-"""Compression, one function: observe, choose, merge, pack. Prompts, caches and anybody's arrays go through it.
+"""Compression, one function: observe, choose, merge, pack. Prompts, caches and users' arrays go through it.
 
-A source gives one layer's rows after the other; where layers share a pool all are looked at before the first is packed.
-It is a walk over the layers, a generator: its caller may do something else between two of them.
+A source gives one layer's rows after the other; where layers share a pool all are scored before the first is packed.
+It is a generator over the layers: its caller may run other programs between two of them.
 """
 
 import abc
@@ -33,8 +33,6 @@ from jaxkv.sharding.mesh import Axes
 # A generator that yields the number of layers looked at since the last time; packing one looks at none.
 Result = TypeVar("Result")
 Walk = Generator[float, None, Result]
-# What a scorer gives one number for.
-ROWS = "kv head and row, [B, K, S]"
 
 
 class Source(abc.ABC):
@@ -204,15 +202,21 @@ def _observe(
         # A prompt's rows are every head's.
         of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, norm_totals=of_heads)
-    rows = seen.k.shape[:3]
-    mass = of_group(checked(matters, "observe", matters.observe(seen), rows, ROWS), matters, axes)
+    scores, mass = scored(matters, seen, axes)
     if spread.from_scores and not spread.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
         each = spread.of_heads(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
         each = gathered(each, "K", 1, axes)
         each = gathered(each, "G", 2, axes) if each.ndim == 3 else each
         weight = spread.weight(each.reshape(len(each), -1))
-    return checked(matters, "scores", matters.scores(mass, seen.length), rows, ROWS), mass, weight
+    return scores, mass, weight
+
+
+def scored(scorer: Scorer, seen: Observed, axes: Axes | None) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+    """A scorer's scores of rows, and the mass (attention received, or the like) that it observed of them."""
+    shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
+    mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, named), scorer, axes)
+    return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
 
 
 @program(static=("axes",))

@@ -42,23 +42,11 @@ def bucket(length: int) -> int:
 
 def buckets(longest: int) -> list[tuple[int, int]]:
     """`(shortest prompt, slots)` of every bucket for prompts of up to `longest` tokens, ascending."""
-    found, slots = list[tuple[int, int]](), bucket(longest)
-    while slots:
-        below = bucket_below(slots)
-        found.append((below + 1, slots))
-        slots = below
-    return found[::-1]
-
-
-def bucket_below(slots: int) -> int:
-    """The next smaller bucket; 0 below the smallest."""
-    if slots <= _SMALLEST_BUCKET:
-        return 0
-    low, high = 0, slots - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if bucket(middle) < slots else (low, middle - 1)
-    return low
+    found, slots = list[tuple[int, int]](), 0
+    while slots < longest:
+        shortest, slots = slots + 1, bucket(slots + 1)
+        found.append((shortest, slots))
+    return found
 
 
 def tokens_per_call(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What a policy needs before it runs, from prompts' lengths and budgets alone: rows of pools, and bytes."""
+"""Plans of a prefill, from prompts' lengths and budgets alone: rows of pools, and bytes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jaxkv._settings import settled
 from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
-from jaxkv.engine.lengths import bucket, bucket_below, by_length
+from jaxkv.engine.lengths import bucket, buckets, by_length
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.prefill_bytes import PrefillBytes, row_bytes
 from jaxkv.policies.heads import capacity_of, most_rows
@@ -130,9 +130,9 @@ def plan_prefill(
     length = np.asarray(lengths, np.int64)
     slots = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
-    told = by_length(parts, length, layers)
+    numbers = by_length(parts, length, layers)
     # What layers compete for depends on the prompts' content.
-    rows = None if parts.layers.from_scores or told.rows is None else np.array(told.rows)
+    rows = None if parts.layers.from_scores or numbers.rows is None else np.array(numbers.rows)
     reading = parts.reading(layers, slots)
     away = () if reading is None else reading.offloaded
     if rows is not None:
@@ -153,7 +153,7 @@ def plan_prefill(
         kv_heads=heads,
         implementation=implementation,
     )
-    filled = layers * told.budget if rows is None else rows.sum(axis=0)
+    filled = layers * numbers.budget if rows is None else rows.sum(axis=0)
     promised = -(-int(heads * filled.sum()) * times // (groups * stretches))
     spare = work.batch * work.config.kv_heads * sum(rooms)
     full_bytes = times * int(length.sum()) * layers * heads * 2 * config.head_dim * item
@@ -164,8 +164,8 @@ def plan_prefill(
         layout=parts.layout,
         share=capacity_of(parts.heads),
         rows=rows,
-        budget=np.asarray(told.budget),
-        forced=np.asarray(told.forced),
+        budget=np.asarray(numbers.budget),
+        forced=np.asarray(numbers.forced),
         cache_bytes=work.cache,
         full_bytes=-(-full_bytes // (groups * stretches)),
         slack_bytes=max(0, sum(work.pools) - (promised + spare) * row_bytes(config, parts, item)),
@@ -206,27 +206,27 @@ def _pools(
 
 
 @lru_cache(maxsize=256)
-def _capacity(parts: Parts, buckets: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
-    """Most rows per kv head that any prompt of some buckets keeps in each layer; for a shared pool the total, once.
+def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
+    """Most rows per kv head that any prompt of buckets `sizes` keeps in each layer; for a shared pool the total, once.
 
     Shapes must not depend on exact lengths.
     """
     if parts.scorer is None:
-        return (max(buckets),) * layers
+        return (max(sizes),) * layers
     most, shared = np.zeros(layers, np.int64), 0
-    for top in buckets:
-        low = bucket_below(top) + 1
+    for top in sizes:
+        low, _ = buckets(top)[-1]
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        told = by_length(parts, lengths, layers, strict=False)
-        if parts.layers.from_scores or told.rows is None:
-            budget = np.asarray(told.budget)
+        numbers = by_length(parts, lengths, layers, strict=False)
+        if parts.layers.from_scores or numbers.rows is None:
+            budget = np.asarray(numbers.budget)
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0
             reach = parts.layers.bound(np.minimum(budget + between, top), lengths, layers=layers)
             shared = max(shared, min(int(reach.max()), layers * top))
             continue
-        rows = np.asarray(told.rows)
+        rows = np.asarray(numbers.rows)
         # Between samples a layer's rows grow by at most the step (one row a token), and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))

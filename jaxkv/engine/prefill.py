@@ -179,9 +179,9 @@ def prefill(
     if read_parts is not None and read_parts.by_chunks:
         # Each chunk goes through the whole model.
         return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, implementation=implementation))
-    told = by_length(policy.parts(), lengths, flat.config.layers, strict=strict)
+    numbers = by_length(policy.parts(), lengths, flat.config.layers, strict=strict)
     lengths = np.asarray(lengths, np.int64)
-    walk = read(flat, tokens, lengths, told, policy, needed, key=key, implementation=implementation)
+    walk = read(flat, tokens, lengths, numbers, policy, needed, key=key, implementation=implementation)
     prompts, cache = yield from walk
     prompts.require_ordered()
     if prompts.banked and prompts.reading is not None:
@@ -196,7 +196,7 @@ def read(
     flat: Flat,
     tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
     lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
-    told: ByLength,
+    numbers: ByLength,
     policy: Method,
     needed: PrefillPlan,
     *,
@@ -205,18 +205,18 @@ def read(
 ) -> Walk[tuple["Prompts", KVCache]]:
     """`prefill` up to logits and checks of scores, for lengths that may be traced; returns the prompts and the cache.
 
-    `told` are the policy's numbers for the lengths; of the plan slots, pools and room count.
+    `numbers` are the policy's numbers for the lengths; of the plan slots, pools and room count.
     """
     parts = policy.parts()
-    prompts = Prompts(flat, tokens, lengths, parts, needed, told, key, implementation)
+    prompts = Prompts(flat, tokens, lengths, parts, needed, numbers, key, implementation)
     room = np.asarray(needed.room, np.int32)
     made = yield from compress(prompts, parts, key=key, room=room, implementation=implementation)
     limit, state = jnp.copy(made.length), None
     if parts.ongoing is not None:
         limit, state = _going_on(prompts, made)
     elif prompts.reading is not None:
-        assert told.reads is not None
-        state = reading_state(prompts.length, told.reads, made.length, tuple(prompts.rings))
+        assert numbers.reads is not None
+        state = reading_state(prompts.length, numbers.reads, made.length, tuple(prompts.rings))
     seen = jnp.copy(prompts.length)
     tables = Tables(start=made.start, length=made.length, limit=limit, seen=seen, state=state)
     cache = KVCache(
@@ -249,32 +249,32 @@ class Prompts(Source):
         lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
         parts: Parts,
         needed: PrefillPlan,
-        told: ByLength,
+        numbers: ByLength,
         key: PRNGKeyArray,
         implementation: Implementation,
     ):
         """Embeds the prompts."""
         layers = flat.config.layers
-        self.flat, self.parts, self.needed, self.lengths, self.told = flat, parts, needed, lengths, told
+        self.flat, self.parts, self.needed, self.lengths, self.numbers = flat, parts, needed, lengths, numbers
         self.implementation = implementation
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes = range(layers), flat.axes
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
         # Rows of every layer before it is scored; and of layers that keep everything.
-        self.prompts = of_prompt(None, self.forced, self.length)
+        self.unscored = of_prompt(None, self.forced, self.length)
         heads = flat.config.kv_heads // (flat.axes.size("K") if flat.axes is not None and inside() else 1)
-        everything = jnp.broadcast_to(self.prompts.inside, (*self.length.shape, heads, needed.slots))
-        self.whole = dataclasses.replace(self.prompts, inside=everything)
+        everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, needed.slots))
+        self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.reading = parts.reading(layers, needed.slots)
         self.remembered = _remembered(parts.ongoing, self.reading, layers)
         self.ahead = _layers_ahead(needed, self.length)
         self.x = embed(flat.ends, place(tokens, "B S", flat.axes, jnp.int32), graphs=flat.graphs)
         self.angles = _angles_by_rope(flat, needed.slots)
-        self.kept_rows, self.recents = told.rows, told.recent
-        self.totals = pool_rows_of(flat, needed)
+        self.kept_rows, self.recents = numbers.rows, numbers.recent
+        self.pool_sizes = pool_rows_of(flat, needed)
         self.held: dict[int, Unpacked] = {}
-        self.banked, self.rings, self.torn = list[Array](), list[Array](), list[Array]()
+        self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def candidates(self, index: int) -> Candidates:
         """Runs a layer and scores its rows, which are held until they are packed, or put away into host memory."""
@@ -282,7 +282,7 @@ class Prompts(Source):
         out = _run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
         self.x = out.x
         k = out.k if out.unrotated is None else out.unrotated
-        rows = Unpacked(k, out.v, self.prompts.inside)
+        rows = Unpacked(k, out.v, self.unscored.inside)
         if self.remembered[index]:
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
             self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
@@ -291,26 +291,28 @@ class Prompts(Source):
             jax.block_until_ready(self.banked[-1:])
             self.banked.append(put_away(k, out.v, self.axes))
             self.held[index] = rows
-            return dataclasses.replace(self.whole, inside=jnp.zeros_like(self.whole.inside))
+            return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
         if scorer is None:
             self.held[index] = rows
-            return self.whole
+            return self.all_kept
         seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
         scores, mass, claim = observe(seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes)
-        self.torn.append(unordered(scores, length, axes=self.axes))
+        self.nans.append(unordered(scores, length, axes=self.axes))
         scored = parts.ongoing is not None and parts.ongoing.scored
         self.held[index] = rows._replace(mass=mass, score=mass if scored else None)
         norms = out.norms if parts.heads.needs_norms else None
-        return dataclasses.replace(self.prompts, scores=scores, norms=norms, claim=claim)
+        return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
         """Rows `[n, B]` that each layer keeps by the plan or by its claim, and the most recent ones that stay."""
         if self.parts.claims:
-            traced, known, told = is_traced(self.length), [each for each in claims if each is not None], self.told
+            traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
             if not traced:
                 self.require_ordered()
             weights: Any = jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
-            self.kept_rows, self.recents = rows_by_claims(self.parts, told.budget, self.lengths, told.forced, weights)
+            self.kept_rows, self.recents = rows_by_claims(
+                self.parts, numbers.budget, self.lengths, numbers.forced, weights
+            )
         assert self.kept_rows is not None and self.recents is not None
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(table[part], "n B", self.axes, jnp.int32) for table in (self.kept_rows, self.recents))
@@ -318,7 +320,7 @@ class Prompts(Source):
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """P of the group's pool by the plan, whatever is kept."""
-        return self.totals[group[0]]
+        return self.pool_sizes[group[0]]
 
     def rows(self, index: int) -> Unpacked:
         """Takes out the keys and values that were held of a layer."""
@@ -326,13 +328,13 @@ class Prompts(Source):
 
     def ordered(self) -> Bool[Array, ""]:
         """True, on the device, if no score is NaN: for a program, which cannot refuse any."""
-        return ~jnp.stack([*self.torn, jnp.zeros((), bool)]).any()
+        return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
     def require_ordered(self) -> None:
         """Refuses NaN scores with a ValueError that names their layers; the first wait for the device."""
-        for each in self.torn:
+        for each in self.nans:
             each.copy_to_host_async()
-        layers = np.flatnonzero([bool(host(each)) for each in self.torn]).tolist()
+        layers = np.flatnonzero([bool(host(each)) for each in self.nans]).tolist()
         remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
         require(not layers, "scores", "NaN", remedy + "that is not finite")
 
@@ -343,15 +345,15 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
     A limit is the rows kept; for prompts shorter than the budget the budget; no number ever reached for layers that
     grow without end.
     """
-    parts, lengths, told, rows = prompts.parts, prompts.lengths, prompts.told, prompts.kept_rows
+    parts, lengths, numbers, rows = prompts.parts, prompts.lengths, prompts.numbers, prompts.kept_rows
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
     assert rows is not None and prompts.recents is not None
-    short = told.most > lengths
-    targets = xp.where(short, told.most, rows)
-    recent = xp.where(short, parts.recents(targets, lengths, told.forced), prompts.recents)
+    short = numbers.most > lengths
+    targets = xp.where(short, numbers.most, rows)
+    recent = xp.where(short, parts.recents(targets, lengths, numbers.forced), prompts.recents)
     state = State(
         prompt=prompts.length,
-        budget=jnp.asarray(told.most, jnp.int32),
+        budget=jnp.asarray(numbers.most, jnp.int32),
         recent=jnp.asarray(recent, jnp.int32),
         tau=made.tau,
         rings=tuple(prompts.rings),

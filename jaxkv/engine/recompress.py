@@ -16,14 +16,12 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.choosing import Candidates, moved_in_all
-from jaxkv.engine.compress import ROWS, Source, compress, finished
+from jaxkv.engine.compress import Source, compress, finished, scored
 from jaxkv.engine.lengths import bucket, layer_rows
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.policies.attended import of_group
-from jaxkv.policies.checks import checked
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import ranked
@@ -325,9 +323,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         axes=None if fold else static.axes,
         group_axes=static.axes,
     )
-    shape = seen.k.shape[:3]
-    mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, ROWS), scorer, static.axes)
-    scores = checked(scorer, "scores", scorer.scores(mass, length), shape, ROWS)
+    scores, mass = scored(scorer, seen, static.axes)
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 
