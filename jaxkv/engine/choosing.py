@@ -44,9 +44,9 @@ def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], 
 
 
 class Choice(NamedTuple):
-    """Masks of the rows that stay, one per layer, and the number of rows moved for want of room on a device.
+    """Masks of the rows that stay, one per layer, and the number of rows that stay for want of room for better ones.
 
-    Those stay in place of better ones for which another device had no room; None where there is no such limit.
+    The number is of all layers; None where no device's room limits the choice.
     """
 
     masks: tuple[Bool[Array, "B K S"], ...]
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
-    """Sum of two counts of moved rows; None counts nothing."""
+    """Sum of two counts of moved rows `[B]`; None counts nothing."""
     return other if one is None else one if other is None else one + other
 
 
@@ -90,7 +90,7 @@ def _choose(
     heads: Typed,
     axes: Axes | None,
 ) -> Choice:
-    """`choose` as a program: several layers' heads lie side by side as those of one."""
+    """`choose` as a compiled program; the heads of several layers compete like those of one layer."""
     budgets, layer = heads.part, _joined(layers)
     mine = layer.inside
     # Where heads look at one another, every device looks at all of them.
@@ -130,7 +130,10 @@ def _choose(
 
 
 def _joined(layers: tuple[Candidates, ...]) -> Candidates:
-    """Candidates of several layers as one layer of K * L heads, the layers of a head, and so a device's, adjacent."""
+    """Candidates of several layers put together as one layer of K * L heads, so that all of them compete.
+
+    The layers of one head lie side by side: on a mesh, a device's heads stay together.
+    """
     first = layers[0]
     if len(layers) == 1 or first.scores is None:
         return first

@@ -58,7 +58,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the pool for a group of layers whose segments keep `kept` rows; on a mesh, of each stretch of heads."""
+        """P of the pool for a group of layers whose segments keep `kept` rows; on a mesh, of one device's part."""
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:

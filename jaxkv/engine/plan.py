@@ -87,7 +87,7 @@ class PrefillPlan:
         return dataclasses.replace(self, pools=rows)
 
     def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
-        """P of each pool; on a mesh, of each of the `stretches` that its `heads` kv heads are cut into."""
+        """P of each pool of `heads` kv heads, or of one of the `stretches` parts that a mesh's devices hold of it."""
         if self.pools is not None:
             return self.pools
         return _pools(self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches)
@@ -180,7 +180,7 @@ def pools_for(
 ) -> tuple[int, ...]:
     """P of each pool that holds any prompt of the bucket `slots`, with `room` rows behind each layer's segments.
 
-    On a mesh, P of each of the `stretches` that a pool's heads are cut into.
+    On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
     capacity = _capacity(parts, (slots,), config.layers, config.kv_heads)
     return _pools(parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches)
@@ -195,7 +195,7 @@ def _pools(
     heads: int,
     stretches: int,
 ) -> tuple[int, ...]:
-    """P of each pool for one stretch of its heads: what they may hold of the pool's capacity, and room."""
+    """P of each pool, room included, or of one of the `stretches` parts that a mesh's devices hold of it."""
     mine, layers = heads // stretches, len(room)
     if layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots

@@ -67,7 +67,7 @@ def _angles(*, slots: int, rope: Rope, dim: int) -> Angles:
 
 
 def _angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
-    """Rotary angles of positions 0 to `slots` for each rotary embedding of the model, where the model lies."""
+    """Rotary angles of positions 0 to `slots` for each rotary embedding of the model, placed like the model."""
     ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
     dim = flat.config.head_dim
     return {rope: settle_down(_angles(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
@@ -141,7 +141,7 @@ def observed(
 
 
 def pool_rows_of(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
-    """P of each pool; on a mesh, of each stretch of heads."""
+    """P of each pool; on a mesh, of the part of it that one device holds."""
     return needed.pool_rows(flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K"))
 
 
@@ -319,7 +319,7 @@ class Prompts(Source):
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """P of the group's pool by the plan, whatever is kept."""
+        """P of the group's pool by the plan; the rows kept do not matter."""
         return self.pool_sizes[group[0]]
 
     def rows(self, index: int) -> Unpacked:
@@ -327,11 +327,11 @@ class Prompts(Source):
         return self.held.pop(index)
 
     def ordered(self) -> Bool[Array, ""]:
-        """True, on the device, if no score is NaN: for a program, which cannot refuse any."""
+        """Bool array, True if no score is NaN: for programs, which cannot refuse scores themselves."""
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
     def require_ordered(self) -> None:
-        """Refuses NaN scores with a ValueError that names their layers; the first wait for the device."""
+        """Refuses NaN scores with a ValueError that names their layers; waits for the device."""
         for each in self.nans:
             each.copy_to_host_async()
         layers = np.flatnonzero([bool(host(each)) for each in self.nans]).tolist()

@@ -54,7 +54,7 @@ class Fixed:
     """Pool sizes and slots for programs that are made before the cache's numbers are known.
 
     Attributes:
-        rows: P of each pool; on a mesh, of each of its stretches.
+        rows: P of each pool; on a mesh, of the part of it that one device holds.
         slots: rows that a segment holds at most.
     """
 
@@ -179,7 +179,7 @@ class _Held(Source):
         heads = kept.shape[2] // stretches
 
         def share(rows: int) -> int:
-            """The most that one stretch of heads may hold of so many rows, whatever the content."""
+            """The most rows that one device's heads may hold if their even share is `rows`."""
             return min(most_rows(capacity, rows), stretches * rows)
 
         length, takes = host(kept).astype(np.int64), self.cache.layout.takes
@@ -305,7 +305,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
     fold = not static.heads.uniform
 
     def flat(array: Array) -> Array:
-        """Heads as sequences, where they are."""
+        """Folds kv heads into the batch axis where each is a sequence of its own."""
         return array.reshape(batch * heads, 1, *array.shape[2:]) if fold else array
 
     length = segments.length.reshape(-1) if fold else segments.length[:, 0]
