@@ -1,6 +1,6 @@
-"""GPU kernels of jaxkv, in Pallas: attention over ragged segments, top-k gather, prefill with scores.
+"""GPU kernels in Pallas: attention over ragged segments, causal prefill with scores, row gathers, eviction.
 
-Nothing here knows of caches, policies or models: functions of arrays, which `jaxkv.attention` calls.
+They take and return arrays and know no caches, policies or models; `jaxkv.attention` calls them.
 """
 
 from .chunks import Chunks, deal

@@ -1,4 +1,4 @@
-"""The only door to Pallas: what differs between JAX versions, and the backend's name, is settled here.
+"""The only door to Pallas' Triton backend: hides differences between JAX versions.
 
 All kernels are written for the Triton backend and say so: which backend is the default depends on the version. JAX has
 deprecated it since 0.11 and still ships it in 0.12; the functions of this package are therefore reached by name
@@ -25,13 +25,13 @@ store = _triton.store
 
 # Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
 MASKED = -1e30
-# The device has an instruction for powers of two: kernels scale logits by this, too, and turn log-sum-exps back.
+# GPUs have an instruction for powers of two: kernels scale logits by this factor, and convert log-sum-exps back.
 LOG2E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a kernel runs on the device.
+    """Warps and pipeline stages of a kernel.
 
     Attributes:
         warps: warps of 32 threads per program.
@@ -59,14 +59,14 @@ def call(
     Args:
         kernel: takes a ref per input, then a ref per output.
         arrays: the inputs.
-        name: what profiles and compiled programs call it.
+        name: in profiles and compiled programs.
         grid: number of programs along x, y, z.
-        inputs: which block of each input a program sees.
-        outputs: likewise; a block that no program writes is undefined.
+        inputs: block of each input that a program sees.
+        outputs: block of each output; one that no program writes is undefined.
         shapes: of the outputs.
-        launch: how it runs.
+        launch: warps and stages.
         interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: which inputs are written as which outputs: in place, where the caller gives them up.
+        aliases: inputs by the index of the output written in their place, if they are donated.
 
     Returns:
         The outputs.
@@ -95,17 +95,17 @@ def call_named(
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """`call` for a kernel whose inputs depend on what is asked for: it finds its refs by name.
+    """`call` for a kernel with optional inputs, which gets its refs by name.
 
     Args:
         kernel: takes one object with a ref per name.
-        name: what profiles and compiled programs call it.
+        name: in profiles and compiled programs.
         grid: number of programs along x, y, z.
-        inputs: arrays, and which block of each a program sees.
+        inputs: arrays, and the block of each that a program sees.
         outputs: shapes, likewise; no name is an input's too.
-        launch: how it runs.
+        launch: warps and stages.
         interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: which inputs are written as which outputs.
+        aliases: inputs by the name of the output written in their place.
 
     Returns:
         The outputs by name.
@@ -126,7 +126,7 @@ def call_named(
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-    """A product with float32 accumulation; float32 operands keep all their bits (no tf32)."""
+    """Matrix product with float32 accumulation; float32 operands keep all their bits (no tf32)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
@@ -140,7 +140,7 @@ def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) ->
         x: float32.
         scale: a number known when the kernel is compiled.
         shift: of x's shape, or one that broadcasts to it.
-        interpret: there is no device to run its instructions.
+        interpret: True computes it by JAX operations.
     """
     if interpret:
         return jnp.exp2(x * scale + shift)
@@ -161,12 +161,12 @@ def pad_dim(dim: int) -> int:
 
 
 def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any) -> jax.Array:
-    """Loads rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; rows outside, and padded columns, are 0.
+    """Loads rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; masked rows and padding columns are 0.
 
     Args:
         ref: the block.
         rows: `i32[n]`.
-        inside: `bool[n]`, or None where all rows are real.
+        inside: `bool[n]` mask, or None where all rows are real.
         dim: columns of the ref.
         lead: scalars, for a ref with more axes before these two.
     """
@@ -181,7 +181,7 @@ def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *le
 
 
 def put_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array) -> None:
-    """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref, leaving out what is not inside."""
+    """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are left out."""
     padded = pad_dim(dim)
     columns = jnp.arange(padded, dtype=jnp.int32)
     shape = (rows.shape[0], padded)

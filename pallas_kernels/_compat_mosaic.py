@@ -1,4 +1,4 @@
-"""The second door to Pallas: its Mosaic GPU backend, for Hopper. What differs between JAX versions is settled here.
+"""The only door to Pallas' Mosaic GPU backend, for Hopper: hides differences between JAX versions.
 
 Only kernels of this backend import this file, and they are imported when they are asked for: machines without it pay
 nothing. Its own simulator runs them on a CPU: warpgroups, barriers, copies between memories, the grid, and it finds
@@ -42,7 +42,7 @@ def call(
     Args:
         kernel: takes a ref in global memory per input and output, then a tuple of what `scratch` asks for.
         arrays: the inputs.
-        name: what profiles and compiled programs call it.
+        name: in profiles and compiled programs.
         grid: number of programs along each named axis, the one that changes fastest first.
         shapes: of the outputs.
         scratch: shared memory and barriers, which the warpgroups share.
@@ -71,13 +71,14 @@ def call(
 
 
 def cuda_version() -> int | None:
-    """Of the CUDA runtime here, as 1000 x major + 10 x minor; None without one."""
+    """Version of the CUDA runtime here, as 1000 x major + 10 x minor; None without one."""
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
 def _simulated() -> Any:
+    """Parameters of the simulator, which reports races."""
     # JAX 0.10.2 has the interpreter and does not export its parameters.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -85,19 +86,19 @@ def _simulated() -> Any:
 
 
 def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False) -> Any:
-    """Shared memory; `tiled` as tensor cores read its last two dimensions."""
+    """Scratch spec of shared memory; `tiled` lays its last two dimensions out for tensor cores."""
     columns = _SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
     return _mosaic.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
 def copy_out(source: Any, target: Any) -> None:
-    """Begins to copy shared memory that this warpgroup has written to global memory; `finish` waits for it."""
+    """Starts an asynchronous copy of this warpgroup's shared memory to global memory; `finish` waits for it."""
     _mosaic.copy_smem_to_gmem(source, target)
 
 
 def commit() -> None:
-    """Makes what this warpgroup has written to shared memory visible to copies."""
+    """Makes this warpgroup's writes to shared memory visible to copies."""
     _mosaic.commit_smem()
 
 
@@ -107,7 +108,7 @@ def finish() -> None:
 
 
 def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
-    """A matrix, or a number for each of its rows, in the registers where a product leaves it."""
+    """Matrix, or vector with one element per row, in the register layout of a product's result."""
     if interpret:
         return array
     layout = _mosaic.Layout.WGMMA
@@ -115,12 +116,12 @@ def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def count(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
-    """0, 1, 2 ... along an axis of a tile."""
+    """Index along an axis, for each element of a tile."""
     return tile(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
 
 
 def by_row(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A number for each row, in every column of a tile."""
+    """Vector with one element per row, broadcast over the columns of a tile."""
     return lax.broadcast_in_dim(vector, like.shape, [0])
 
 
@@ -133,14 +134,14 @@ def product(
     meanwhile: Callable[[], None],
     interpret: bool,
 ) -> jax.Array:
-    """`start + rows @ columns` on the tensor cores, in float32.
+    """Matrix product `start + rows @ columns` on the tensor cores, in float32.
 
     Args:
         rows: `[m, k]`, shared memory or a tile.
         columns: `[k, n]` in shared memory, or `[n, k]` if `transposed`.
-        transposed: see there.
+        transposed: True for columns of shape `[n, k]`.
         start: `f32[m, n]`; by default 0.
-        meanwhile: is called once the product is under way, before it is waited for.
+        meanwhile: called between the start of the product and the wait for it.
         interpret: as in `call`.
 
     Returns:
@@ -172,5 +173,6 @@ def product(
 
 
 def _transpose(ref: Any) -> Any:
+    """Transposed view of a ref."""
     # JAX 0.12 deprecates the function, 0.10.2 has no method.
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else _mosaic.transpose_ref(ref, (1, 0))

@@ -1,8 +1,8 @@
-"""Which rows each program of decode attention reads: one table for all layers, made from lengths while the step runs.
+"""`deal`: the table of rows that each program of decode attention reads, for all layers, from lengths on the device.
 
 Segments are cut into chunks, and program w takes the w-th, whichever segment it belongs to: one long head fills the
-device as well as many equal ones do. How long chunks are is a number of each layer, chosen from its actual lengths, so
-that the device's programs come out even.
+device as well as many equal ones do. The chunk size is chosen per layer from its actual lengths, so that all programs
+finish at about the same time.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# Chunk sizes that are compared, as shares of the rows that each of the device's programs would have: 1/4 to 2.
+# Candidate chunk sizes, as multiples of total rows / programs: 1/4 to 2.
 _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
 
 
@@ -22,15 +22,17 @@ _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """What W programs do in each of L layers. A segment has one chunk at least, and its chunks are neighbours.
+    """Segment and rows of the chunk that each of W programs reads, in each of L layers.
+
+    Every segment has at least one chunk, and its chunks are consecutive programs.
 
     Attributes:
-        segment: `i32[L, W]` sequence * K + head that the chunk is of.
+        segment: `i32[L, W]` the chunk's segment, as sequence * K + head.
         row: `i32[L, W]` its first row in the sequence's pool.
-        rows: `i32[L, W]` how many; 0 for a program without work, and for a segment that has none yet.
-        last: `i32[L, W]` 1 where its segment ends with it, so that a new row goes to row + rows; else 0.
-        first: `i32[L, B, K]` each segment's first chunk.
-        count: `i32[L, B, K]` how many it has.
+        rows: `i32[L, W]` its number of rows; 0 for a program without work, and for an empty segment.
+        last: `i32[L, W]` 1 for the last chunk of a segment, so that a new row goes to row + rows; else 0.
+        first: `i32[L, B, K]` first chunk of each segment.
+        count: `i32[L, B, K]` number of its chunks.
     """
 
     segment: jax.Array
@@ -42,10 +44,10 @@ class Chunks:
 
 
 def most(programs: int, segments: int) -> int:
-    """The number of chunks that always suffices, W.
+    """Number of chunks that always suffices, W.
 
-    A wave of the device's programs, and four for each segment: its last chunk is not full, and where there are many
-    segments, smaller chunks even out what one wave leaves uneven. Fewer for very many, as programs without work count.
+    One wave of the device's programs, and up to four for each segment: its last chunk is not full, and with many
+    segments smaller chunks even out the load. Fewer for very many segments, because programs without work cost, too.
     """
     return programs + 2 * segments + min(programs, 2 * segments)
 
@@ -56,7 +58,7 @@ def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64)
     Args:
         start: `i32[L, B, K]` first row of each segment in its sequence's pool.
         length: `i32[L, B, K]` rows of each segment.
-        programs: how many the device runs at once.
+        programs: number that the device runs at once.
         block: rows; every chunk but a segment's last is a multiple of it.
 
     Returns:
@@ -77,7 +79,10 @@ def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64)
     segment = (end[:, None, :] <= chunk[:, None]).astype(jnp.int32).sum(axis=-1, dtype=jnp.int32)
     works = segment < segments
     segment = jnp.minimum(segment, segments - 1)
-    of = lambda table: jnp.take_along_axis(table, segment, axis=1, mode="promise_in_bounds")  # noqa: E731
+
+    def of(table):
+        return jnp.take_along_axis(table, segment, axis=1, mode="promise_in_bounds")
+
     offset = (chunk - of(first)) * of(size)
     return Chunks(
         segment=segment,
@@ -90,16 +95,16 @@ def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64)
 
 
 def _size(length, *, programs, block):
-    """Rows of a chunk, `i32[L]`: of some sizes the one with which the last program would be done first."""
+    """Rows of a chunk in each layer, `i32[L]`: the candidate with which the last program would finish first."""
     segments = length.shape[1]
     total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
-    # With smaller ones the table might not hold the chunks: a segment adds less than one to its full ones.
+    # Smaller sizes might overflow the table: each segment adds less than one chunk to the full ones.
     least = jnp.maximum(_up(total, (most(programs, segments) - segments) * block), 1)
     even = total.astype(jnp.float32) / programs
     sizes = jnp.maximum(jnp.ceil(even * (jnp.asarray(_SHARES, jnp.float32) / block)).astype(jnp.int32), least) * block
     chunks = jnp.maximum(_up(length[:, None, :], sizes[..., None]), 1).sum(axis=-1, dtype=jnp.int32)
     waves, rows = _up(chunks, programs).astype(jnp.float32), sizes.astype(jnp.float32)
-    # In equal waves, or handed out as programs become free; and what beginning and ending takes, in rows.
+    # Time in rows: in equal waves, or handed out as programs become free, plus the start and end of each wave.
     cost = jnp.minimum(waves * rows, even + rows) + waves * (block / 2)
     fits = chunks <= most(programs, segments)
     best = jnp.argmin(jnp.where(fits, cost, jnp.inf), axis=1, keepdims=True)
@@ -107,5 +112,5 @@ def _size(length, *, programs, block):
 
 
 def _up(a, b):
-    """The quotient, rounded up."""
+    """Quotient rounded up."""
     return (a + b - 1) // b

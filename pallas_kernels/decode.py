@@ -42,7 +42,7 @@ def attend(
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of R queries per kv head over the whole of that head's segment.
+    """Attention of R queries per kv head over all rows of that head's segment.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group, for several tokens group times tokens.
@@ -50,18 +50,18 @@ def attend(
         v: `[B, P, D]` likewise.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
-        score: `f32[B, P]` to which each row's attention is to be added, in place if the caller gives it up.
-        counts: `bool[B]` or `i32[B]`, sequences whose attention is added; by default all.
-        widest: the most rows that a segment has, if that is known: logits that are kept then go by it, not by P.
-        chunks: who reads what, dealt from these segments; by default they are dealt here.
+        score: `f32[B, P]` to which each row's attention is added, in place if donated.
+        counts: `bool[B]` or `i32[B]` mask of the sequences whose attention is added; by default all.
+        widest: most rows of a segment, if known: kept logits then take this much memory, not P.
+        chunks: table dealt from these segments; by default it is made here.
         layer: of the chunks, where they are given.
-        tiles: how the work is cut; by default after the shape and the device.
+        tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
         `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and if there is a score
-        `f32[B, P]`: it with the softmax weight of each row, mean over the R queries of its head. The output is to be
-        had when that is done: what reads it next does not leave the logits of many layers waiting.
+        `f32[B, P]`: the score plus the softmax weight of each row, mean over the R queries of its head. The output is
+        then available only with the score, so that the logits of few layers are alive at once.
     """
     tiles, tile = _tiles(q, k, tiles)
     if chunks is None:
@@ -75,8 +75,8 @@ def attend(
     out, lse = merge(passed.out, passed.lse, chunks, layer, dtype=q.dtype, how=how)
     if score is None or logits is None or passed.logits is None:
         return out, lse
-    told = None if counts is None else counts.astype(jnp.int32)
-    out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, told, None, how=how)
+    counted = None if counts is None else counts.astype(jnp.int32)
+    out, score = add_mass(passed.logits, logits, lse, chunks, layer, out, score, counted, None, how=how)
     return out, lse, score
 
 
@@ -102,33 +102,33 @@ def decode_token(
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """One layer's attention of a new token per sequence, whose row joins the pool: RoPE, append and attention in one.
+    """Rotates a new token of each sequence, appends its row to the pool and attends, for one layer.
 
-    Rows join in place where the caller gives the pool up. A sequence that has ended attends to the rows that it has.
+    Rows are written in place if the pool is donated. An ended sequence attends to the rows that it has.
 
     Args:
-        q: `[n, M, K, G, D]` queries before rotation, of any float dtype: n parts that add up to them, of M sequences at
-            least, of which the first B are looked at.
+        q: `[n, M, K, G, D]` queries before rotation, of any float dtype: n parts whose sum they are, of M sequences, of
+            which the first B are read.
         kv: `[n, M, 2, K, D]` keys before rotation, and values, likewise.
-        cos: `f32[B, D/2]` of the token's place, times the attention factor.
+        cos: `f32[B, D/2]` of the token's rotary position, times RoPE's attention factor.
         sin: likewise.
-        positions: `i32[B]` of the token in the text.
-        counts: `i32[B]` 0 for a sequence that has ended: nothing is written for it; else 1.
+        positions: `i32[B]` of the token in the sequence.
+        counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
         k: `[B, P, D]` pool rows, with room for one more behind every segment.
         v: likewise.
         pos: `i32[B, P]` their positions.
         start: `i32[L, B, K]` first row of each segment, for all layers.
         chunks: dealt from all layers' segments as they are before the token.
-        layer: which of the L this is.
-        score: `f32[B, P]` to which each row's attention is to be added, the new one's too.
-        begin: `f32[B, K]` what the new row's score starts with; goes with `score`.
-        widest: the most rows that a segment has with the token, if known: logits that are kept then go by it, not by P.
-        picks: which rows are read, if not all; chunks are dealt from their numbers, and from starts of 0.
-        tiles: how the work is cut; by default after the shape and the device.
+        layer: index of this layer among the L.
+        score: `f32[B, P]` to which each row's attention is added, the new row's too.
+        begin: `f32[B, K]` initial score of the new row; required with `score`.
+        widest: most rows of a segment with the token, if known: kept logits then take this much memory, not P.
+        picks: rows that are read, if not all; chunks are dealt from their counts, and from starts of 0.
+        tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
-        The output `[M, K, G, D]` in the pool's dtype, undefined behind B sequences; k, v and pos with the token's rows;
+        The output `[M, K, G, D]` in the pool's dtype, undefined from sequence B on; k, v and pos with the token's rows;
         and the scores, if there are any.
 
     Raises:
@@ -151,12 +151,12 @@ def decode_token(
 
 
 def _tiles(q, k, tiles):
-    """The tiles, and how many queries one program takes."""
+    """Tiles, and the number of queries of one program."""
     tiles = tiles or tuning.decode_tiles(dim=k.shape[2], itemsize=k.dtype.itemsize)
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 
 def _logits(start, widest, pool_rows):
-    """Logits lie as the rows do, or head after head where that takes less."""
+    """Layout of kept logits: like the pool's rows, or head after head where that takes less memory."""
     packed = widest is not None and widest * start.shape[2] < pool_rows
     return Logits(start=start, widest=widest if packed else None)

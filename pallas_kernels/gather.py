@@ -1,4 +1,4 @@
-"""Rows of keys and values moved in one pass, into a compressed pool."""
+"""`compact`: gathers chosen rows of keys and values into a compressed pool in one pass."""
 
 from functools import partial
 
@@ -14,17 +14,17 @@ from .tuning import GatherTiles
 def compact(
     k: jax.Array, v: jax.Array, source: jax.Array, *, tiles: GatherTiles | None = None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gathers one layer's chosen rows into pool rows.
+    """Gathers one layer's chosen rows into a pool.
 
     Args:
         k: `[B, K, S, D]` keys of a whole layer.
         v: `[B, K, S, D]` values.
-        source: `i32[B, P]` where each pool row comes from, as head * S + position; -1 where there is none.
-        tiles: how the work is cut; by default after the shape.
+        source: `i32[B, P]` source of each pool row, as head * S + position; -1 for none.
+        tiles: block sizes and launch; by default by the shape.
         interpret: run on any device, to check it.
 
     Returns:
-        `[B, P, D]` keys, `[B, P, D]` values (rows without a source are 0), and `i32[B, P]` positions, -1 without.
+        `[B, P, D]` keys, `[B, P, D]` values (rows without a source are 0), and `i32[B, P]` positions, else -1.
     """
     batch, heads, slots, dim = k.shape
     rows = source.shape[1]
@@ -43,7 +43,9 @@ def compact(
         put_rows(v_out, row, mine, dim, take_rows(v_ref, at, real, dim))
         store(pos_out.at[row], jnp.where(real, at % slots, -1), mask=mine)
 
-    whole = lambda *shape: BlockSpec((None, *shape), lambda i, b: (b,) + (0,) * len(shape))  # noqa: E731
+    def whole(*shape):
+        return BlockSpec((None, *shape), lambda i, b: (b,) + (0,) * len(shape))
+
     return tuple(
         call(
             kernel,

@@ -1,4 +1,4 @@
-"""What follows the pass over rows of decode attention: chunks become heads, and logits become rows' scores."""
+"""Second kernels of decode attention: `merge` of chunks into segments, and `add_mass` of logits to scores."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def merge(
     how: How,
     sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges the chunks of each segment, many at a time.
+    """Merges the chunks of each segment into its output and log-sum-exp, many at a time.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
     segments [L, B*K], whole; out: out [R, D] and lse [R] of segment s, of which it writes query r.
@@ -30,11 +30,11 @@ def merge(
     Args:
         parts: `f32[W, R, D]` outputs of chunks.
         part_lse: `f32[W, R]` their log-sum-exp, to base 2.
-        chunks: whose they are.
+        chunks: the table of chunks.
         layer: of the chunks.
         dtype: of the output.
-        how: it runs.
-        sequences: M, of the output; by default B. What lies behind B is undefined.
+        how: tiles and launch.
+        sequences: M, of the output, B by default; sequences from B on are undefined.
 
     Returns:
         `[M, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for a segment without rows.
@@ -44,14 +44,14 @@ def merge(
     segments = batch * heads
     # As many chunks as a segment has where segments are alike.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
-    # Eight chunks of a warp at most: then all are asked for before the first is looked at.
+    # Eight chunks of a warp at most: then all loads are issued before the first result is used.
     launch = dataclasses.replace(how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8))
 
     def kernel(refs):
         query = program_id(1)
         mine = (refs.layer[...], program_id(0))
         begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
-        # The loop is bounded by both, so that the first is not loaded behind it.
+        # The loop bound depends on both loads, so that the first is not issued after it.
         number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         real = column < dim
@@ -80,10 +80,10 @@ def merge(
         lse = (top + jnp.log2(total)) * math.log(2)
         store(refs.lse.at[query], jnp.where(empty, -jnp.inf, lse))
 
-    per_segment = lambda sequences, dtype, *shape: (  # noqa: E731
-        jax.ShapeDtypeStruct((sequences * heads, *shape), dtype),
-        BlockSpec((None, *shape), lambda s, r: (s,) + (0,) * len(shape)),
-    )
+    def per_segment(sequences, dtype, *shape):
+        block = BlockSpec((None, *shape), lambda s, r: (s,) + (0,) * len(shape))
+        return jax.ShapeDtypeStruct((sequences * heads, *shape), dtype), block
+
     found = call_named(
         kernel,
         name="ragged_decode_merge",
@@ -118,30 +118,30 @@ def add_mass(
     *,
     how: How,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds the softmax weights of rows to their scores, mean over queries; the output is handed on as it is.
+    """Adds the softmax weights of rows to their scores, mean over queries; passes the output through unchanged.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
-    whole; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not looked at; out again, and score, of
-    which it writes the chunk's rows.
+    whole; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of which
+    it writes the chunk's rows.
 
     Args:
         kept: `f32[B, R, width]` logits, to base 2.
-        logits: where they lie.
+        logits: their layout.
         lse: `f32[B, K, R]` natural log-sum-exp.
-        chunks: who looks at which rows.
+        chunks: the table of chunks.
         layer: of the chunks.
-        out: what comes next reads this, and so leaves no logits of other layers waiting.
+        out: passed through, so that the next operation waits for the scores and the logits of few layers are alive.
         score: `f32[B, P]`.
         counts: `i32[B]` 0 for sequences whose attention is not added; by default all are.
-        begin: `f32[B, K]` what the row behind each segment starts with, if one has just joined it.
-        how: it runs.
+        begin: `f32[B, K]` initial score of the new row behind each segment, if one has just been appended.
+        how: tiles and launch.
 
     Returns:
         The output, and the scores.
     """
     batch, heads, rows = lse.shape
     padded, segments = 1 << (rows - 1).bit_length(), batch * heads
-    # Four bytes of 32 logits or so for each thread, whatever R is; chunks are seldom longer than this.
+    # About 32 logits for each thread, whatever R is; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
 
     def kernel(refs):
@@ -182,13 +182,13 @@ def add_mass(
         inputs["begin"] = whole(begin.reshape(segments))
     if logits.widest is not None:
         inputs["start"] = by_segment(logits.start)
-    shape = lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype)  # noqa: E731
+    out_shape, score_shape = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, score))
     found = call_named(
         kernel,
         name="ragged_mass",
         grid=(chunks.segment.shape[1],),
         inputs=inputs | {"handed": whole(out), "old": whole(score)},
-        outputs={"out": whole(shape(out)), "score": whole(shape(score))},
+        outputs={"out": whole(out_shape), "score": whole(score_shape)},
         launch=how.tiles.merge_launch,
         interpret=how.interpret,
         aliases={"handed": "out", "old": "score"},

@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts on Hopper, in Mosaic GPU: what `prefill.flash` computes, by other means.
+"""`flash` on Hopper in Mosaic GPU: causal attention of whole prompts, with the results of `prefill.flash`.
 
 A program has three warpgroups. The last one only copies: blocks of keys and values, through the TMA, into a ring in
 shared memory. The other two compute, each 64 queries of one head, accumulators in registers, and take turns: while one
@@ -24,7 +24,7 @@ _COMPUTE = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """How `flash` cuts its work.
+    """Block sizes of `flash`.
 
     Attributes:
         queries: queries per computing warpgroup, a multiple of 64 (on a GPU).
@@ -56,7 +56,7 @@ def flash(
         v: `[B, K, S, D]` likewise.
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence, at most S; queries and keys from there on are padding.
-        tiles: how the work is cut; by default after D.
+        tiles: block sizes; by default by D.
         interpret: simulate it on any device, to check it.
 
     Returns:
@@ -79,7 +79,7 @@ def flash(
         )
     tiles = tiles or HopperTiles(stages=2 if dim == 128 else 4)
     rows = tiles.queries * _COMPUTE
-    # Every copy lies inside its array. Prompts' buckets are multiples of the tiles, so this pads short ones alone.
+    # Copies must lie inside their arrays. Prompts' buckets are multiples of the tiles, so only short ones are padded.
     q = _padded(q.reshape(batch, heads * group, queries, dim), rows)
     k, v = _padded(k, tiles.keys), _padded(v, tiles.keys)
     stage = (tiles.stages, tiles.keys, dim)
@@ -116,14 +116,14 @@ def flash(
 
 
 def _padded(array: jax.Array, multiple: int) -> jax.Array:
-    """`[B, H, n, D]` with n a multiple, zeros behind."""
+    """Array `[B, H, n, D]` padded with zeros until n is a multiple."""
     more = -array.shape[2] % multiple
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array
 
 
 # Refs of a program (head, tile, batch), head over H query heads, all in global memory: q, out [B, H, T', D]; k, v
 # [B, K, S', D]; first, length [B]; lse [B, H, T']. In shared memory: q and out [2, 64, D], k and v [stages, keys, D],
-# lse [2, 64], and barriers: q is there; k, v are there; k, v may be overwritten; whose turn it is.
+# lse [2, 64], and barriers: q has arrived; k, v have arrived; k, v may be overwritten; turns of the warpgroups.
 def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memory, *, queries, group, tiles, interpret):
     _, k_smem, v_smem, _, _, k_ready, v_ready, k_free, v_free, _ = memory
     head, batch, me = (mosaic.axis_index(name) for name in ("head", "batch", "warpgroup"))
@@ -166,7 +166,7 @@ def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memor
 
 
 def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
-    """One warpgroup's queries, the first of them at position `first`, against `steps` blocks of keys."""
+    """Attention of one warpgroup's queries, the first at position `first`, over `steps` blocks of keys."""
     q_ref, out_ref, lse_ref = refs
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turns = memory
     q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]
@@ -225,7 +225,9 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
     acc, top, total = lax.fori_loop(whole, steps, partial(step, masked=True), carry)
     mosaic.when(me == 0)(pass_on)
 
-    counts = lambda position: (position >= 0) & (position < tokens)  # noqa: E731
+    def counts(position):
+        return (position >= 0) & (position < tokens)
+
     real = counts(numbers((count,), 0) + first)
     total = jnp.where(real, total, 1.0)
     out = acc * mosaic.by_row(1.0 / total, acc)

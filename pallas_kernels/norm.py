@@ -1,4 +1,4 @@
-"""The residual stream between two matrix products: what one has made is added, and normed for the next, in one pass."""
+"""`add_norm`: adds split-K parts of a product to the residual stream and normalises the sum, in one pass."""
 
 from functools import partial
 
@@ -19,32 +19,31 @@ def add_norm(
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """A sum of rows, and its root-mean-square norm (arXiv:1910.07467).
+    """Sum of hidden states and parts of a product, and its root-mean-square norm (arXiv:1910.07467).
 
     Args:
         x: `[..., E]` float.
-        added: `[n, ..., E]` float, of any dtype: n parts of what is to be added, as a product split over what it sums
-            over leaves them.
+        added: `[n, ..., E]` float, of any dtype: n parts whose sum is added, as a split-K product leaves them.
         scale: `[E]` of the norm.
         eps: of the norm.
-        dtype: of the sum, x's own by default; the norm is that of the sum as it is then.
+        dtype: of the sum, x's own by default; the norm is that of the rounded sum.
         interpret: run on any device, to check it.
 
     Returns:
         `[..., E]` the sum, and `[..., E]` its norm in the scale's dtype. The arithmetic is float32.
     """
     width, dtype = x.shape[-1], jnp.dtype(x.dtype if dtype is None else dtype)
-    flat = lambda a: a.reshape(-1, width)  # noqa: E731
-    rows = x.size // width
+    rows, parts = x.size // width, added.shape[0]
     padded = 1 << (width - 1).bit_length()
-
-    parts = added.shape[0]
 
     # Blocks of a program (r): x, sum and norm [E], and added [n, E] of row r; scale [E], whole.
     def kernel(x_ref, added_ref, scale_ref, sum_ref, norm_ref):
         column = jnp.arange(padded, dtype=jnp.int32)
         options = {} if padded == width else {"mask": column < width, "other": 0.0}
-        take = lambda ref, *at: load(ref.at[(*at, column)], **options).astype(jnp.float32)  # noqa: E731
+
+        def take(ref, *at):
+            return load(ref.at[(*at, column)], **options).astype(jnp.float32)
+
         more = take(added_ref, 0)
         for part in range(1, parts):
             more = more + take(added_ref, part)
@@ -58,7 +57,7 @@ def add_norm(
     row, whole = BlockSpec((None, width), lambda r: (r, 0)), BlockSpec((width,), lambda r: (0,))
     total, normed = call(
         kernel,
-        flat(x),
+        x.reshape(rows, width),
         added.reshape(parts, rows, width),
         scale,
         name="add_norm",
@@ -66,7 +65,7 @@ def add_norm(
         inputs=[row, BlockSpec((parts, None, width), lambda r: (0, r, 0)), whole],
         outputs=[row, row],
         shapes=[jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows, width), scale.dtype)],
-        # Sixteen columns or so for each thread.
+        # About sixteen columns for each thread.
         launch=Launch(warps=min(16, max(4, padded // 512)), stages=1),
         interpret=interpret,
     )

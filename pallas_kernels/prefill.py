@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts, and exact column sums of it, without the S x S matrix."""
+"""Causal attention of whole prompts (`flash`), and exact column sums of it, without the S x S matrix."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def flash(
         v: `[B, K, S, D]` likewise.
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
-        tiles: how the work is cut; by default after the shape and the device.
+        tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
@@ -85,9 +85,9 @@ def flash(
         put_rows(out_ref, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
         store(lse_ref.at[row], jnp.where(empty, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E), mask=mine)
 
-    query = lambda *shape: BlockSpec(  # noqa: E731
-        (None, None, None, *shape), lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape)
-    )
+    def query(*shape):
+        return BlockSpec((None, None, None, *shape), lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape))
+
     keys = BlockSpec((None, None, slots, dim), lambda i, h, b: (b, h // group, 0, 0))
     scalar = BlockSpec((None,), lambda i, h, b: (b,))
     return tuple(
@@ -121,18 +121,18 @@ def column_sums(
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """How much attention each key receives from all the queries given, by a second pass that re-uses their lse.
+    """Attention that each key receives from all given queries, by a second pass with their known log-sum-exps.
 
     With all queries of a prompt this is H2O's score; for a few of them `window_sums` is quicker.
 
     Args:
-        q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; negative positions do not exist.
+        q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; negative positions are padding.
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
         lse: `f32[B, K, G, T]` from `flash`; -inf for queries that do not count.
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
-        per_query_head: leave the group's query heads apart instead of taking their mean.
-        tiles: how the work is cut; by default after the shape and the device.
+        per_query_head: True keeps the group's query heads apart; False takes their mean.
+        tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
@@ -180,9 +180,9 @@ def column_sums(
         acc = lax.fori_loop(end, latest, partial(step, masked=True), acc)
         store(out_ref.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
 
-    query = lambda *shape: BlockSpec(  # noqa: E731
-        (None, None, None, *shape), lambda j, h, b: (b, h // group, h % group) + (0,) * len(shape)
-    )
+    def query(*shape):
+        return BlockSpec((None, None, None, *shape), lambda j, h, b: (b, h // group, h % group) + (0,) * len(shape))
+
     scalar = BlockSpec((None,), lambda j, h, b: (b,))
     (out,) = call(
         kernel,

@@ -1,6 +1,6 @@
-"""The newest row of a segment in the place of the one that goes: everything a pool keeps of it, in one pass.
+"""Eviction in place: the newest row of a segment takes the evicted one's place in all pool leaves, in one pass.
 
-`replace_rows` is told which one goes; `evict_rows` finds it, too, without a number for each row in between.
+`replace_rows` is given the evicted row; `evict_rows` also finds it, without writing ranks to memory.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax import lax
 
 from ._compat import BlockSpec, Launch, call, call_named, load, pad_dim, store, when
 
-# Rows that a program compares at a time.
+# Rows that a program ranks at a time.
 _BLOCK = 1024
 
 
@@ -31,17 +31,17 @@ def replace_rows(
     """Moves one row of each segment into the place of another, and empties its own.
 
     Args:
-        k: `[B, P, D]` pool rows, written in place if the caller gives them up; all others likewise.
+        k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
         v: `[B, P, D]`.
         pos: `i32[B, P]` positions.
         score: `f32[B, P]`, or None.
-        place: `i32[B, K]` where the row goes.
-        last: `i32[B, K]` where it lies.
-        over: `bool[B, K]` segments of which a row is moved; the others stay as they are.
+        place: `i32[B, K]` row that is overwritten.
+        last: `i32[B, K]` row that is moved.
+        over: `bool[B, K]` segments in which a row is moved; the others stay unchanged.
         interpret: run on any device, to check it.
 
     Returns:
-        Keys, values, positions (-1 where the row lay) and scores (0 there).
+        Keys, values, positions (-1 in the moved row's old place) and scores (0 there).
     """
     batch, pool_rows, dim = k.shape
     heads, scored = place.shape[1], score is not None
@@ -57,8 +57,7 @@ def replace_rows(
             _move(pools, place_ref[...], last_ref[...], dim)
 
     scalar = BlockSpec((None, None), lambda h, b: (b, h))
-    whole = lambda a: BlockSpec((None, *a.shape[1:]), lambda h, b: (b,) + (0,) * (a.ndim - 1))  # noqa: E731
-    blocks = [whole(each) for each in given]
+    blocks = [_whole(each) for each in given]
     out = call(
         kernel,
         place,
@@ -93,26 +92,26 @@ def evict_rows(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Drops the weakest row of each segment that holds more than its limit; the newest row takes its place.
+    """Evicts the lowest-ranked row of each segment that exceeds its limit; the newest row takes its place.
 
     Args:
-        k: `[B, P, D]` pool rows, written in place if the caller gives them up; all others likewise.
+        k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
         v: `[B, P, D]`.
         pos: `i32[B, P]` positions, distinct within a segment.
         score: `f32[B, P]`, or None.
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` its rows; the last one is the newest.
-        limit: `i32[B, K]` how many may stay.
-        recent: `i32[B, K]` newest positions that stay.
+        limit: `i32[B, K]` rows that may stay.
+        recent: `i32[B, K]` newest positions that always stay.
         seen: `i32[B]` tokens seen.
         prompt: `i32[B]` tokens of the prompt.
-        weigh: of rows' scores (0 without any), their positions, seen and prompt: what they are compared by, float32,
-            the lowest goes and of those the latest; and which rows may go at all. It can be hashed, and is traced
-            inside the kernel.
+        weigh: hashable function of rows' scores (0 without any), positions, seen and prompt, traced inside the kernel;
+            returns float32 ranks, of which the lowest goes and of equal ones the latest, and the evictable rows.
         interpret: run on any device, to check it.
 
     Returns:
-        Keys, values, positions (-1 where the row lay), scores (0 there), and `i32[B, K]` 1 where a row went.
+        Keys, values, positions (-1 in the newest row's old place), scores (0 there), and `i32[B, K]` 1 where a row was
+        evicted.
     """
     heads, dim = start.shape[1], k.shape[2]
 
@@ -140,7 +139,7 @@ def evict_rows(
 
         none = (jnp.float32(jnp.inf), jnp.int32(-1), jnp.int32(-1))
         over = rows > refs.limit[...]
-        # Segments with room are not looked at.
+        # Segments within their limit are not read.
         _, _, place = lax.fori_loop(0, jnp.where(over, (rows + _BLOCK - 1) // _BLOCK, 0), step, none)
         moves = over & (place >= 0)
         refs.moved[...] = moves.astype(jnp.int32)
@@ -151,19 +150,18 @@ def evict_rows(
             _move(out, place, first + rows - 1, dim)
 
     pools = {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
-    whole = lambda a: BlockSpec((None, *a.shape[1:]), lambda h, b: (b,) + (0,) * (a.ndim - 1))  # noqa: E731
     scalar, of_sequence = BlockSpec((None, None), lambda h, b: (b, h)), BlockSpec((None,), lambda h, b: (b,))
     tables = {"start": start, "length": length, "limit": limit, "recent": recent}
     inputs = {name: (each, scalar) for name, each in tables.items()}
     inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
+    outputs = {f"{name}_out": (shape, _whole(shape)) for name, shape in shapes.items()}
     found = call_named(
         kernel,
         name="evict_rows",
         grid=(heads, start.shape[0]),
-        inputs=inputs | {name: (each, whole(each)) for name, each in pools.items()},
-        outputs={f"{name}_out": (shape(each), whole(each)) for name, each in pools.items()}
-        | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), scalar)},
+        inputs=inputs | {name: (each, _whole(each)) for name, each in pools.items()},
+        outputs=outputs | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), scalar)},
         launch=Launch(warps=4, stages=1),
         interpret=interpret,
         aliases={name: f"{name}_out" for name in pools},
@@ -171,8 +169,13 @@ def evict_rows(
     return found["k_out"], found["v_out"], found["pos_out"], found.get("score_out"), found["moved"]
 
 
+def _whole(leaf):
+    """Block of a pool leaf that is one sequence's whole leaf."""
+    return BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
+
+
 def _move(pools, to, at, dim):
-    """One row of a sequence's pools into the place of another; its own is emptied."""
+    """Copies one row of a sequence's pool leaves over another, and empties its own place."""
     column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = None if pad_dim(dim) == dim else column < dim
     for ref in pools[:2]:
@@ -181,5 +184,5 @@ def _move(pools, to, at, dim):
     for ref, empty in zip(pools[2:], (-1, 0), strict=False):
         cell = load(ref.at[at])
         store(ref.at[to], cell)
-        # Last: the newest row may itself be the one that goes.
+        # Last, because the newest row may itself be the evicted one.
         store(ref.at[at], jnp.full_like(cell, empty))

@@ -1,7 +1,7 @@
-"""The pass over rows of decode attention: each program reads one chunk of a segment, and leaves its output and weight.
+"""First kernel of decode attention: each program reads one chunk of a segment, and writes its output and log-sum-exp.
 
-On request a new token's row comes first: the program with a segment's last chunk rotates its key, writes it behind the
-segment, and attends to it from registers. No other program looks there, so nothing has to wait.
+With a `Token`, the program of a segment's last chunk rotates the new key, writes it behind the segment, and attends to
+it from registers. No other program reads that row, so nothing has to wait.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from .tuning import DecodeTiles
 
 
 class Token(NamedTuple):
-    """One new token of each sequence, before rotation, and what its rows join.
+    """One new token of each sequence: keys and values before rotation, angles and positions.
 
     Attributes:
-        kv: `[n, M, 2, K, D]` parts of keys and values.
-        cos: `f32[B, D/2]` of its place.
+        kv: `[n, M, 2, K, D]` split-K parts of keys and values.
+        cos: `f32[B, D/2]` of its rotary position.
         sin: likewise.
-        position: `i32[B]` in the text.
-        counts: `i32[B]` 0 for a sequence that has ended: nothing is written.
+        position: `i32[B]` in the sequence.
+        counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
         pos: `i32[B, P]` positions of the pool's rows.
     """
 
@@ -50,29 +50,29 @@ class Token(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Where logits lie that are kept: as the rows do; or where a segment has `widest` rows, head after head.
+    """Layout of kept logits: like the pool's rows; or, with `widest`, that many for each segment, head after head.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
-        widest: rows of a segment, or None.
+        widest: most rows of a segment, or None.
     """
 
     start: jax.Array
     widest: int | None
 
     def width(self, pool_rows: int) -> int:
-        """Logits of a sequence's query."""
+        """Number of logits of one query of a sequence."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
 
 
 class Picks(NamedTuple):
-    """Of each segment the rows that are read, if these are not all: some by number, then all from one on.
+    """Rows of each segment that are read, if not all: `rows` by index, then all from `rest` on.
 
     Attributes:
-        rows: `i32[B, k, T]` rows that are picked, counted from a segment's first; k is K, or 1 for all heads alike.
-        dealt: `i32[B]` how many of the T chunks have been dealt for; what follows begins behind them.
-        held: `i32[B, k]` how many of those there are.
-        rest: `i32[L, B, K]` the row from which on all are read, likewise.
+        rows: `i32[B, k, T]` picked rows, counted from a segment's first; k is K, or 1 for all heads alike.
+        dealt: `i32[B]` number of the T picks that chunks have been dealt for; the rows of `rest` follow them.
+        held: `i32[B, k]` number of those picks that are real.
+        rest: `i32[L, B, K]` row from which on all are read, counted likewise.
         start: `i32[L, B, K]` first row of each segment.
     """
 
@@ -84,12 +84,12 @@ class Picks(NamedTuple):
 
 
 class How(NamedTuple):
-    """How kernels run.
+    """Tiles of the kernels of decode attention, and whether they are interpreted.
 
     Attributes:
-        tiles: how the work is cut.
-        tile: queries of one program of the pass over rows.
-        interpret: run them on any device.
+        tiles: block sizes and launches.
+        tile: queries of one program of the first kernel.
+        interpret: True runs them on any device.
     """
 
     tiles: DecodeTiles
@@ -98,13 +98,13 @@ class How(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What the pass over rows gives.
+    """Results of the first kernel: output and log-sum-exp of each chunk, kept logits, and the pool.
 
     Attributes:
         out: `f32[W, R, D]` output of each chunk.
         lse: `f32[W, R]` its log-sum-exp, to base 2; MASKED where it has no rows.
         logits: `f32[B, R, width]` to base 2, if they are kept.
-        pool: its k, v and pos as they are now, with a token.
+        pool: updated k, v and pos, with a token.
     """
 
     out: jax.Array
@@ -125,7 +125,7 @@ def pass_rows(
     picks: Picks | None = None,
     how: How,
 ) -> Passed:
-    """Attention of every chunk by itself.
+    """Attention of every chunk on its own, with its log-sum-exp.
 
     Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
     scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n, M, 2, K, D], cos and
@@ -138,22 +138,22 @@ def pass_rows(
         q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.
         k: `[B, P, D]` pool.
         v: likewise.
-        chunks: who reads what.
+        chunks: the table of chunks.
         layer: of the chunks.
-        token: what joins the rows.
-        logits: where they are kept, if they are.
-        picks: which rows are read, if not all: chunks are then dealt from these, one after the other from 0 on.
-        how: it runs.
+        token: appended first, if given.
+        logits: layout of kept logits; None keeps none.
+        picks: rows that are read, if not all: chunks then count these, one after the other from 0 on.
+        how: tiles and launch.
 
     Returns:
-        What chunks give.
+        Outputs and log-sum-exps of chunks, kept logits, and the updated pool.
     """
     *of_parts, heads, rows, dim = q.shape
     batch, pool_rows, width = *k.shape[:2], chunks.segment.shape[1]
     packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
 
-    # Where rows lie is loaded first: a stage for that, and one for what it holds up, to keep two blocks in flight.
+    # Rows' places are loaded first: one stage for them and one for the loads that wait for them, with two in flight.
     launch = how.tiles.launch
     launch = launch if picks is None else dataclasses.replace(launch, stages=launch.stages + 2)
 
@@ -163,7 +163,7 @@ def pass_rows(
         segment, row, here, last = (load(each) for each in chunk_of(refs))
         last = last > 0
 
-        # Whether there is work depends on all four, so that they are loaded together, not two behind the branch.
+        # The branch depends on all four, so that they are loaded together, not two of them after it.
         @when((last | (here > 0)) & (segment >= 0) & (row >= 0))
         def _():
             real = query < rows
@@ -220,10 +220,10 @@ def pass_rows(
             put_rows(refs.part, query, real, dim, acc / total[:, None])
             store(refs.lse.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
-    per_chunk = lambda *shape: (  # noqa: E731
-        jax.ShapeDtypeStruct((width, *shape), jnp.float32),
-        BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape)),
-    )
+    def per_chunk(*shape):
+        block_of_chunk = BlockSpec((None, *shape), lambda w, t: (w,) + (0,) * len(shape))
+        return jax.ShapeDtypeStruct((width, *shape), jnp.float32), block_of_chunk
+
     outputs = {"part": per_chunk(rows, dim), "lse": per_chunk(rows)}
     if logits is not None:
         outputs["logits"] = whole(jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32))
@@ -247,7 +247,7 @@ def pass_rows(
 
 
 def whole(of: Any) -> tuple[Any, BlockSpec]:
-    """An array, or its shape, of which every program sees all."""
+    """An array or its shape, with the block spec by which every program sees all of it."""
     return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
 
@@ -255,26 +255,27 @@ _OF_CHUNK = ("segment", "row", "rows", "last")
 
 
 def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpec]]:
-    """Tables of what each program, one for each chunk of a layer, does, and the layer: inputs of a kernel."""
+    """Kernel inputs: the table of chunks, and the layer."""
     return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
 
 
 def chunk_of(refs: Any) -> tuple[Any, ...]:
-    """Where a program finds its own: the segment, the first row, how many, and whether it is the last chunk."""
+    """Refs of a program's chunk: segment, first row, number of rows, and 1 if it is the segment's last."""
     return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
 def layer_of(layer: int) -> tuple[jax.Array, BlockSpec]:
-    """A layer's number, a scalar: an input of a kernel and no constant, so that those of all layers are one program."""
+    """Kernel input: a layer's index, no constant, so that all layers share one compiled kernel."""
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
 def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
-    """A table `[L, B, K]` of all layers' segments, as `[L, B*K]`: an input of a kernel."""
+    """Kernel input: a table `[L, B, K]` of all layers' segments as `[L, B*K]`."""
     return whole(table.reshape(table.shape[0], -1))
 
 
 def _inputs(q, k, v, chunks, layer, token, packed, picks):
+    """Kernel inputs by name, with their block specs."""
     dim = k.shape[2]
     inputs = {"q": whole(q.reshape(-1, dim)), "k": whole(k), "v": whole(v), **of_chunks(chunks, layer)}
     if token is not None:
@@ -288,9 +289,9 @@ def _inputs(q, k, v, chunks, layer, token, packed, picks):
 
 
 def _places(refs, picks, segment, sequence, heads):
-    """Where the rows lie that a segment's chunks count, and which of them there are; all of them, as they are counted.
+    """Functions from a chunk's row numbers to the rows' places in the pool, and to a mask of the real ones.
 
-    With picks: those first, each where it says, and then the rest.
+    With picks the numbers count the picks first, then the rows from `rest` on; without, they are the places.
     """
     if picks is None:
         return lambda row, inside=None: row, lambda row: True
@@ -308,10 +309,10 @@ def _places(refs, picks, segment, sequence, heads):
 
 
 class _NewRow:
-    """A token's row inside a kernel, and the rotation that it shares with the queries.
+    """A token's row inside a kernel, with the rotation that it shares with the queries.
 
-    All that the queries do not need is loaded first: it arrives while they are loaded. Channels meet the angle of their
-    pair and, gathered once more, their partners' values.
+    Loads that the queries do not need come first, and arrive while the queries are loaded. Each channel meets the angle
+    of its pair and, by a second gather, its partner's value.
     """
 
     def __init__(self, refs, segment, heads, last, dim, of_parts):
@@ -323,8 +324,14 @@ class _NewRow:
         self.partner = jnp.where(first, self.column + half, self.column - half)
         pair = jnp.where(first, self.column, self.column - half)
         wanted = self.real & last
-        at = lambda part, which, column: refs.kv.at[part, sequence, which, segment - sequence * heads, column]  # noqa: E731
-        take = lambda *of: self._sum(lambda part: load(at(part, *of), mask=wanted, other=0.0))  # noqa: E731
+
+        def take(which, column):
+            def loaded(part):
+                at = refs.kv.at[part, sequence, which, segment - sequence * heads, column]
+                return load(at, mask=wanted, other=0.0)
+
+            return self._sum(loaded)
+
         self.sequence = sequence
         self.joins = last & (load(refs.counts.at[sequence]) > 0)
         self.position = load(refs.position.at[sequence])
@@ -336,20 +343,24 @@ class _NewRow:
         self.key = own * self.cos + other * self.sin
 
     def _sum(self, of):
-        """Parts that add up, in float32."""
+        """Sum of parts, in float32."""
         return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
 
     def turned(self, ref, rows, inside, of_sequence):
-        """Rows of a `[rows, dim]` ref, so many for each sequence of each part, rotated: `f32[n, pad_dim(dim)]`."""
+        """Rotated rows `f32[n, pad_dim(dim)]` of a ref that has `of_sequence` rows for each sequence of each part."""
         shape = (rows.shape[0], self.column.shape[0])
         mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
         of_part = self.sequences * of_sequence
-        at = lambda part, column: ref.at[(part * of_part + rows)[:, None], column[None, :]]  # noqa: E731
-        take = lambda column: self._sum(lambda part: load(at(part, column), mask=mask, other=0.0))  # noqa: E731
+
+        def take(column):
+            return self._sum(
+                lambda part: load(ref.at[(part * of_part + rows)[:, None], column[None, :]], mask=mask, other=0.0)
+            )
+
         return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
     def put(self, refs, row, writes):
-        """Writes the row, if it joins and this program writes; its key and value as the pool has them, in float32."""
+        """Writes the row, if it joins and this program writes; returns its key and value as stored, in float32."""
         key, value = self.key.astype(refs.pool_k.dtype), self.value.astype(refs.pool_v.dtype)
         writes = self.joins & writes
         store(refs.pool_k.at[self.sequence, row, self.column], key, mask=self.real & writes)

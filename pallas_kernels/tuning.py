@@ -1,8 +1,8 @@
-"""How the kernels' work is cut: rules of thumb by shape, and measured tables that override them, one per device kind.
+"""Block sizes and launches of the kernels: rules by shape, and measured tables that override them, one per device kind.
 
 A table is a JSON file: ``{"decode": [{"dim": 128, "itemsize": 2, "chunk": 512, ...}], "gather": [...], "prefill":
 [...], "window": [...]}``; an entry holds for its dim and itemsize, and sets the fields it names. Tables shipped with
-the package lie in ``tuned/``, named after the device; the file that JAXKV_TUNING names goes before them.
+the package lie in ``tuned/``, named after the device; the file that JAXKV_TUNING names takes precedence.
 `benchmarks/tune.py` searches for the fastest and writes one.
 """
 
@@ -19,11 +19,11 @@ import jax
 
 from ._compat import Launch, pad_dim
 
-# Multiprocessors of an H100 and an H200: for devices that do not say.
+# Multiprocessors of an H100 and an H200, the default for devices that do not report theirs.
 _CORES = 132
-# Programs on a device that only checks what they compute, one after the other.
+# Programs where kernels are interpreted, one after the other.
 _INTERPRETED = 4
-# Shared memory that one program may have, by devices' names; others have 99 KiB.
+# Bytes of shared memory that one program may have, by device names; others have 99 KiB.
 _HOPPER = 232448
 _SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": 166912}
 _TUNED = Path(__file__).parent / "tuned"
@@ -31,15 +31,15 @@ _TUNED = Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeTiles:
-    """Attention over segments.
+    """Tiles of decode attention over segments.
 
     Attributes:
         chunk: rows; every chunk but a segment's last is a multiple of it.
         block: rows that a program reads at a time; a power of two, at least 16.
         queries: most queries of one program; a power of two, at least 16.
         resident: programs that a multiprocessor holds at once, by their registers and shared memory.
-        launch: of the pass over rows.
-        merge_launch: of the pass that merges chunks.
+        launch: of the kernel over chunks.
+        merge_launch: of the kernel that merges chunks.
     """
 
     chunk: int = 64
@@ -52,12 +52,7 @@ class DecodeTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatherTiles:
-    """Moving rows.
-
-    Attributes:
-        block: rows of one program; a power of two.
-        launch: of the only pass.
-    """
+    """Tiles of row gathers: `block` rows of one program, a power of two, and the `launch`."""
 
     block: int
     launch: Launch = Launch(warps=4, stages=1)
@@ -65,12 +60,12 @@ class GatherTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """Causal attention.
+    """Tiles of causal attention.
 
     Attributes:
         queries: of one program; a power of two, at least 16.
-        keys: at a time; a power of two, at least 16.
-        launch: of the attention itself.
+        keys: read at a time; a power of two, at least 16.
+        launch: of the attention.
         scores_launch: of the column sums.
     """
 
@@ -82,11 +77,11 @@ class PrefillTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTiles:
-    """Attention of a prompt's last queries.
+    """Tiles of attention of a prompt's last queries.
 
     Attributes:
         rows: queries at a time, those of a group one after the other; a power of two, at least 16.
-        keys: at a time; a power of two, at least 16.
+        keys: read at a time; a power of two, at least 16.
         chunk: keys of one program of the first pass; a multiple of `keys`.
         launch: of both passes.
     """
@@ -98,7 +93,7 @@ class WindowTiles:
 
 
 def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
-    """The tiles for attention of a few queries per head over segments."""
+    """Tiles for attention of a few queries per head over segments."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
@@ -112,7 +107,7 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
 
 
 def _resident(width: int) -> int:
-    """What the programs' shared memory allows: 37 KiB each for short rows, else 74; of 228, or of 164 before Hopper."""
+    """Programs per multiprocessor: 37 KiB of shared memory each for short rows, else 74; of 228 (164 before Hopper)."""
     before_hopper = str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
     if width <= 128:
         return 4 if before_hopper else 5
@@ -120,7 +115,7 @@ def _resident(width: int) -> int:
 
 
 def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
-    """How many programs of decode attention this process's device runs at once: what chunks are dealt for."""
+    """Number of programs of decode attention that this process' device runs at once, for which chunks are dealt."""
     if interpret:
         return _INTERPRETED
     cores = getattr(jax.devices()[0], "core_count", None) or _CORES
@@ -128,13 +123,13 @@ def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
 
 
 def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:
-    """The tiles for moving rows of `dim` elements."""
+    """Tiles for gathering rows of `dim` elements."""
     block = max(8, min(64, 16384 // (pad_dim(dim) * itemsize)))
     return _tuned("gather", GatherTiles(block=block), dim, itemsize)
 
 
 def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
-    """The tiles for causal attention and its column sums."""
+    """Tiles for causal attention and its column sums."""
     width = pad_dim(dim) * itemsize
     if itemsize == 4:
         launch = Launch(warps=8, stages=2)
@@ -142,8 +137,8 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
             queries=64 if width <= 256 else 32, keys=32 if width <= 256 else 16, launch=launch, scores_launch=launch
         )
         return _tuned("prefill", tiles, dim, itemsize)
-    # The largest tiles that leave a block of keys and one of values on their way while another is worked on. From
-    # Hopper on queries lie in shared memory too; before that in registers, which XLA fills by way of a few rows.
+    # The largest tiles that leave room for the next blocks of keys and values in flight. From Hopper on queries lie in
+    # shared memory, too; before in registers, which XLA fills through a few rows of it.
     queries, shared = (128 if width <= 256 else 64), shared_memory()
     choices = ((keys, stages) for stages in (3, 2) for keys in (128, 64, 32) if keys <= queries)
     resident = queries if shared >= _HOPPER else 8
@@ -155,7 +150,7 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
 
 
 def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
-    """The tiles for attention that the `rows` queries of a window, its group's together, pay to keys."""
+    """Tiles for attention of a window's `rows` queries, those of a group together."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
@@ -171,7 +166,7 @@ def shared_memory() -> int:
 
 
 def device_kind() -> str:
-    """The name of the device that is compiled for: the mesh's, which need not be there, or else the first one here."""
+    """Name of the device that is compiled for: the mesh's, which may be abstract, or else the first one here."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
@@ -201,6 +196,7 @@ def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 @functools.cache
 def _table(path: str | None, kind: str) -> Mapping[str, Any]:
+    """Tuning table at a path, or the shipped one of a device kind; empty without one."""
     if path:
         return read_table(path)
     shipped = _TUNED / f"{kind.lower().replace(' ', '-')}.json"
@@ -208,6 +204,7 @@ def _table(path: str | None, kind: str) -> Mapping[str, Any]:
 
 
 def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
+    """Tiles with the fields of the tuning table's entry for a kernel, dim and itemsize."""
     table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
     for entry in table.get(kernel, ()):
         if (entry["dim"], entry["itemsize"]) == (dim, itemsize):

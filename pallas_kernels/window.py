@@ -1,4 +1,4 @@
-"""Attention that a prompt's last queries pay to each key: two passes over the keys, no values, no probabilities."""
+"""`window_sums`: attention that keys receive from a prompt's last queries, in two passes over the keys alone."""
 
 from functools import partial
 
@@ -21,24 +21,24 @@ def window_sums(
     tiles: WindowTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """How much attention each key receives from a few consecutive queries: SnapKV's score before pooling.
+    """Attention that each key receives from w consecutive queries: SnapKV's score before pooling.
 
     The group's queries fold into the rows of one tile, so that a key is read once for all of them in each pass.
 
     Args:
-        q: `[B, K, G, w, D]` rotated queries, at positions first .. first + w; negative positions do not exist.
+        q: `[B, K, G, w, D]` rotated queries, at positions first .. first + w; negative positions are padding.
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
         first: `i32[B]` position of each sequence's first query.
         length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
-        tiles: how the work is cut; by default after the shape and the device.
+        tiles: block sizes and launch; by default by the shape and the device.
         interpret: run on any device, to check it.
 
     Returns:
-        `f32[B, K, S]` sums over queries, mean over the group; 0 for keys that nobody sees.
+        `f32[B, K, S]` sums over queries, mean over the group; 0 for keys that no query sees.
     """
     batch, heads, group, window, dim = q.shape
     tiles = tiles or tuning.window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
-    # Rows of a tile: query head after query head; those that make its size up stand where no query does.
+    # Rows of a tile: query head after query head; padding rows get positions without a query.
     count = -(-group * window // tiles.rows) * tiles.rows
     row = jnp.arange(count, dtype=jnp.int32)
     position = first[:, None] + row % window
@@ -52,7 +52,7 @@ def window_sums(
 
 
 def _log_sum_exps(q, k, position, length, tiles, interpret):
-    """`f32[B, K, n, R]`: each row's log-sum-exp over each of n chunks of keys, -inf where it sees none of them."""
+    """`f32[B, K, n, R]`: log-sum-exp of each row over each of n chunks of keys, -inf where it sees none of them."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
@@ -80,7 +80,7 @@ def _log_sum_exps(q, k, position, length, tiles, interpret):
             shrink = exp2_of(top, scale, -new_top * scale, interpret=interpret)
             return new_top, total * shrink + weights.sum(axis=1)
 
-        # Keys before the earliest query that exists are seen by all that do; none is seen behind the last one.
+        # Keys before the earliest real query are seen by all real ones; keys after the last one by none.
         begin = chunk * per_chunk
         end = jnp.minimum(begin + per_chunk, (tokens + block_k - 1) // block_k)
         earliest = jnp.min(jnp.where(at < 0, slots, at))
@@ -116,7 +116,7 @@ def _log_sum_exps(q, k, position, length, tiles, interpret):
 
 
 def _sums(q, k, position, shift, length, tiles, interpret):
-    """`f32[B, K, S]`: weights of each key summed over rows, whose log-sum-exps are known."""
+    """`f32[B, K, S]`: attention of each key summed over rows, whose log-sum-exps are known."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
@@ -126,7 +126,7 @@ def _sums(q, k, position, shift, length, tiles, interpret):
     # [R] of head h; out [S] of head h, of which it writes keys j * block_k on.
     def kernel(q_ref, k_ref, position_ref, shift_ref, length_ref, out_ref):
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
-        # Keys of padding are not looked at.
+        # Keys of padding are not read.
         real, mine = key < length_ref[...], key < slots
         keys = take_rows(k_ref, key, real & mine, dim)
 

@@ -172,8 +172,8 @@ def test_tables_are_what_prompts_of_each_length_get():
     known = buckets.table(parts, 2, 64)
     for length in (known.allowed[0], 33, 64):
         one = by_length(parts, np.asarray([length]), 2)
-        np.testing.assert_array_equal(known.told.rows[:, length], one.rows[:, 0])
-        assert known.told.budget[length] == one.budget[0]
+        np.testing.assert_array_equal(known.numbers.rows[:, length], one.rows[:, 0])
+        assert known.numbers.budget[length] == one.budget[0]
 
 
 @pytest.mark.parametrize("question", (0, 40))

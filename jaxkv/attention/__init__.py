@@ -1,8 +1,7 @@
 """The one door to attention: functions of arrays that know neither caches nor policies.
 
-`backend_of` gives the functions behind an `Implementation`; `backend` says which these are. What is plain XLA whatever
-the backend stands beside: `causal` and `column_sums` of one sequence, `pool_sums`, `probabilities`, `window_mass`,
-`filters`, and `merge` of two sets of keys.
+`backend_of` gives the `Backend` of an `Implementation`. Plain XLA whatever the backend: `causal` and `column_sums` of
+one sequence, `pool_sums`, `probabilities`, `window_mass`, `filters`, and `merge` of two sets of keys.
 """
 
 from jaxkv.attention.backend import Backend

@@ -1,4 +1,4 @@
-"""`Backend`: the functions that compute attention on a kind of device, and what the engine asks of them beside."""
+"""`Backend`: the protocol of a device's attention functions, required and fused ones."""
 
 import abc
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +11,7 @@ from jaxkv.attention.xla import Walk
 
 
 class Setting(NamedTuple):
-    """A model on a device, which a backend serves or refuses.
+    """Device, dtype and head dim of a model, which a backend serves or refuses.
 
     Attributes:
         platform: `cpu`, `gpu` (or `cuda`), `tpu`.
@@ -35,21 +35,21 @@ class Backend(abc.ABC):
     """Attention for a kind of device: five functions that every backend has, and fused ones that it may have.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
-    falls back on XLA; `deal`, `decode_token` and `add_norm`, which a backend has where `fused_step` is True; and
-    `evict_rows` and `replace_rows`, which it has where `fused_eviction` is True: without them the engine does the same
-    in steps of XLA's. New rows are written by `cache.stores`, which know how rows are held.
+    falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
+    `fused_eviction`. Without the fused ones the engine takes XLA's operations. New rows are written by `cache.stores`,
+    which know how rows are held.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it.
 
     Attributes:
-        at_once: `prefill` takes all sequences of a batch in one call; False: one sequence after the other, in blocks of
+        at_once: True if `prefill` takes all sequences of a batch in one call; else one after the other, in blocks of
             queries, so that padding costs no time.
-        query_copies: arrays of the size of one layer's queries that `prefill` holds, its output among them.
-        few_launches: each XLA operation costs a launch, so that one sort or reduction beats several passes.
-        keeps_norms: norms of keys are kept from step to step for policies that compare keys, not computed again.
-        fused_step: it has `deal`, `decode_token` and `add_norm`.
-        fused_eviction: it has `evict_rows` and `replace_rows`.
-        custom_calls: names of the custom calls that its programs may hold, of which `jax.export` promises nothing.
+        query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
+        few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
+        keeps_norms: True if norms of keys are kept between steps for policies that compare keys, not computed again.
+        fused_step: True if it has `deal`, `decode_token` and `add_norm`.
+        fused_eviction: True if it has `evict_rows` and `replace_rows`.
+        custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
     """
 
     at_once: ClassVar[bool] = True
@@ -61,13 +61,13 @@ class Backend(abc.ABC):
     custom_calls: ClassVar[tuple[str, ...]] = ()
 
     def refusal(self, setting: Setting) -> str | None:
-        """Why this backend cannot serve a model on a device, and what to use instead; None where it can.
+        """Error text with a remedy if this backend cannot serve a model on a device; None if it can.
 
         Args:
             setting: the model and the device.
 
         Returns:
-            Text for an error message, or None.
+            The text, or None.
         """
         return None
 
@@ -88,9 +88,9 @@ class Backend(abc.ABC):
             q: rotated queries; T divides S.
             k: rotated keys at positions 0 .. S.
             v: values, finite everywhere.
-            length: tokens of each prompt; outputs of queries from there on are finite and mean nothing.
+            length: tokens of each prompt; outputs of later queries are padding: finite, without meaning.
             first: position of each sequence's first query, a multiple of T; 0 by default.
-            lse: also give the log-sum-exp.
+            lse: True to return the log-sum-exp, too.
 
         Returns:
             The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32; None if not asked for.
@@ -111,7 +111,7 @@ class Backend(abc.ABC):
             q: rotated queries; T divides S.
             k: rotated keys at positions 0 .. S.
             lse: from `prefill`.
-            length: tokens of each prompt; queries from there on do not count.
+            length: tokens of each prompt; later queries are padding, and do not count.
             first: position of each sequence's first query, a multiple of T; 0 by default.
 
         Returns:
@@ -131,7 +131,7 @@ class Backend(abc.ABC):
         Args:
             q: rotated queries.
             k: rotated keys at positions 0 .. S.
-            positions: of the queries; negative ones do not exist (a prompt shorter than w), and do not count.
+            positions: of the queries; negative ones are padding (of a prompt shorter than w), and do not count.
             length: tokens of each prompt.
 
         Returns:
@@ -157,7 +157,7 @@ class Backend(abc.ABC):
             v: pool rows, finite everywhere.
             start: first row of each segment.
             length: rows of each segment; 0 gives output 0 and lse -inf.
-            walk: how the segments lie, for backends whose formulation goes by it.
+            walk: how rows are read, for backends whose formulation depends on it.
 
         Returns:
             The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
@@ -187,19 +187,19 @@ class Backend(abc.ABC):
             start: first row of each segment.
             length: rows of each segment.
             score: attention that rows have received so far.
-            counts: sequences whose queries are added to scores.
-            walk: how the segments lie.
+            counts: mask of the sequences whose attention is added to scores.
+            walk: how rows are read.
             widest: the most rows a segment of a shared pool can have; None if unknown.
             other: one more row per segment to multiply with the keys; None unless `keeps_norms`.
 
         Returns:
-            The output, and the scores; or a `Received`, of which `columns.add_received` makes the scores later.
+            The output, and the scores, or a `Received` from which `columns.add_received` computes them later.
         """
 
     def packed(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
     ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-        """Chosen rows of one layer, gathered into a pool.
+        """Gathers the chosen rows of one layer into a pool.
 
         Args:
             k: keys as the pool stores them.
@@ -212,19 +212,20 @@ class Backend(abc.ABC):
         batch, heads, slots, dim = k.shape
         real = source >= 0
         at = jnp.where(real, source, 0)[..., None]
-        take = lambda a: jnp.where(  # noqa: E731
-            real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1), 0
+        keys, values = (
+            jnp.where(real[..., None], jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1), 0)
+            for a in (k, v)
         )
-        return take(k), take(v), jnp.where(real, source % slots, -1)
+        return keys, values, jnp.where(real, source % slots, -1)
 
     def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
-        """Table of the rows that each program of a decode step reads, for all layers.
+        """Computes the table of rows that each program of a decode step reads, for all layers.
 
         Args:
             start: first row of each segment.
             length: rows of each segment, before the step.
             dim: D.
-            itemsize: bytes of a number.
+            itemsize: bytes of an element.
 
         Returns:
             The table, as `decode_token` takes it.
@@ -251,22 +252,22 @@ class Backend(abc.ABC):
         """Rotates a new token of each sequence, appends its row to its segments, and attends to them.
 
         Args:
-            q: parts of the queries before rotation; M is B, or more sequences that are padding.
-            kv: parts of keys, before rotation, and of values.
-            angles: cosines and sines of the tokens' places.
-            positions: of the tokens in the text.
-            counts: 0 for sequences that have ended, to which no row is appended; else 1.
-            pool: keys, values and positions, written in place if the caller donates them.
+            q: n split-K parts of the queries before rotation; M is B, or more with padding sequences.
+            kv: n split-K parts of keys, before rotation, and of values.
+            angles: cosines and sines of the tokens' rotary positions.
+            positions: of the tokens in the sequence, stored with their rows.
+            counts: 1 for sequences to which a row is appended, 0 for ended ones.
+            pool: keys, values and positions, written in place if they are donated.
             start: first row of each segment of all layers.
             chunks: from `deal`.
             layer: index of the layer.
-            score: attention that rows have received so far, if it is to be added to.
-            begin: scores of the new rows.
+            score: attention that rows have received so far; None if it is not accumulated.
+            begin: initial scores of the new rows.
             widest: the most rows a segment has; None if unknown.
-            picks: which rows are read, if not all: the fields of `pallas_kernels.Picks`.
+            picks: rows that are read, if not all: the fields of `pallas_kernels.Picks`.
 
         Returns:
-            The output `[M, K, G, D]`, undefined behind B; keys, values and positions; and scores, if there are any.
+            The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.
         """
         raise NotImplementedError
 
@@ -279,14 +280,14 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Adds parts to hidden states and takes the RMS norm of the sum.
+        """Adds the parts of a product to hidden states and computes the RMS norm of the sum.
 
         Args:
             x: hidden states.
-            added: parts of a product.
+            added: n split-K parts of a product.
             scale: of the norm.
             eps: of the norm.
-            dtype: of the sum that is returned.
+            dtype: of the returned sum.
 
         Returns:
             The sum, and its norm in the scale's dtype.
@@ -299,10 +300,10 @@ class Backend(abc.ABC):
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
                 `prompt` of its segments, as for `pallas_kernels.evict_rows`.
-            weigh: takes scores, positions, `seen` and `prompt`, gives ranks and which rows may go; hashable.
+            weigh: hashable function of scores, positions, `seen` and `prompt`; returns ranks and the evictable rows.
 
         Returns:
-            Keys, values, positions and scores; and i32 `[B, K]`: 1 for each segment that lost a row, else 0.
+            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment that lost a row, else 0.
         """
         raise NotImplementedError
 
@@ -310,8 +311,8 @@ class Backend(abc.ABC):
         """Moves the last row of segments to another row's place.
 
         Args:
-            *args: keys, values, positions and scores of a pool; the rows that are overwritten, the rows that are moved
-                and in which segments, `[B, K]`, as for `pallas_kernels.replace_rows`.
+            *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a
+                mask of the segments, each `[B, K]`, as for `pallas_kernels.replace_rows`.
 
         Returns:
             Keys, values, positions and scores.

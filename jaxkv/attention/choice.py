@@ -1,4 +1,4 @@
-"""Which implementation computes attention, and where."""
+"""Names of attention implementations, and the choice among them for a model and a device."""
 
 import dataclasses
 import enum
@@ -15,17 +15,17 @@ from jaxkv.attention.backend import Backend, Setting
 
 
 class Implementation(enum.Enum):
-    """What stands behind the door to attention: a name, and the class of the backend that it stands for.
+    """Name of an implementation of attention, with the path of its backend's class.
 
     Attributes:
         AUTO: the fastest that the device and the policy allow.
         XLA: plain XLA, everywhere.
         PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
         INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
-        CUDNN: cuDNN for prefill, through `jax.nn.dot_product_attention`; scores of keys, and decoding, are PALLAS:
-            cuDNN has neither them nor ragged segments.
-        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scores of keys, and decoding, are PALLAS.
-            Never chosen by AUTO: nobody has measured it.
+        CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding are PALLAS, because
+            cuDNN has neither column sums nor ragged segments.
+        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS. Never
+            chosen by AUTO: it has not been measured.
     """
 
     AUTO = "auto"
@@ -39,40 +39,28 @@ class Implementation(enum.Enum):
     backend: str
 
     def __new__(cls, value: Any, backend: str = "") -> Any:
-        """A member whose value is its name for users; its class is imported when it is first asked for."""
+        """Member with its name for users as value; the backend's class is imported on first use."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member
 
 
-# Of whole prompts alone: everything else about attention is then PALLAS.
+# Prefill of whole prompts alone: everything else about attention is then PALLAS.
 PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
-# What AUTO takes the first of that serves.
+# AUTO takes the first that serves the model and the device.
 _FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
 
 
 @cache
 def backend_of(implementation: Implementation) -> Backend:
-    """The functions behind an implementation.
-
-    Args:
-        implementation: any but AUTO.
-
-    Returns:
-        Its backend.
-    """
+    """Backend of an implementation other than AUTO."""
     backend: Backend = resolve_name(implementation.backend)()
     return backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementations:
-    """What runs.
-
-    Attributes:
-        prefill: over whole prompts.
-        decode: over a cache's segments.
-    """
+    """Chosen implementations: `prefill` of whole prompts, `decode` over a cache's segments."""
 
     prefill: Implementation = Implementation.XLA
     decode: Implementation = Implementation.XLA
@@ -84,17 +72,7 @@ class Implementations:
 
 
 def named(asked: Implementation | str) -> Implementation:
-    """The implementation of this name.
-
-    Args:
-        asked: an `Implementation` or its value.
-
-    Returns:
-        The `Implementation`.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Implementation of a name or of itself; ValueError for an unknown name."""
     values = [each.value for each in Implementation]
     known = isinstance(asked, Implementation) or asked in values
     require(known, "implementation", asked, f"use one of {', '.join(values)}")
@@ -109,20 +87,10 @@ def choose(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """Chooses for a model and a device, whatever the policy looks at.
+    """Implementations of prefill and decoding for a model and a device, whatever the policy.
 
-    Args:
-        asked: what the caller wants, an `Implementation` or its value.
-        platform: `cpu`, `gpu` (or `cuda`), `tpu`.
-        dtype: of the model.
-        head_dim: D.
-        capability: of a GPU, such as (9, 0) for Hopper; None where it is not known.
-
-    Returns:
-        What runs.
-
-    Raises:
-        ValueError: if what is asked for does not exist, or not here.
+    `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
+    ValueError if the implementation does not exist or does not run there.
     """
     asked, setting = named(asked), Setting(platform, dtype, head_dim, capability)
     if asked is Implementation.AUTO:
@@ -135,16 +103,9 @@ def choose(
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:
-    """A GPU's compute capability; None for other devices.
-
-    Args:
-        device: any.
-
-    Returns:
-        Such as (9, 0).
-    """
-    told = getattr(device, "compute_capability", None)
-    if not isinstance(told, str) or not re.fullmatch(r"\d+\.\d+", told):
+    """Compute capability of a GPU, such as (9, 0); None for other devices."""
+    capability = getattr(device, "compute_capability", None)
+    if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
         return None
-    major, minor = told.split(".")
+    major, minor = capability.split(".")
     return int(major), int(minor)

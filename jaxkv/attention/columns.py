@@ -1,4 +1,4 @@
-"""How much attention each row receives: sums over queries by a second pass with known log-sum-exps, in plain XLA."""
+"""Column sums of attention in plain XLA: the attention that each key receives, by known log-sum-exps."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,10 +25,10 @@ from jaxkv.attention.xla import (
 
 
 class Received(NamedTuple):
-    """What one token's attention over segments of a shared pool leaves behind.
+    """Logits and log-sum-exp of one token's attention over segments of a shared pool, for `add_received`.
 
     Attributes:
-        logits: `f32[B, K, G, n]` in the rows of `span`; MASKED where no row of the segment is.
+        logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
         lse: `f32[B, K, G]` their log-sum-exp.
         products: `f32[B, K, n]` of one more row per segment with the keys, if there was one.
     """
@@ -44,16 +44,10 @@ def column_sums(
     lse: Float[Array, "K G T"],
     first: Int[Array, ""],
 ) -> Float[Array, "K G S"]:
-    """Attention that each key receives from T consecutive queries of one sequence, in blocks of O(S) memory.
+    """Attention that each key receives from T consecutive queries of one sequence, summed over the queries, float32.
 
-    Args:
-        q: rotated queries at positions first .. first + T; T divides S.
-        k: rotated keys at positions 0 .. S.
-        lse: from `causal`; +inf for queries that do not count.
-        first: position of the first query, a multiple of T.
-
-    Returns:
-        Sums of probabilities over the queries, float32.
+    T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
+    queries that do not count. Runs in blocks of O(S) memory.
     """
     heads, group, queries, dim = q.shape
     slots = k.shape[1]
@@ -62,9 +56,11 @@ def column_sums(
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
+        """Sums of one kv head."""
         q_head, k_head, total = inputs
 
         def step(index, sums, *, masked):
+            """Sums after one more block of keys."""
             begin = jnp.minimum(index * block, slots - block)
             logits = rows_dot(q_head, lax.dynamic_slice_in_dim(k_head, begin, block)) - total[:, None]
             if masked:
@@ -87,15 +83,9 @@ def column_sums(
 def probabilities(
     q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
 ) -> Float[Array, "G w S"]:
-    """Attention probabilities of a few queries of one kv head over all its keys.
+    """Attention probabilities of w queries of one kv head over all keys, float32; 0 for later keys.
 
-    Args:
-        q: rotated queries.
-        k: rotated keys at positions 0 .. S.
-        position: of each query; the probabilities of a negative one, which does not exist, mean nothing.
-
-    Returns:
-        The probabilities, float32; 0 behind the query.
+    `position` is that of each query; the probabilities of a negative one, which is padding, are undefined.
     """
     group, window, dim = q.shape
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
@@ -110,29 +100,24 @@ def window_mass(
     positions: Int[Array, "B w"],
     reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
 ) -> Float[Array, "B K S"]:
-    """Attention probabilities of a few queries over all keys, reduced per kv head before they pile up.
+    """Attention probabilities of w queries, reduced to one score per key before those of the next kv head are computed.
 
-    Args:
-        q: rotated queries of the observation window.
-        k: rotated keys at positions 0 .. S.
-        positions: position of each query; negative marks a row that does not exist (a prompt shorter than w).
-        reduce: takes one kv head's float32 probabilities `[G, w, S]` and its queries' positions to scores `[S]`.
-
-    Returns:
-        The reduced scores, float32.
+    `reduce` takes one kv head's float32 probabilities and its queries' positions. Negative positions are padding, of a
+    prompt shorter than w.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
+        """Scores of one kv head of one sequence."""
         return reduce(probabilities(*inputs), inputs[2])
 
-    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    return lax.map(head, (flat(q), flat(k), flat(spread))).reshape(batch, heads, -1)
+    by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread))
+    return lax.map(head, by_head).reshape(batch, heads, -1)
 
 
 def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Mean of probabilities over the queries that exist, those at positions of 0 and more."""
+    """Mean of probabilities over the queries that are not padding, those with positions from 0 on."""
     exists = position >= 0
     weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
     # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
@@ -150,25 +135,14 @@ def pool_sums(
     walk: Walk,
     weight: float,
 ) -> Float[Array, "B P"]:
-    """Adds to each row's score the attention of R queries whose log-sum-exp over all that they see is known.
+    """Scores plus `weight` times the attention of R queries, whose log-sum-exp over all keys that they see is known.
 
-    Args:
-        q: rotated queries; R folds the group and their number.
-        k: pool rows, rotated keys.
-        lse: of each query, over the pool and all else that it sees; +inf for queries that do not count.
-        start: first row of each segment.
-        length: rows of each segment.
-        score: attention that rows have received so far.
-        walk: how rows are reached.
-        weight: factor of each query's attention.
-
-    Returns:
-        The scores.
+    R folds the group and the tokens; `lse` is +inf for queries that do not count.
     """
     batch, heads, rows, dim = q.shape
     scaled = scale_queries(q)
     padded = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0))) if rows == 1 and q.dtype.itemsize == 2 else scaled
-    # Written as `xla.over_pool` writes it: where both look at the same queries the compiler computes one product.
+    # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
     match walk:
         case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
@@ -195,19 +169,10 @@ def walk_scored(
     widest: int,
     other: Float[Array, "B K D"] | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
-    """`walk` for one token that keeps its logits: `add_received` needs no second pass over the keys.
+    """Attention of one token over segments of a shared pool, with its logits, so that scoring needs no second pass.
 
-    Args:
-        q: queries as they come, not scaled.
-        k: pool rows, rotated keys.
-        v: pool rows.
-        start: first row of each segment.
-        length: rows of each segment, at most `widest`.
-        widest: the most rows a segment can have.
-        other: one more row per segment to multiply with the keys while they are at hand.
-
-    Returns:
-        Output, and what else was found.
+    Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
+    the keys while they are read.
     """
     batch, heads, group, dim = q.shape
     block = walk_block(k, heads)
@@ -223,6 +188,7 @@ def walk_scored(
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
+        """Softmax sums, output and logits after one more block of every segment."""
         maximum, total, acc, held, products = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
@@ -257,17 +223,7 @@ def walk_scored(
 def add_received(
     score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """Adds the attention of one token to each row's score, the mean over the group.
-
-    Args:
-        score: what rows have received so far.
-        received: from `walk_scored`.
-        start: first row of each segment.
-        counts: sequences whose token is to be counted.
-
-    Returns:
-        The scores.
-    """
+    """Scores plus the attention of one token, mean over the group; of the sequences in `counts` alone."""
     group, width = received.logits.shape[2:]
     first, _ = span(start, score.shape[1], width)
     lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
@@ -275,15 +231,9 @@ def add_received(
 
 
 def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:
-    """Windows of one width for segments of a shared pool, in whole blocks, moved back where they would leave the pool.
+    """First rows and common width of windows that hold the segments of a shared pool, each of at most `widest` rows.
 
-    Args:
-        start: first row of each segment.
-        rows: P.
-        widest: the most rows a segment can have.
-
-    Returns:
-        The first row of each window, and their width.
+    The width is in whole blocks; windows that would leave the pool are moved back.
     """
     block = min(WALK_BLOCK, rows)
     width = min(-(-widest // block) * block, rows // block * block)
@@ -291,15 +241,18 @@ def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "
 
 
 def _summed(logits, lse, inside):
+    """Attention of each row, summed over queries; 0 outside of the segment."""
     weights = jnp.exp(logits - lse[..., None])
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
 def _walk_sums(q, k, lse, start, length, score, rows, weight):
+    """`pool_sums` of a shared pool, block by block of every segment."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, score):
+        """Scores after one more block of every segment."""
         begin = start + index * block
         clamped = jnp.clip(begin, 0, k.shape[1] - block)
         row = clamped[..., None] + offsets
@@ -312,7 +265,7 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight):
 
 
 def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
-    """Adds n neighbours to a leaf of the pool from each first row on; windows may overlap."""
+    """Pool leaf plus n neighbouring elements from row `begin` of each segment on; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,),

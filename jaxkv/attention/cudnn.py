@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts by cuDNN, through JAX's public functions, as a backend."""
+"""Backend that prefills by cuDNN through JAX's public functions; everything else is the Pallas kernels'."""
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +8,18 @@ from jaxtyping import Array, Float, Int
 from jaxkv.attention.backend import Setting
 from jaxkv.attention.kernels import Kernels
 
-# Of the first device that has as much shared memory as cuDNN wants for longer heads: Hopper.
+# Compute capability from which cuDNN takes head dims above 128, for want of shared memory before: Hopper.
 _WIDE = (9, 0)
 
 
 class Cudnn(Kernels):
-    """Prefill by cuDNN; scores of keys, and decoding, are the kernels': cuDNN has neither, nor ragged segments."""
+    """Prefill by cuDNN; scoring and decoding by the Pallas kernels: cuDNN has no column sums and no ragged segments."""
 
-    # Queries and output, and cuDNN's queries in another order.
+    # Queries, output, and the queries transposed for cuDNN.
     query_copies = 3
 
     def refusal(self, setting: Setting) -> str | None:
-        """Refuses all but GPUs, and dtypes and head dims that JAX refuses before it calls cuDNN."""
+        """Text that refuses CPUs, TPUs, and dtypes and head dims that JAX's cuDNN call rejects; None where it runs."""
         if not setting.gpu:
             return f"cuDNN needs a GPU, this is {setting.platform}: use auto"
         dtype, dim = setting.dtype, setting.head_dim
@@ -31,7 +31,7 @@ class Cudnn(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of whole prompts by cuDNN; of a part of their queries by the kernels."""
+        """Causal attention of whole prompts by cuDNN; of some of their queries (with `first`) by the Pallas kernels."""
         if first is not None:
             return super().prefill(q, k, v, length, first, lse=lse)
         return causal(q, k, v, length, lse=lse)
@@ -45,23 +45,18 @@ def causal(
     *,
     lse: bool,
 ) -> tuple[Float[Array, "B K G S D"], Float[Array, "B K G S"] | None]:
-    """Causal attention of a batch of whole prompts, padded on the right.
+    """Causal attention of whole 16-bit prompts, padded on the right, and with `lse` its float32 log-sum-exp; else None.
 
-    Args:
-        q: rotated queries, 16 bits.
-        k: rotated keys.
-        v: values.
-        length: tokens of each prompt.
-        lse: also give the log-sum-exp.
-
-    Returns:
-        The output in q's dtype, and the natural log-sum-exp of the scaled logits in float32, or None; queries of
-        padding give 0 and -inf.
+    Queries of padding give 0 and -inf.
     """
     batch, heads, group, slots, dim = q.shape
-    by_token = lambda a: jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)  # noqa: E731
+
+    def by_token(a: Array) -> Array:
+        """Array `[B, S, heads, D]`."""
+        return jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
+        """Attention of arrays with the axes batch, token, head, channel."""
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -75,8 +70,8 @@ def causal(
     real = (jnp.arange(slots, dtype=jnp.int32) < length[:, None])[:, None, None]
     given, found = (by_token(q), by_token(k), by_token(v)), None
     if lse:
-        # What return_residual gives is rounded to q's dtype, 3% of a weight in bfloat16. What is kept for gradients is
-        # not, and `jax.vjp` hands it out: the one float32 array among its leaves.
+        # The log-sum-exp of return_residual is rounded to q's dtype, 3% of a weight in bfloat16. The residual kept for
+        # gradients is not: it is the one float32 array among the leaves of what `jax.vjp` returns.
         out, back = jax.vjp(attend, *given)
         kept = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.float32]
         found = _only(kept, (batch, heads * group, slots)).reshape(batch, heads, group, slots)
@@ -88,7 +83,7 @@ def causal(
 
 
 def _only(kept: list[Array], shape: tuple[int, ...]) -> Array:
-    """The log-sum-exp among what this version of JAX keeps for gradients."""
+    """The one array of a shape, the log-sum-exp, among the residuals that this version of JAX keeps for gradients."""
     fitting = [leaf for leaf in kept if leaf.shape == shape]
     if len(fitting) != 1:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""How much attention positions receive from the queries of a filter layer, the most of any head."""
+"""Scores of positions by a filter layer (OmniKV): attention that they receive, maximum over heads."""
 
 import dataclasses
 
@@ -11,19 +11,19 @@ from jaxkv.attention.xla import MASKED, inside_segments, scale_queries
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 
-# Logits that exist at once while tokens are scored.
+# Most logits that exist at once while positions are scored.
 _LOGITS = 1 << 24
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
-    """Queries that choose.
+    """Queries of a filter layer that score positions.
 
     Attributes:
         q: `[B, K, G, w, D]` rotated, in any order.
-        positions: `i32[B, w]` where they stand; negative ones do not exist, and so see nothing.
-        weights: `f32[B, w]` what each counts.
+        positions: `i32[B, w]` of the queries; negative ones are padding, and see nothing.
+        weights: `f32[B, w]` of the queries in the sum.
     """
 
     q: Float[Array, "B K G w D"]
@@ -34,23 +34,17 @@ class Asking:
 def by_row(
     asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Score of each position where every segment holds position p in its row p: the most attention of any head.
+    """Score of each position, where every segment holds position p in its row p: attention, maximum over heads.
 
-    Args:
-        asked: the queries.
-        k: pool rows, rotated keys.
-        candidates: positions below this are scored.
-        axes: of the mesh whose devices have some of the heads each, if it runs on one.
-
-    Returns:
-        Largest probability among the heads, summed over the queries by their weights, float32.
+    The maximum is summed over the queries by their weights, float32. Positions from `candidates` on are not scored. On
+    a mesh the maximum is taken over all devices' heads.
     """
     batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
     rows, queries = keys.shape[2], scale_queries(asked.q).reshape(batch, heads, group * window, dim)
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
-        """Logits `[B, K, G, w, n]` of all queries over some keys, and which of them are seen."""
+        """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and a mask of those that are seen."""
         logits = lax.dot_general(queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
@@ -59,17 +53,19 @@ def by_row(
     block = max(1, _LOGITS // (batch * heads * group * window))
     if block >= rows:
         return _loudest(_softmax(*against(keys, 0)), asked, axes)
-    # Two passes over the keys, however many queries ask: the sums of the softmax, then what is made of it.
+    # Two passes over the keys, however many queries there are: the softmax's sums, then the scores.
     trips = -(-candidates.max() // block)
 
-    def place(index: Array) -> tuple[Array, Array]:
-        # The last block begins earlier, with rows that were met before.
+    def block_of(index: Array) -> tuple[Array, Array]:
+        # The last block begins earlier, and repeats rows of the one before.
+        """First row and keys of one block."""
         first = jnp.minimum(index * block, rows - block)
         return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
 
     def gather(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Running maximum and sum of the softmax after one more block."""
         highest, total = sums
-        first, part = place(index)
+        first, part = block_of(index)
         logits, seen = against(part, first)
         fresh = seen & (first + jnp.arange(block, dtype=jnp.int32) >= index * block)
         logits = jnp.where(fresh, logits, MASKED)
@@ -78,7 +74,8 @@ def by_row(
         return above, total * jnp.exp(highest - above) + more
 
     def score(index: Array, scores: Array) -> Array:
-        first, part = place(index)
+        """Scores with those of one more block."""
+        first, part = block_of(index)
         logits, seen = against(part, first)
         shares = jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0) / jnp.maximum(total, 1e-30)[..., None]
         return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked, axes), first, axis=1)
@@ -97,19 +94,10 @@ def by_position(
     slots: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Score of each position where heads hold different positions: the most attention of any that holds it, else 0.
+    """Score of each position, where heads hold different ones: attention, maximum over the heads that hold it, else 0.
 
-    Args:
-        asked: the queries.
-        k: pool rows, rotated keys.
-        pos: position of each row; -1 where no row is.
-        start: first row of each segment.
-        kept: rows of each segment that are scored.
-        slots: S, above all positions.
-        axes: of the mesh whose devices have some of the heads each, if it runs on one.
-
-    Returns:
-        Largest probability among the heads, summed over the queries by their weights, float32.
+    The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
+    of each segment are scored; `slots` exceeds all positions.
     """
     batch, heads, group, window, dim = asked.q.shape
     inside = inside_segments(jnp.arange(pos.shape[1], dtype=jnp.int32), start, kept)
@@ -121,8 +109,13 @@ def by_position(
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
     def received(index: Array | int) -> Array:
-        of = lambda a, axis: lax.dynamic_slice_in_dim(a, index * size, size, axis)  # noqa: E731
-        queries, positions = of(scaled, 3).reshape(batch, -1, dim), of(asked.positions, 1)
+        """Scores `[B, S]` by one block of queries."""
+
+        def part(a: Array, axis: int) -> Array:
+            """Block of `size` queries of an array."""
+            return lax.dynamic_slice_in_dim(a, index * size, size, axis)
+
+        queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(asked.positions, 1)
         logits = lax.dot_general(queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         logits = logits.reshape(batch, heads, group, size, -1)
         seen = inside[:, :, None, None] & (pos[:, None, None, None] <= positions[:, None, None, :, None])
@@ -131,20 +124,20 @@ def by_position(
         by_position = jnp.zeros((batch, size, slots), jnp.float32)
         by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
         by_position = most_of_devices(by_position, "H", axes)
-        return (by_position * of(asked.weights, 1)[..., None]).sum(axis=1)
+        return (by_position * part(asked.weights, 1)[..., None]).sum(axis=1)
 
     first = received(0)
     return first if size == window else lax.fori_loop(1, window // size, lambda i, total: total + received(i), first)
 
 
 def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:
-    """The most that any head pays to each column, summed over the queries by their weights."""
+    """Probability of each column, maximum over heads, summed over the queries by their weights."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)
 
 
 def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:
-    """Probabilities among the rows that are seen; 0 everywhere where none is."""
+    """Probabilities among the rows that are seen; 0 in all rows where none is."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(logits - highest), 0.0)

@@ -1,4 +1,4 @@
-"""Attention by the Pallas kernels of `pallas_kernels` as a backend, compiled for a GPU or interpreted anywhere."""
+"""Backend of the Pallas kernels of `pallas_kernels`, compiled for a GPU or interpreted anywhere."""
 
 from types import ModuleType
 from typing import Any, ClassVar
@@ -11,10 +11,10 @@ from jaxkv.attention.xla import Walk
 
 
 class Kernels(Backend):
-    """The kernels, compiled: they append, evict, add and norm as well.
+    """Attention by the compiled Pallas kernels; they also append, evict, add and normalise.
 
     Attributes:
-        interpret: kernels run as plain JAX operations, to check them.
+        interpret: True runs the kernels as plain JAX operations, to check them.
     """
 
     few_launches = True
@@ -25,34 +25,34 @@ class Kernels(Backend):
 
     @property
     def _kernels(self) -> ModuleType:
-        """The package; Pallas takes half a second and tens of megabytes to import, paid by those who use it."""
+        """Module `pallas_kernels`, imported late: Pallas takes half a second and tens of megabytes."""
         import jaxkv.pallas_kernels as pallas_kernels
 
         return pallas_kernels
 
     def refusal(self, setting: Setting) -> str | None:
-        """Refuses all but GPUs."""
+        """Text that refuses devices other than GPUs; None on GPUs."""
         return None if setting.gpu else f"these kernels need a GPU, this is {setting.platform}: use xla"
 
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one kernel."""
+        """Causal attention of all prompts in one kernel, with log-sum-exp or None."""
         out, found = self._kernels.flash(q, k, v, _firsts(first, length), length, interpret=self.interpret)
         return out, found if lse else None
 
     def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
         """Attention that each key receives from T consecutive queries of each prompt, in one kernel."""
-        at = (_firsts(first, length), length)
-        return self._kernels.column_sums(q, k, lse, *at, per_query_head=True, interpret=self.interpret)
+        first = _firsts(first, length)
+        return self._kernels.column_sums(q, k, lse, first, length, per_query_head=True, interpret=self.interpret)
 
     def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
-        """Mean attention that each key receives from the last w queries: no probabilities lie in memory."""
+        """Mean attention that each key receives from the last w queries; probabilities stay out of memory."""
         sums = self._kernels.window_sums(q, k, positions[:, 0], length, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
     def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over all rows of that head's segment; `walk` changes nothing."""
+        """Attention of R queries per kv head over its segment, with log-sum-exp; ignores `walk`."""
         return self._kernels.attend(q, k, v, start, length, interpret=self.interpret)
 
     def attend_scored(
@@ -69,14 +69,15 @@ class Kernels(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Attention of one token, and the scores; logits of `widest` rows per segment lie in memory."""
+        """Attention of one token, and updated scores; holds logits of `widest` rows per segment."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
-        options = {"score": score, "counts": counts, "widest": widest, "interpret": self.interpret}
-        out, _, score = self._kernels.attend(q, k, v, start, length, **options)
+        out, _, score = self._kernels.attend(
+            q, k, v, start, length, score=score, counts=counts, widest=widest, interpret=self.interpret
+        )
         return out, score
 
     def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
-        """Chosen rows of one layer, gathered into a pool in one pass."""
+        """Keys, values and positions of the chosen rows of one layer, gathered into a pool in one pass."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def deal(self, start: Array, length: Array, *, dim: int, itemsize: int) -> Any:
@@ -102,13 +103,25 @@ class Kernels(Backend):
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
         """Rotates a new token of each sequence, appends its row and attends, in one kernel."""
-        of = (q, kv, *angles, positions, counts, *pool, start, chunks)
-        options = {"score": score, "begin": begin, "widest": widest, "interpret": self.interpret}
-        options["picks"] = None if picks is None else self._kernels.Picks(*picks)
-        return self._kernels.decode_token(*of, layer=layer, **options)
+        return self._kernels.decode_token(
+            q,
+            kv,
+            *angles,
+            positions,
+            counts,
+            *pool,
+            start,
+            chunks,
+            layer=layer,
+            score=score,
+            begin=begin,
+            widest=widest,
+            picks=None if picks is None else self._kernels.Picks(*picks),
+            interpret=self.interpret,
+        )
 
     def add_norm(self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Adds parts to hidden states and takes the RMS norm of the sum, in one kernel."""
+        """Sum of hidden states and parts of a product, and its RMS norm, in one kernel."""
         return self._kernels.add_norm(x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret)
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
@@ -121,15 +134,15 @@ class Kernels(Backend):
 
 
 class Interpreted(Kernels):
-    """The kernels as plain JAX operations, on any device; very slow."""
+    """The Pallas kernels run as plain JAX operations, on any device; very slow."""
 
     interpret = True
 
     def refusal(self, setting: Setting) -> str | None:
-        """Refuses nothing."""
+        """None: it runs on every device."""
         return None
 
 
 def _firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Position of each sequence's first query, 0 where none is given."""
+    """Position of each sequence's first query; 0 by default."""
     return jnp.zeros_like(length) if first is None else first

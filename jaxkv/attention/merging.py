@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, joined by their log-sum-exps."""
+"""Merges attention over two disjoint sets of keys by their log-sum-exps."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,9 @@ def merge(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> Float[Array, "*n D"]:
-    """Joins attention over two disjoint sets of keys: each part weighs as its share of the softmax's sum.
+    """Attention over the union of two disjoint sets of keys, from output and log-sum-exp over each; in out's dtype.
 
-    Args:
-        out: output over the first set, any float dtype.
-        lse: its log-sum-exp, float32; -inf for an empty set.
-        other: output over the second set; not both are empty.
-        other_lse: its log-sum-exp.
-
-    Returns:
-        The output over both sets, in out's dtype.
+    At most one set is empty, with a log-sum-exp of -inf.
     """
     share = jax.nn.sigmoid(lse - other_lse)[..., None]
     joined = out.astype(jnp.float32) * share + other.astype(jnp.float32) * (1 - share)
@@ -33,17 +26,7 @@ def merge_with_lse(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> tuple[Float[Array, "*n D"], Float[Array, "*n"]]:
-    """`merge` where both sets may be empty, with the log-sum-exp over both.
-
-    Args:
-        out: as for `merge`.
-        lse: its log-sum-exp.
-        other: as for `merge`.
-        other_lse: its log-sum-exp.
-
-    Returns:
-        The output, and its log-sum-exp, -inf where both sets are empty.
-    """
+    """Attention over the union of two disjoint sets of keys, and its log-sum-exp; -inf where both are empty."""
     both = jnp.logaddexp(lse, other_lse)
     nothing = jnp.isneginf(both)
     first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)

@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts by the Mosaic GPU kernels of `pallas_kernels.mosaic` as a backend."""
+"""Backend that prefills by the Mosaic GPU kernels of `pallas_kernels.mosaic`; the rest is the Triton kernels'."""
 
 from types import ModuleType
 
@@ -12,22 +12,22 @@ _HOPPER = (9, 0)
 
 
 class Mosaic(Kernels):
-    """Prefill in Mosaic GPU on Hopper; scores of keys, and decoding, are those of the Triton kernels."""
+    """Prefill in Mosaic GPU on Hopper; scoring and decoding by the Triton kernels."""
 
     @property
     def _mosaic(self) -> ModuleType:
-        """The kernels, whose compiler takes longer still to import."""
+        """Module `pallas_kernels.mosaic`, imported late: its compiler takes longer still than Triton's."""
         import jaxkv.pallas_kernels.mosaic as mosaic
 
         return mosaic
 
     def refusal(self, setting: Setting) -> str | None:
-        """Refuses all but Hopper, its dtypes and its head dims."""
+        """Text that refuses all but Hopper, its dtypes and its head dims; None where it runs."""
         if not setting.gpu:
             remedy = f"it needs a GPU, this is {setting.platform}"
         elif setting.capability not in (None, _HOPPER):
-            told = ".".join(map(str, setting.capability or ()))
-            remedy = f"it is made for compute capability 9.0, Hopper's, not {told}"
+            found = ".".join(map(str, setting.capability or ()))
+            remedy = f"it is made for compute capability 9.0, Hopper's, not {found}"
         elif jnp.dtype(setting.dtype).name not in self._mosaic.DTYPES:
             remedy = f"it takes {' and '.join(self._mosaic.DTYPES)}, not {setting.dtype}"
         elif setting.head_dim not in self._mosaic.DIMS:
@@ -39,6 +39,6 @@ class Mosaic(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one kernel of Mosaic's."""
+        """Causal attention of all prompts in one Mosaic kernel, with log-sum-exp or None."""
         out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
         return out, found if lse else None

@@ -1,6 +1,6 @@
-"""Attention in plain XLA: the oracle everywhere, and the fast way on a CPU.
+"""Attention in plain XLA: the oracle of all backends, and the fast one on a CPU.
 
-The formulation goes by shape; what was measured stands beside each choice, `benchmarks/cpu.py` measures it again.
+The formulation depends on the shape; measurements stand beside each choice, `benchmarks/cpu.py` repeats them.
 """
 
 import enum
@@ -16,9 +16,9 @@ _LN2 = math.log(2.0)
 MASKED = -1e30
 KEY_BLOCK = 512
 WALK_BLOCK = 128
-# Windows of a pool are copied before they are multiplied: while a block's fit here they come from a core's own cache.
+# Most bytes of the windows of a block, which are copied before they are multiplied: so many fit a core's own cache.
 _WINDOW_BYTES = 2 << 20
-# Rows from which, and chunks in which, a product of weights and values is cut so that every core has a share of it.
+# Rows from which a product of weights and values is cut, and sizes of its chunks, so that every core gets some.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
 # Queries per kv head from which every segment is walked, whatever was asked: the logits of many queries and all rows
@@ -28,11 +28,11 @@ _MANY_QUERIES = 48
 
 
 class Walk(enum.Enum):
-    """How the rows of a layer's segments are reached.
+    """How attention reads the rows of a layer's segments.
 
-    STRIDES: head k's from row k * P/K on, all of them known at trace time.
-    WHOLE: every head meets all rows of the pool, and those of other segments count for nothing.
-    WINDOWS: segment by segment, in blocks from wherever each begins.
+    STRIDES: head k's segment begins at row k * P/K, known at trace time.
+    WHOLE: every head is multiplied with all rows of the pool, and masked to its segment.
+    WINDOWS: segment by segment, in blocks from its first row on.
     """
 
     STRIDES = "strides"
@@ -41,7 +41,7 @@ class Walk(enum.Enum):
 
 
 def logit_divisor(dim: int) -> float:
-    """Number that products of queries and keys of `dim` numbers are divided by: its square root."""
+    """Square root of the head dim, by which products of queries and keys are divided."""
     return math.sqrt(dim)
 
 
@@ -53,16 +53,10 @@ def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n 
 def causal(
     q: Float[Array, "K G T D"], k: Float[Array, "K S D"], v: Float[Array, "K S D"], first: Int[Array, ""]
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
-    """Causal attention of T consecutive queries of one sequence, in blocks of keys up to the diagonal.
+    """Causal attention of T consecutive queries of one sequence: output in q's dtype, and float32 log-sum-exp.
 
-    Args:
-        q: rotated queries at positions first .. first + T; T divides S.
-        k: rotated keys at positions 0 .. S; those behind the queries get no weight.
-        v: values, finite everywhere.
-        first: position of the first query, a multiple of T.
-
-    Returns:
-        The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
+    T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. Keys
+    are read in blocks up to the diagonal.
     """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
@@ -77,13 +71,16 @@ def causal(
     all_keys, all_values = as_bits(k), as_bits(v)
 
     def head(inputs):
+        """Output and log-sum-exp of one kv head."""
         q_head, index_of_head = inputs
 
         def rows(bits, begin, dtype):
+            """Block of one kv head's keys or values."""
             mine = lax.dynamic_slice(bits, (index_of_head, begin, 0), (1, block, bits.shape[2]))[0]
             return from_bits(mine, dtype)
 
         def step(index, carry, *, masked):
+            """Softmax sums and output after one more block of keys."""
             maximum, total, acc = carry
             # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
@@ -120,12 +117,12 @@ def causal(
 
 
 def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """16-bit floats as integers: a CPU slices and writes those in place, and takes all floats through float32."""
+    """16-bit floats as integers, which a CPU slices and writes in place without float32; other arrays unchanged."""
     return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows
 
 
 def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    """The floats that `as_bits` made integers of, in the dtype they had; float32, which it leaves alone, as it is."""
+    """Floats of `dtype` from the integers of `as_bits`; other arrays unchanged."""
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
@@ -138,7 +135,7 @@ def over_pool(
     *,
     walk: Walk,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of R queries per kv head over the rows of its segment; see `Backend.attend`."""
+    """Attention of R queries per kv head over the rows of its segment, with log-sum-exp; see `Backend.attend`."""
     rows, scaled = q.shape[2], scale_queries(q)
     if rows == 1 and q.dtype.itemsize == 2:
         # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
@@ -156,6 +153,7 @@ def over_pool(
 
 
 def _equal(q, k, v, length):
+    """Attention over segments at equal strides: output, not yet in q's dtype, and log-sum-exp."""
     batch, heads = q.shape[:2]
     keys = k.reshape(batch, heads, -1, k.shape[-1])
     values = v.reshape(keys.shape)
@@ -166,6 +164,7 @@ def _equal(q, k, v, length):
 
 
 def _weighted(weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]) -> Float[Array, "B K R D"]:
+    """Sum of values by weights, float32."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
@@ -185,7 +184,7 @@ def masked_product(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """All heads' queries, already scaled, times all rows in one product, each head masked to its segment."""
+    """Attention of scaled queries by one product of all heads with all rows, each head masked to its segment."""
     batch, heads, rows, dim = q.shape
     flat = q.reshape(batch, heads * rows, dim)
     logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
@@ -204,12 +203,13 @@ def by_windows(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Walks each segment in blocks, as many as the longest has, queries already scaled: work goes by length, not P."""
+    """Attention of scaled queries in blocks of each segment, as many as the longest has: work goes by length, not P."""
     batch, heads, rows, dim = q.shape
     block = walk_block(k, heads)
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):
+        """Softmax sums and output after one more block of every segment."""
         maximum, total, acc = carry
         begin = start + index * block
         clamped = jnp.clip(begin, 0, k.shape[1] - block)
@@ -235,7 +235,7 @@ def by_windows(
 
 
 def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Shaped[Array, "B K n *D"]:
-    """Neighbouring rows of a pool from each first row on, all of them within the pool."""
+    """`size` neighbouring rows of a pool from each first row on; all lie within the pool."""
     batch, count, *rest = rows.shape
     first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
     numbers = lax.GatherDimensionNumbers(
@@ -247,7 +247,7 @@ def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) 
 
 
 def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
-    """Rows of each segment that a walk looks at together: a divisor of WALK_BLOCK, or all rows of a small pool."""
+    """Rows of each segment in one block of a walk: a divisor of WALK_BLOCK, or all rows of a small pool."""
     row_bytes = pool.shape[0] * heads * pool.shape[2] * pool.dtype.itemsize
     block = WALK_BLOCK
     while block > WALK_BLOCK // 4 and block * row_bytes > _WINDOW_BYTES:
@@ -258,7 +258,7 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
 def inside_segments(
     row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
 ) -> Bool[Array, "B K P"]:
-    """Which of some rows of a pool, the same or others for each segment, lie in it."""
+    """Mask of the pool rows `row`, common or per segment, that lie in each segment."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 
@@ -283,9 +283,10 @@ def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n
 
 
 def rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:
-    """All products of two sets of rows, float32."""
+    """Products of all rows of `a` with all rows of `b`, float32."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _dot(a: Float[Array, "m n"], b: Float[Array, "n D"]) -> Float[Array, "m D"]:
+    """Matrix product, float32."""
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Programs, weights and a manifest that run where jaxkv is not: `export`."""
+"""`export` writes programs, weights and a manifest that run without jaxkv."""
 
 from jaxkv.exporting.writing import PLATFORMS, export
 

@@ -1,8 +1,7 @@
-"""One program as `jax.export` serialises it: flat arrays in, flat arrays out, and what the manifest says of them."""
+"""Serialises one program by `jax.export`: flat arrays in, flat arrays out, and its manifest entry."""
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,69 +10,57 @@ import numpy as np
 from jax import export as jax_export
 
 from jaxkv.attention import backend_of
-from jaxkv.exporting.programs import Setting
+from jaxkv.exporting.programs import BucketSpec
 from jaxkv.sharding.door import Door
 from jaxkv.sharding.letters import hints_of, letters_at
 
 
 class Artefact(NamedTuple):
-    """A program that has been serialised.
-
-    Attributes:
-        data: its bytes.
-        said: what the manifest says of it.
-        out: what it gives, as shapes.
-    """
+    """A serialised program: its bytes, its manifest entry and its abstract results."""
 
     data: bytes
-    said: dict[str, Any]
+    entry: dict[str, Any]
     out: Any
 
 
 class Names(NamedTuple):
-    """What leaves of a model are called, those of the ends and of each block; and a sampler's numbers."""
+    """Names of a model's parameters, of the ends and of each block, and of a sampler's numbers."""
 
     ends: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
     sampling: tuple[str, ...] = ()
 
 
-def artefact(door: Door, args: Sequence[Any], setting: Setting, names: Names, platform: str, batch: int) -> Artefact:
-    """Traces and serialises a program.
-
-    Args:
-        door: the program.
-        args: its arguments, as shapes.
-        setting: what is static.
-        names: of the parameters.
-        platform: where it will run.
-        batch: sequences.
-
-    Returns:
-        The artefact.
-    """
-    run, leaves, donated = door.apart(*args, setting=setting)
+def artefact(
+    door: Door, *args: Any, spec: BucketSpec, names: Names, platform: str, batch: int, sampling: tuple[str, ...] = ()
+) -> Artefact:
+    """Traces and serialises a program for abstract arguments; `sampling` names the numbers of its sampler."""
+    run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
+    names = names._replace(sampling=sampling)
+    # Donated arrays come first, each side in the order of names, of which a bundle of arguments has none of its own.
+    order = sorted(range(len(leaves)), key=lambda at: (at >= donated, str(_keys(leaves[at][0])[0])))
+    leaves = [leaves[at] for at in order]
     outs: list[Any] = []
 
     def flat(*arrays):
-        outs[:] = [run(*arrays)]
+        by_place = dict(zip(order, arrays, strict=True))
+        outs[:] = [run(*(by_place[at] for at in range(len(arrays))))]
         return tuple(jax.tree.leaves(outs[0]))
 
     flat.__name__ = fn.__name__
     jitted = jax.jit(flat, donate_argnums=tuple(range(donated)), keep_unused=True)
-    calls = backend_of(setting.implementation).custom_calls
+    calls = backend_of(spec.implementation).custom_calls
     checks = [jax_export.DisabledSafetyCheck.custom_call(each) for each in calls]
-    shapes = [_struct(leaf) for _, _, leaf in leaves]
+    shapes = [_abstract(leaf) for _, _, leaf in leaves]
     exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)
-    inputs = [_said(_name(path, names), leaf, letters) for path, letters, leaf in leaves]
+    inputs = [_entry(_name(path, names), leaf, letters) for path, letters, leaf in leaves]
     for at, each in enumerate(inputs):
         each["donated"] = at < donated
     out, hint = outs[0], hints_of(fn)["return"]
-    given = jax.tree_util.tree_flatten_with_path(out)[0]
-    outputs = [_said(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in given]
+    results = jax.tree_util.tree_flatten_with_path(out)[0]
     data = bytes(exported.serialize())
-    said = {
+    entry = {
         "platform": platform,
         "devices": exported.nr_devices,
         "batch": batch,
@@ -81,32 +68,40 @@ def artefact(door: Door, args: Sequence[Any], setting: Setting, names: Names, pl
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "inputs": inputs,
-        "outputs": outputs,
+        "outputs": [_entry(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in results],
     }
-    return Artefact(data, said, shapes_of(out))
+    return Artefact(data, entry, abstract(out))
 
 
-def shapes_of(tree: Any) -> Any:
-    """Arrays as shapes, in classes that take arrays alone: made without asking them."""
+def abstract(tree: Any) -> Any:
+    """Tree with abstract arrays; dataclasses are rebuilt without their checks, which want real arrays."""
     if tree is None or jax.tree_util.all_leaves([tree]):
-        return _struct(tree) if hasattr(tree, "dtype") else tree
+        return _abstract(tree) if hasattr(tree, "dtype") else tree
     if dataclasses.is_dataclass(tree):
         made = object.__new__(type(tree))
         for each in dataclasses.fields(tree):
-            object.__setattr__(made, each.name, shapes_of(getattr(tree, each.name)))
+            object.__setattr__(made, each.name, abstract(getattr(tree, each.name)))
         return made
-    parts = [shapes_of(each) for each in tree]
+    parts = [abstract(each) for each in tree]
     return tuple.__new__(type(tree), parts)
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Abstract array with the sharding of one that lies on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None)
 
 
-def _name(path: tuple[Any, ...], names: Names) -> str:
+def _keys(path: tuple[Any, ...]) -> list[Any]:
+    """Names and indices of a path; fields of the arguments `asked` go by their own names."""
     keys = [next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each)) for key in path]
+    return keys[1:] if keys[0] == "asked" else keys
+
+
+def _name(path: tuple[Any, ...], names: Names) -> str:
+    """Manifest name of an argument or result, such as `pools.0.k`; parameters go by the model's names."""
+    keys = _keys(path)
     if keys[0] == "ends":
         return names.ends[keys[1]]
     if keys[0] == "blocks":
@@ -116,7 +111,8 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
     return ".".join(map(str, keys))
 
 
-def _said(name: str, leaf: Any, letters: str | None) -> dict[str, Any]:
+def _entry(name: str, leaf: Any, letters: str | None) -> dict[str, Any]:
+    """Manifest entry of an array: name, dtype and shape, with "B" for the axis of sequences."""
     axes = (letters or "").split()
     sequences = axes.index("B") if "B" in axes else None
     shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]

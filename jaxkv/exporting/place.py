@@ -1,4 +1,4 @@
-"""Where an export goes: a folder that appears whole, or not at all."""
+"""The folder of an export, which appears whole or not at all."""
 
 import contextlib
 import os
@@ -14,18 +14,7 @@ from jaxkv.checkpoints.orbax_files import require_free
 
 
 def as_folder(given: Any) -> Path:
-    """The path of a folder that is to be made.
-
-    Args:
-        given: what was given as `directory`; a `~` in front is the user's home.
-
-    Returns:
-        The path, at which nothing lies.
-
-    Raises:
-        TypeError: for what is no path.
-        ValueError: for a path at which something lies, and for one that no folder can have.
-    """
+    """Path given as `directory`, at which nothing lies, with `~` expanded; TypeError for anything but a path."""
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
         raise TypeError(f"directory={given!r}: give the path of the folder to make")
@@ -40,16 +29,9 @@ def as_folder(given: Any) -> Path:
 
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """A folder beside another one's place, which gets its name behind the body; nothing stays of it where that fails.
+    """Context of a temporary folder to write into, renamed to `folder` at its end; removed if the body fails.
 
-    Args:
-        folder: the place, see `as_folder`.
-
-    Yields:
-        The folder to write into.
-
-    Raises:
-        ValueError: where no folder can be made, or where something came to lie there meanwhile.
+    ValueError where no folder can be made, or where something has appeared at `folder` meanwhile.
     """
     # A short name: the folder's own may be as long as names can be.
     part = folder.with_name(f".{secrets.token_hex(8)}.partial")
@@ -59,7 +41,7 @@ def unfinished(folder: Path) -> Iterator[Path]:
             part.parent.mkdir(parents=True, exist_ok=True)
             part.mkdir()
             with contextlib.suppress(FileNotFoundError):
-                folder.lstat()  # a name that is too long, say
+                folder.lstat()  # raises for a name that is too long, say
         except OSError as error:
             raise refusal("directory", folder, f"no folder can be made there ({error}): choose another") from error
         yield part
@@ -68,6 +50,6 @@ def unfinished(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for parent in missing[1:]:
-            with contextlib.suppress(OSError):  # somebody else's files lie there by now
+            with contextlib.suppress(OSError):  # not empty: somebody else's files
                 parent.rmdir()
         raise

@@ -1,6 +1,6 @@
-"""What is exported: a prompt's prefill, a question, the loop over tokens, and what a policy does between them.
+"""Programs that are exported: prefill, a question, recompression, and the decode loop, each with all layers.
 
-Each is the library's own code, traced as one program of all layers; arrays go by where they lie in a cache.
+They are the engine's own code. Argument and field names become names in the manifest, and so must not change.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxkv.engine.compress import finished
 from jaxkv.engine.decode import extend
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.lengths import ByLength
-from jaxkv.engine.loop import Draw, Running
+from jaxkv.engine.loop import Running
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import logits_of, read
 from jaxkv.engine.recompress import Fixed, recompress
@@ -30,78 +30,73 @@ from jaxkv.sharding.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What programs of one bucket are made for.
+class BucketSpec:
+    """Static config of the programs of one bucket of prompt lengths.
 
     Attributes:
-        flat: the decoder; of its leaves the shapes alone matter.
+        flat: the decoder; only the shapes of its leaves matter.
         policy: the compression.
-        needed: slots, pools and room.
-        spec: what decoding is compiled for.
-        implementation: what computes attention in prefill.
-        steps: tokens that the loop draws at most.
-        longest: rows that a text can have.
+        needed: plan of the prefill: slots, pools and room.
+        decoding: the engine's static config of decoding.
+        implementation: of attention in prefill.
+        steps: most tokens that one call of the decode loop draws.
+        longest: most rows that a sequence can have, prompt, question and new tokens together.
     """
 
     flat: Flat
     policy: Method
     needed: PrefillPlan
-    spec: Spec
+    decoding: Spec
     implementation: Implementation
     steps: int
     longest: int
 
     @property
     def axes(self) -> Axes | None:
-        """Of the mesh that they run on, if they do."""
+        """Axes of the mesh that the programs run on; None without a mesh."""
         return self.flat.axes
-
-    def handle(self, pools: tuple[Pool, ...], tables: Tables) -> KVCache:
-        """A cache of a program's arguments."""
-        arrays, flat = Cache(pools=pools, tables=tables), self.flat
-        return KVCache(
-            arrays=arrays,
-            layout=self.needed.layout,
-            policy=self.policy,
-            config=flat.config,
-            slots=self.needed.slots,
-            axes=flat.axes,
-        )
 
 
 class Beside(NamedTuple):
-    """New rows beside the pools, where a program gathers them there, and how many of them each sequence has."""
+    """New rows kept beside read-only pools: `tails`, one per layer, and the number `written` of each sequence."""
 
     tails: tuple[Tail, ...]
     written: Int[Array, " B"]
 
-    def around(self, pools: tuple[Pool, ...], tables: Tables) -> Running:
-        """A cache with them, ready to draw."""
+    def running(self, pools: tuple[Pool, ...], tables: Tables) -> Running:
+        """Decoding state with these rows on top of a cache."""
         return Running(cache=Cache(pools=pools, tables=tables), tails=self.tails, written=self.written)
 
 
-class Prompted(NamedTuple):
-    """Behind a prompt: its cache, the next token's logits, and whether all scores were numbers."""
+class Asked(NamedTuple):
+    """Arguments of a call of the decode loop; in the manifest these fields go by their own names.
+
+    Sequences that are `done` draw nothing. `key` is random key data, `eos` the ids that end a sequence, `steps` the
+    number of tokens to draw, and `sampling` a sampler whose numbers are arrays.
+    """
+
+    done: Bool[Array, " B"]
+    key: UInt[Array, " two"]
+    eos: Int[Array, " n"]
+    steps: Int[Array, ""]
+    sampling: Any
+
+
+class After(NamedTuple):
+    """Cache that a program returns, the next tokens' `logits` and, of a prompt, `ordered`: True if no score is NaN."""
 
     pools: tuple[Pool, ...]
     cache: Tables
-    logits: Float[Array, "B V"]
-    ordered: Bool[Array, ""]
-    beside: Beside | None
-
-
-class Extended(NamedTuple):
-    """Behind more tokens."""
-
-    pools: tuple[Pool, ...]
-    cache: Tables
-    logits: Float[Array, "B V"]
+    logits: Float[Array, "B V"] | None = None
+    ordered: Bool[Array, ""] | None = None
+    beside: Beside | None = None
 
 
 class Drawn(NamedTuple):
-    """Behind tokens drawn; of them -1 behind a sequence's end."""
+    """Ids `drawn`, -1 after a sequence's end, the number `ran` of steps, and the cache: pools or rows beside them."""
 
-    pools: tuple[Pool, ...]
+    beside: Beside | None
+    pools: tuple[Pool, ...] | None
     cache: Tables
     logits: Float[Array, "B V"]
     done: Bool[Array, " B"]
@@ -109,33 +104,7 @@ class Drawn(NamedTuple):
     ran: Int[Array, ""]
 
 
-class DrawnBeside(NamedTuple):
-    """The same where new rows gather beside pools that are only read."""
-
-    beside: Beside
-    cache: Tables
-    logits: Float[Array, "B V"]
-    done: Bool[Array, " B"]
-    drawn: Int[Array, "B steps"]
-    ran: Int[Array, ""]
-
-
-class Moved(NamedTuple):
-    """Pools whose rows have moved, and where they lie."""
-
-    pools: tuple[Pool, ...]
-    cache: Tables
-
-
-class Settled(NamedTuple):
-    """Pools with what lay beside them, and nothing there."""
-
-    pools: tuple[Pool, ...]
-    cache: Tables
-    beside: Beside
-
-
-@program(static=("setting",), on="setting")
+@program(static=("spec",), on="spec")
 def prompt(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -144,20 +113,20 @@ def prompt(
     told: ByLength,
     key: UInt[Array, " two"],
     *,
-    setting: Setting,
-) -> Prompted:
-    """Reads prompts and compresses them."""
-    flat = setting.flat.around(ends, blocks)
-    of = (flat, tokens, length, told, setting.policy, setting.needed)
-    prompts, cache = finished(read(*of, key=_key(key), implementation=setting.implementation))
-    logits, nothing = logits_of(ends, prompts.x, graphs=flat.graphs), None
-    if setting.spec.tail:
-        begun = loop.begin(cache.arrays, spec=setting.spec, size=setting.steps)
-        nothing = Beside(begun.tails, begun.written)
-    return Prompted(cache.pools, cache.tables, logits, prompts.ordered(), nothing)
+    spec: BucketSpec,
+) -> After:
+    """Prefills and compresses prompts; `told` holds the policy's numbers for their lengths."""
+    flat = spec.flat.around(ends, blocks)
+    walk = read(flat, tokens, length, told, spec.policy, spec.needed, key=_key(key), implementation=spec.implementation)
+    prompts, cache = finished(walk)
+    logits, beside = logits_of(ends, prompts.x, graphs=flat.graphs), None
+    if spec.decoding.tail:
+        begun = loop.begin(cache.arrays, spec=spec.decoding, size=spec.steps)
+        beside = Beside(begun.tails, begun.written)
+    return After(cache.pools, cache.tables, logits, prompts.ordered(), beside)
 
 
-@program(static=("setting",), donate=("pools", "cache"), on="setting")
+@program(static=("spec",), donate=("pools", "cache"), on="spec")
 def question(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -167,15 +136,15 @@ def question(
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
-    setting: Setting,
-) -> Extended:
-    """Reads a few more tokens; logits stay where a sequence has none of them."""
-    flat = setting.flat.around(ends, blocks)
-    after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=setting.spec)
-    return Extended(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
+    spec: BucketSpec,
+) -> After:
+    """Appends the first `count` tokens of each sequence; logits stay where it has none."""
+    flat = spec.flat.around(ends, blocks)
+    after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=spec.decoding)
+    return After(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
 
 
-@program(static=("setting",), donate=("pools", "cache"), on="setting")
+@program(static=("spec",), donate=("pools", "cache"), on="spec")
 def again(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -183,40 +152,42 @@ def again(
     cache: Tables,
     key: UInt[Array, " two"],
     *,
-    setting: Setting,
-) -> Moved:
-    """Compresses sequences that hold more than they may; the others move."""
-    flat, mine = setting.flat.around(ends, blocks), setting.flat.config.kv_heads
-    stretches = 1 if flat.axes is None else flat.axes.size("K")
-    fixed = Fixed(rows=setting.needed.pool_rows(mine, stretches), slots=setting.longest)
-    room = np.asarray(setting.needed.room)
-    made = recompress(flat, setting.handle(pools, cache), key=_key(key), room=room, fixed=fixed)
-    return Moved(made.pools, made.tables)
+    spec: BucketSpec,
+) -> After:
+    """Recompresses the sequences that exceed their limit; the rows of others are packed unchanged."""
+    flat = spec.flat.around(ends, blocks)
+    heads, parts = flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K")
+    handle = KVCache(
+        arrays=Cache(pools=pools, tables=cache),
+        layout=spec.needed.layout,
+        policy=spec.policy,
+        config=flat.config,
+        slots=spec.needed.slots,
+        axes=flat.axes,
+    )
+    fixed = Fixed(rows=spec.needed.pool_rows(heads, parts), slots=spec.longest)
+    made = recompress(flat, handle, key=_key(key), room=np.asarray(spec.needed.room), fixed=fixed)
+    return After(made.pools, made.tables)
 
 
-@program(static=("setting",), donate=("pools", "cache"), on="setting")
+@program(static=("spec",), donate=("pools", "cache"), on="spec")
 def draw(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
     pools: tuple[Pool, ...],
     cache: Tables,
     logits: Float[Array, "B V"],
-    done: Bool[Array, " B"],
-    key: UInt[Array, " two"],
-    eos: Int[Array, " n"],
-    steps: Int[Array, ""],
-    sampling: Any,
+    asked: Asked,
     *,
-    setting: Setting,
+    spec: BucketSpec,
 ) -> Drawn:
-    """Draws tokens; each becomes a row before the next one is drawn."""
+    """Draws tokens; each is appended to the pools before the next one is drawn."""
     none = jnp.zeros_like(cache.seen)
     running = Running(cache=Cache(pools=pools, tables=cache), tails=(), written=none)
-    after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
-    return Drawn(after.cache.pools, after.cache.tables, now.logits, now.done, out, ran)
+    return _drawn(ends, blocks, running, logits, asked, spec)
 
 
-@program(static=("setting",), donate=("beside", "cache"), on="setting")
+@program(static=("spec",), donate=("beside", "cache"), on="spec")
 def draw_beside(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -224,44 +195,35 @@ def draw_beside(
     pools: tuple[Pool, ...],
     cache: Tables,
     logits: Float[Array, "B V"],
-    done: Bool[Array, " B"],
-    key: UInt[Array, " two"],
-    eos: Int[Array, " n"],
-    steps: Int[Array, ""],
-    sampling: Any,
+    asked: Asked,
     *,
-    setting: Setting,
-) -> DrawnBeside:
-    """Draws tokens whose rows gather beside the pools."""
-    running = beside.around(pools, cache)
-    after, now, out, ran = _drawn(ends, blocks, running, logits, done, key, eos, steps, sampling, setting)
-    written = Beside(after.tails, after.written)
-    return DrawnBeside(written, after.cache.tables, now.logits, now.done, out, ran)
+    spec: BucketSpec,
+) -> Drawn:
+    """Draws tokens whose rows are kept beside the pools."""
+    return _drawn(ends, blocks, beside.running(pools, cache), logits, asked, spec)
 
 
-@program(static=("setting",), donate=("beside", "pools", "cache"), on="setting")
-def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, setting: Setting) -> Settled:
-    """Moves rows from beside the pools into them."""
-    moved = loop.settle(beside.around(pools, cache), spec=setting.spec)
-    return Settled(moved.pools, moved.tables, Beside(beside.tails, jnp.zeros_like(beside.written)))
+@program(static=("spec",), donate=("beside", "pools", "cache"), on="spec")
+def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: BucketSpec) -> After:
+    """Appends the rows kept beside the pools to them."""
+    whole = loop.settle(beside.running(pools, cache), spec=spec.decoding)
+    empty = Beside(beside.tails, jnp.zeros_like(beside.written))
+    return After(whole.pools, whole.tables, beside=empty)
 
 
 def _drawn(
-    ends: Leaves,
-    blocks: tuple[Leaves, ...],
-    running: Running,
-    logits: Array,
-    done: Array,
-    key: Array,
-    eos: Array,
-    steps: Any,
-    sampling: Any,
-    setting: Setting,
-) -> tuple[Running, Draw, Array, Array]:
-    flat, now = setting.flat.around(ends, blocks), loop.draw_of(logits, done, _key(key), eos, axes=setting.axes)
-    of: dict[str, Any] = {"spec": setting.spec, "sampling": sampling, "size": setting.steps}
-    return loop.decode(flat, running, now, steps, **of)
+    ends: Leaves, blocks: tuple[Leaves, ...], running: Running, logits: Array, asked: Asked, spec: BucketSpec
+) -> Drawn:
+    """Runs the decode loop, and returns the pools or, where they are read-only, the rows beside them."""
+    flat = spec.flat.around(ends, blocks)
+    begun = loop.draw_of(logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes)
+    after, now, tokens, ran = loop.decode(
+        flat, running, begun, asked.steps, spec=spec.decoding, sampling=asked.sampling, size=spec.steps
+    )
+    beside, pools = (Beside(after.tails, after.written), None) if running.tails else (None, after.cache.pools)
+    return Drawn(beside, pools, after.cache.tables, now.logits, now.done, tokens, ran)
 
 
 def _key(data: UInt[Array, " two"]) -> Array:
+    """Random key of key data; the implementation is fixed, whatever JAX's default is where it runs."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")

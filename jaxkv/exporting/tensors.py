@@ -1,4 +1,4 @@
-"""Arrays as safetensors files, one array after the other: never two of them in memory."""
+"""Writes arrays as safetensors files, one array after the other: never two of them in memory."""
 
 import hashlib
 import json
@@ -10,22 +10,13 @@ import numpy as np
 
 from jaxkv.sharding.mesh import host
 
-# What the format calls dtypes.
+# Names of dtypes in the format.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32"}
 _MOST_BYTES = 4 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes arrays into as many files as they need.
-
-    Args:
-        folder: where to.
-        name: what files begin with.
-        arrays: on the host, or anywhere on devices.
-
-    Returns:
-        What a manifest says of them: files by name, with bytes and checksum.
-    """
+    """Writes arrays of host or device into as many files `name*.safetensors` as they need; returns {file: entry}."""
     parts = list(_parts(arrays))
     files = {}
     for at, names in enumerate(parts):
@@ -35,6 +26,7 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
 
 
 def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Names of the arrays of each file, which holds at most `_MOST_BYTES` or a single array."""
     names, size = list[str](), 0
     for name, array in arrays.items():
         if names and size + array.nbytes > _MOST_BYTES:
@@ -46,17 +38,18 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    header, at = {}, 0
+    """Writes one file; returns its bytes and checksum."""
+    entries, at = {}, 0
     for name, array in arrays.items():
         end = at + array.nbytes
         dtype = DTYPES[np.dtype(array.dtype).name]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, end]}
+        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, end]}
         at = end
-    told = json.dumps(header, separators=(",", ":")).encode()
-    told += b" " * (-len(told) % 8)
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
     digest, size = hashlib.sha256(), 0
     with file.open("wb") as out:
-        for data in (len(told).to_bytes(8, "little"), told, *(arrays.values())):
+        for data in (len(header).to_bytes(8, "little"), header, *(arrays.values())):
             raw = data if isinstance(data, bytes) else np.ascontiguousarray(host(data)).tobytes()
             digest.update(raw)
             size += out.write(raw)

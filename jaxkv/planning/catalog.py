@@ -22,16 +22,7 @@ _FILTERS, _OF = (2, 8, 18), 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A model of the packaged catalogue.
-
-    Attributes:
-        name: as users write it.
-        hub_id: its name on the Hugging Face hub.
-        aliases: other spellings.
-        source: address of its config.
-        parameters: number of parameters, as its makers say.
-        raw: the contents of its `config.json`.
-    """
+    """A model of the packaged catalogue: names, the address `source` of its config, and the config as JSON (`raw`)."""
 
     name: str
     hub_id: str
@@ -53,13 +44,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """Name, config and filter layers of a model whose weights are not needed.
-
-    Attributes:
-        name: for messages.
-        config: the model's shape.
-        filters: OmniKV's filter layers; None if none have been found for this model.
-    """
+    """Name, config and OmniKV's filter layers (None if not found yet) of a model whose weights are not needed."""
 
     name: str
     config: ModelConfig

@@ -27,14 +27,7 @@ _CHILD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A collective between GPUs and how often it occurs; an instruction in a loop counts once.
-
-    Attributes:
-        kind: `all-reduce`, `all-gather` and so on.
-        arrays: dtypes and shapes, as HLO writes them.
-        bytes: of these arrays.
-        count: number of such instructions.
-    """
+    """A collective, its arrays as HLO text, their bytes, and the number of such instructions; loops count once."""
 
     kind: str
     arrays: str

@@ -147,12 +147,6 @@ def _groups(mesh: Any, count: int) -> int:
     return int(counts[0])
 
 
-@overload
-def planned(setting: Setting, notes: tuple[str, ...] = (), *, compile: bool = False) -> Plan: ...
-@overload
-def planned(
-    setting: Setting | HostSetting, notes: tuple[str, ...] = (), *, compile: bool = False
-) -> Plan | MachinePlan: ...
 def planned(
     setting: Setting | HostSetting, notes: tuple[str, ...] = (), *, compile: bool = False
 ) -> Plan | MachinePlan:

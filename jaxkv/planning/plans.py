@@ -59,13 +59,7 @@ def _count_of_prompts(request: Request) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that would make a setting fit.
-
-    Attributes:
-        about: the change as text.
-        setting: the changed setting.
-        peak: its peak bytes on one GPU.
-    """
+    """A change that would make a setting fit: `about` it as text, the changed setting, its peak bytes on one GPU."""
 
     about: str
     setting: Setting

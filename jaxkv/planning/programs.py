@@ -64,17 +64,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Abstract model, policy and sizes for which programs are traced.
-
-    Attributes:
-        flat: the model, from `abstract_model`.
-        policy: the compression.
-        batch: B.
-        tokens: of each prompt.
-        new: tokens to draw.
-        sharding: of all arrays, for a model that is not on a mesh; None for the default device.
-        implementation: of attention.
-    """
+    """Abstract model, policy, `batch` prompts of `tokens` tokens and `new` tokens, for which programs are traced."""
 
     flat: Flat
     policy: Method

@@ -12,15 +12,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Resources of one kernel as ptxas assembles it.
-
-    Attributes:
-        name: its entry point.
-        registers: per thread.
-        shared: bytes of static shared memory.
-        spills: bytes of register spills, stored and loaded.
-        path: file of the PTX.
-    """
+    """Registers per thread, bytes of static shared memory and of register spills of a kernel in the PTX file `path`."""
 
     name: str
     registers: int

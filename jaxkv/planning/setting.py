@@ -29,17 +29,7 @@ def _dtype_name(given: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """Model, policy and sizes of one generation, whatever the device.
-
-    Attributes:
-        model: name, for messages.
-        config: the model's shape.
-        policy: the compression, already fitted to the model by `for_model`.
-        batch: number of prompts.
-        context: tokens of each prompt.
-        new: tokens drawn after each prompt.
-        dtype: of weights, activations and cache.
-    """
+    """Generation to plan for on any device: `batch` prompts of `context` tokens, and `new` tokens drawn after each."""
 
     model: str
     config: ModelConfig
@@ -74,24 +64,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostSetting(Request):
-    """A request in a process of its own on this machine's CPU.
-
-    Attributes:
-        memory: bytes that are free now; None if the system does not say.
-    """
+    """A request in a process of its own on this machine's CPU; `memory` is its free bytes, None if it does not say."""
 
     memory: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting(Request):
-    """A request on GPUs.
-
-    Attributes:
-        gpu: the kind of GPU.
-        gpus: number of GPUs, of all hosts together.
-        data: data-parallel groups, each with the whole model and a part of the prompts.
-    """
+    """A request on GPUs: `gpus` of one kind, in `data` groups, each with the whole model and a part of the prompts."""
 
     gpu: GPU
     gpus: int = 1

@@ -63,16 +63,10 @@ CHOOSES = Launches(layer=11.9, step=45.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Estimated seconds of a decode step, in total and by part, and of prefill.
+    """Estimated seconds of a decode step in the middle of the answer, in total (`step`) and by part, and of `prefill`.
 
-    Attributes:
-        step: a decode step in the middle of the answer.
-        tokens: tokens/s of all sequences (no seconds).
-        prefill: prefill of all prompts, roughly.
-        weights: of a step, reading weights, or multiplying by them where that takes longer.
-        rows: of a step, reading keys and values.
-        launches: of a step, kernel launches and small kernels.
-        sent: of a step, all-reduces.
+    `weights` is reading weights, or multiplying by them where that takes longer; `rows` is reading keys and values;
+    `launches` includes small kernels; `sent` is all-reduces. `tokens` is tokens/s of all sequences.
     """
 
     step: float

@@ -1,1 +1,1 @@
-"""Where arrays lie on a mesh, by the letters of their axes; the one door to programs; what travels between devices."""
+"""Meshes: letters of axes, placement of arrays, the door to programs, collectives, recorded calls."""

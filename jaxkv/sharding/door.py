@@ -1,6 +1,6 @@
-"""The one door through which programs are compiled: `jax.jit`, and on a mesh `jax.shard_map` by the letters of arrays.
+"""`program`, the one door to compiled programs: `jax.jit`, and on a mesh `jax.shard_map` by arrays' letters.
 
-Inside a program on a mesh every array is one device's part, and the code is the code of one device.
+Inside a program on a mesh every array is one device's part, and the code is that of one device.
 """
 
 import functools
@@ -18,10 +18,10 @@ from jaxkv.sharding.record import recorder
 
 
 class Door:
-    """A function as a program: `jax.jit`, and on a mesh the same function of each device's parts.
+    """A function as a compiled program: `jax.jit`, and on a mesh the same function of each device's parts.
 
-    Where arrays lie follows from the letters in the annotations of the function and of the dataclasses it takes and
-    gives; what is annotated "..." stays where it is, parameters say.
+    Placement follows from the letters in the annotations of the function and of the dataclasses that it takes and
+    returns; arrays annotated "...", such as parameters, keep their placement.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Door:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Runs the program; where a recorder is at work, notes the call and gives what traced arrays come out."""
+        """Runs the program; while a recorder is active, records the call and returns abstract results."""
         noting = recorder()
         if noting is not None:
             return noting.call(self, args, options)
@@ -56,7 +56,7 @@ class Door:
         return self._split(given, rest, **static)
 
     def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
-        """The program as a function of flat arrays: these with path and letters, and how many it may write first."""
+        """Function of flat arrays, (path, letters, array) of each, and the number of donated ones, which come first."""
         axes, given, hints = self._axes(options), self._signature.bind(*args, **options).arguments, hints_of(self._fn)
         statics = tuple((name, value) for name, value in given.items() if name in self._static)
         arrays = {name: value for name, value in given.items() if name not in self._static}
@@ -69,7 +69,7 @@ class Door:
         return lambda *flat: run(*jax.tree.unflatten(tree, flat), **options), told, len(jax.tree.leaves(sides[0]))
 
     def arguments_placed(self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any) -> tuple[Any, ...]:
-        """Shapes of arguments where their letters say; off a mesh where `sharding` says."""
+        """Abstract arguments, placed by their letters; off a mesh with `sharding`."""
         axes, hints = self._axes(options), hints_of(self._fn)
         if axes is None:
             return jax.tree.map(lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args)
@@ -77,13 +77,13 @@ class Door:
         return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
 
     def results_placed(self, out: Any, options: dict[str, Any]) -> Any:
-        """Shapes of results where their letters say."""
-        axes, shape = self._axes(options), lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        out = jax.tree.map(shape, out)
+        """Abstract results, placed by their letters."""
+        axes = self._axes(options)
+        out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), out)
         return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
 
     def trace(self, *args: Any, **options: Any) -> Any:
-        """The program, traced for these arguments; shapes will do, of devices too that are not there."""
+        """The program traced for arrays, or for abstract ones, of devices too that are not there."""
         axes = self._axes(options)
         if axes is None:
             return self._plain.trace(*args, **options)
@@ -91,19 +91,21 @@ class Door:
         return self._split.trace(given, rest, **static)
 
     def lower(self, *args: Any, **options: Any) -> Any:
-        """The program, lowered for these arguments."""
+        """The program lowered for these arguments."""
         return self.trace(*args, **options).lower()
 
     def clear_cache(self) -> None:
-        """Forgets what has been compiled."""
+        """Clears the compiled programs."""
         self._plain.clear_cache()
         self._split.clear_cache()
 
     def _axes(self, options: dict[str, Any]) -> Axes | None:
+        """Axes of the mesh that the program runs on, from the static argument that carries them."""
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
     def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
+        """Donated and other arguments by name, placed, and the static arguments of `_run`."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints = hints_of(self._fn)
@@ -118,10 +120,12 @@ class Door:
     def _run(
         self, given: dict[str, Any], rest: dict[str, Any], *, axes: Axes, ins: tuple[P, ...], statics: tuple[Any, ...]
     ) -> Any:
+        """Runs the function over a mesh by `shard_map`."""
         leaves, tree = jax.tree.flatten((given, rest))
         found: dict[str, Any] = {}
 
         def local(*mine: Array) -> list[Array]:
+            """Flat results of one device's parts; notes their structure and specs."""
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
@@ -136,6 +140,7 @@ class Door:
 
 
 def _out_spec(letters: str, axes: Axes) -> P:
+    """PartitionSpec of a result by its letters; TypeError for a result without named axes."""
     if letters.startswith("..."):
         raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
     # A part does not show whether an axis behind `#` is one of many: what comes out of a program is.
@@ -149,16 +154,9 @@ def program(
     on: str = "axes",
     compiler: dict[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Door]:
-    """The one door to compiled programs.
+    """Decorator that makes a function a compiled program.
 
-    Args:
-        static: arguments that are compiled in.
-        donate: arguments whose buffers are given up.
-        on: the static argument, always given by name, that says where it runs: `Axes`, what has them as its `axes`, or
-            None.
-        compiler: options for the compiler of whichever device it is.
-
-    Returns:
-        A decorator.
+    `static` and `donate` name arguments; `on` names the static keyword argument that carries the `Axes` to run on, or
+    None; `compiler` gives XLA options, whatever the device.
     """
     return lambda fn: Door(fn, static, donate, on, compiler or {})

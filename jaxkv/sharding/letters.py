@@ -1,4 +1,4 @@
-"""The letters of arrays' axes, as the annotations of functions and dataclasses say them."""
+"""Letters of arrays' logical axes, read from the annotations of functions and dataclasses."""
 
 import functools
 import types
@@ -12,23 +12,23 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 @functools.cache
 def hints_of(of: Any) -> dict[str, Any]:
-    """The annotations of a class or a function."""
+    """Annotations of a class or a function by name."""
     return typing.get_type_hints(of)
 
 
 def known(letters: str | None, leaf: Any) -> str:
-    """A leaf's letters: only a number by itself needs none."""
+    """Letters of an array; TypeError for an array with axes and no annotation."""
     if letters is None and np.ndim(leaf):
         raise TypeError(f"no letters for an array of shape {np.shape(leaf)}: annotate it")
     return letters or ""
 
 
-# Finding letters takes longer than a small program runs. By structure: programs are compiled for each anyway.
+# Letters by annotation and tree structure, kept because finding them takes longer than a small program runs.
 _FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
 
 
 def letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
-    """The letters of a tree's leaves."""
+    """Letters of all leaves of a tree with an annotation; None for leaves without one."""
     found = _FOUND.get((hint, tree))
     if found is None:
         paths = jax.tree_util.tree_flatten_with_path(value)[0]
@@ -37,7 +37,7 @@ def letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
 
 
 def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
-    """The letters of a leaf: its annotation's, found on the way from the whole; None without one."""
+    """Letters of the leaf at a path of a value, from the annotations on the way; None without one."""
     for key in path:
         if isinstance(key, GetAttrKey):
             kind: Any = type(value)
@@ -45,21 +45,24 @@ def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
         elif isinstance(key, SequenceKey):
             hint, value = _item(hint, key.idx), value[key.idx]
         else:
-            # Numbers of a sampler.
+            # Keys of other kinds lead to a sampler's numbers, which have no letters.
             return None
     return _dims(hint)
 
 
 def _item(hint: Any, index: int) -> Any:
+    """Annotation of an element of an annotated tuple."""
     of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
     inner = typing.get_args(of)
     return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
 
 
 def _dims(hint: Any) -> str | None:
+    """Axes text of a jaxtyping annotation; None for any other."""
     return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
+    """Members of a union annotation, or the annotation alone."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh, by the letters of their axes, and how they get there."""
+"""`Axes` of a mesh, and the placement of arrays on it by the letters of their axes."""
 
 import dataclasses
 import functools
@@ -20,13 +20,14 @@ from jaxkv.sharding.letters import known, letters_at, letters_of
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
 _MODEL = (_KV, _REP)
-# Sequences; kv heads, and rows of their pools; query heads of each; query heads, the MLP's and the vocabulary's rows.
+# Mesh axes by letter: B sequences; K kv heads and P rows of their pools; G query heads of a kv head; H query heads, F
+# hidden channels of the MLP and V the vocabulary.
 LETTERS = {"B": (_DATA,), "K": (_KV,), "P": (_KV,), "G": (_REP,), "H": _MODEL, "F": _MODEL, "V": _MODEL}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes(Value):
-    """A mesh whose axes are told by the letters of arrays: static in every program that runs on it.
+    """A mesh with the axes data, kv and rep, over which arrays are split by letter; static in every program on it.
 
     Attributes:
         mesh: from `model_mesh`.
@@ -40,57 +41,50 @@ class Axes(Value):
 
     @classmethod
     def of(cls, leaf: Any) -> "Axes | None":
-        """The axes that an array is split over; None for one that lies on a single device, or in a user's own way."""
+        """Axes of the mesh that an array lies on; None on a single device, or on a mesh with other axes."""
         sharding = getattr(leaf, "sharding", None)
         fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
     def __reduce__(self) -> tuple[Callable[..., "Axes"], tuple[Any, ...]]:
-        """Devices are a process' own: what is pickled of a cache names them."""
+        """Pickles device ids, because devices belong to a process."""
         ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
         return _of_devices, (self.platform, ids.tolist())
 
     @property
     def axes(self) -> "Axes":
-        """These; so that programs can be given them alone, or in what else is static."""
+        """Itself, so that programs take `Axes` and static configs that hold one alike."""
         return self
 
     @property
     def platform(self) -> str:
-        """Of the devices."""
+        """Platform of the devices, such as cpu or gpu."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def in_one_memory(self) -> int:
-        """Devices of this process that share their memory: those of a CPU do."""
+        """Number of this process' devices that share one memory: all on a CPU, else 1."""
         return len(self.mesh.local_devices) if self.platform == "cpu" else 1
 
     @property
     def processes(self) -> int:
-        """How many processes the devices belong to."""
+        """Number of processes that own the devices."""
         return len({device.process_index for device in self.mesh.devices.flat})
 
     def size(self, letter: str) -> int:
-        """Parts that an axis of this letter is cut into."""
+        """Number of parts into which an axis of this letter is split."""
         return math.prod(self.mesh.shape[name] for name in LETTERS.get(letter, ()))
 
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
-        """Which axes of the mesh a whole array's axes are split over.
+        """PartitionSpec of an array by its letters and its shape; an axis marked `#` is not split where its size is 1.
 
-        Args:
-            letters: of its axes, as its annotation has them; an axis behind `#` may be 1, and is then not split.
-            shape: its sizes.
-
-        Returns:
-            The spec.
-
-        Raises:
-            ValueError: if two letters want the same axis of the mesh, or a size does not divide.
+        ValueError if two letters use the same axis of the mesh, or a size does not divide.
         """
         return _spec(self.mesh, letters, tuple(shape))
 
 
 def _of_devices(platform: str, ids: list[Any]) -> Axes:
+    """Axes of unpickled device ids; ValueError if this process lacks one of the devices."""
     there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
     gone = sorted(set(names.ravel().tolist()) - set(there))
     remedy = f"this process has {len(there)} of {platform}: a cache goes to others by its save, and jaxkv.load_cache"
@@ -101,6 +95,7 @@ def _of_devices(platform: str, ids: list[Any]) -> Axes:
 
 @functools.lru_cache(maxsize=4096)
 def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
+    """PartitionSpec of `Axes.spec`, cached."""
     names = letters.split()
     for at, (name, size) in enumerate(zip(names, shape, strict=False)):
         over = LETTERS.get(name.lstrip("#"), ())
@@ -114,17 +109,9 @@ def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
 
 
 def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """Axes of a mesh for letters, those that are not split at the end left out.
+    """PartitionSpec of letters without trailing unsplit axes, and with `mesh` also without its axes of one device.
 
-    Args:
-        letters: of an array's axes.
-        mesh: whose axes of one device are left out, too: what comes out of programs is told without them.
-
-    Returns:
-        The spec.
-
-    Raises:
-        ValueError: if two letters want the same axis of the mesh.
+    ValueError if two letters use the same axis of the mesh.
     """
     found = [LETTERS.get(name.lstrip("#")) for name in letters.split()]
     taken = [name for names in found for name in names or ()]
@@ -137,7 +124,7 @@ def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
 
 
 def host(value: Any) -> np.ndarray:
-    """The whole of an array, on the host: of every process' parts, where there are several."""
+    """Whole array on the host, gathered from all processes if it is spread over several."""
     if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         from jax.experimental import multihost_utils
 
@@ -146,17 +133,7 @@ def host(value: Any) -> np.ndarray:
 
 
 def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Array:
-    """An array of the host's on the devices.
-
-    Args:
-        value: the array.
-        letters: of its axes.
-        axes: of the mesh; None for the default device.
-        dtype: of the result; by default as it is.
-
-    Returns:
-        The array.
-    """
+    """Array of the host on the devices, split by its axes' letters; on the default device without `axes`."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
@@ -164,72 +141,68 @@ def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Arr
 
 
 def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
-    """Where an array of these letters is to lie: the `device` of `jnp.zeros`, None for the default one."""
+    """Sharding of an array by its letters, the `device` of `jnp.zeros`; None, the default device, without `axes`."""
     return None if axes is None else _there(axes.mesh, letters, tuple(shape))
 
 
 def inside() -> bool:
-    """Whether what is being traced is the code of one device of a mesh."""
+    """True while the code of one device of a mesh is traced, inside `shard_map`."""
     return set(NAMES) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @functools.lru_cache(maxsize=4096)
 def _there(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Sharding of `where`, cached."""
     return NamedSharding(mesh, _spec(mesh, letters, shape))
 
 
 def missing(batch: int, axes: Axes | None) -> int:
-    """Sequences that a batch is short of as many for each of a mesh's groups."""
+    """Number of padding sequences that fill a batch up to a multiple of the mesh's groups."""
     return 0 if axes is None else -batch % axes.size("B")
 
 
 def settle_down(tree: Any, axes: Axes | None) -> Any:
-    """A dataclass of arrays where its fields' letters say: programs then find them as those before left them."""
+    """Dataclass of arrays, placed by the letters of its fields; unchanged without a mesh or inside a program."""
     return tree if axes is None or inside() else tree_placed(tree, type(tree), axes)
 
 
 def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
-    """A pytree whose arrays lie where the letters of its annotation say."""
+    """Pytree with its arrays placed by the letters of its annotation."""
     leaves, tree = jax.tree.flatten(value)
     letters = letters_of(value, hint, tree)
     return jax.tree.unflatten(tree, [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)])
 
 
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
-    """The leaves of a dataclass of arrays: where each lies in it, the letters of its axes, and itself."""
+    """(path, letters, array) of each leaf of a dataclass of arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(path, known(letters_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:
-    """An array there: of the host's or of one device's, which every process holds whole, or one that lies on a mesh.
+    """Array with a given sharding; unchanged if it has it already. Abstract arrays get the sharding.
 
-    Args:
-        leaf: the array.
-        there: where it is to lie.
-
-    Returns:
-        The array; the same one if it lies there.
+    An array of the host or of one device must be whole in every process.
     """
     if isinstance(leaf, jax.core.Tracer) or getattr(leaf, "sharding", None) == there:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=there)
     keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    # Random keys come out of programs with a spec that says the same in other words.
+    # Random keys come out of programs with an equivalent but unequal spec.
     if keys and isinstance(leaf.sharding, NamedSharding) and leaf.sharding.is_equivalent_to(there, leaf.ndim):
         return leaf
     if there.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return jax.device_put(leaf, there)
     if keys:
         return jax.random.wrap_key_data(put(jax.random.key_data(leaf), there), impl=jax.random.key_impl(leaf))
-    # Every process holds it whole. `device_put` would compare them first, at a round trip for each array.
+    # `device_put` would compare the processes' copies first, at a round trip for each array.
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
 
 
 def leaf_placed(leaf: Any, letters: str | None, axes: Axes) -> Any:
-    """An array that lies where its letters say; one annotated "..." must lie on that mesh already."""
+    """Array placed by its letters; one annotated "..." keeps its place, which must be on that mesh."""
     if letters != "...":
         letters = known(letters, leaf)
         return put(leaf, _there(axes.mesh, letters, np.shape(leaf)))

@@ -1,4 +1,4 @@
-"""Where a model's parameters lie on a mesh, and what a device has of the model."""
+"""Placement of a model's parameters on a mesh, and the mesh that a model is split over."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import NAMES, spec_of_letters
 
 _AXES = ("data", "model")
-# By the last part of the name; all others lie whole on every device, biases that are added after the sum among them.
+# Letters by the last part of the name; other parameters are whole on every device, such as biases added after a psum.
 _PARAMETERS = {
     "q": "K G D E",
     "q_bias": "K G D",
@@ -34,34 +34,16 @@ _PARAMETERS = {
 
 
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """Which axes of the mesh a parameter's axes are split over.
-
-    Args:
-        path: the parameter's name, `blocks.0.attention.q` say.
-        mesh: from `model_mesh`, whose axes of one device are left out.
-
-    Returns:
-        Its spec, on a mesh of `model_mesh`.
-    """
+    """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, without its axes of one device."""
     return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""), mesh)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
-    """A user's mesh as a model splits over it: kv heads first, then the query heads of each.
+    """Mesh with the axes data, kv and rep from a user's with "data" and "model": kv heads are split first, then groups.
 
-    Args:
-        mesh: with the axes "data" and "model".
-        config: the model's shape.
-
-    Returns:
-        The same devices with the axes "data", "kv" and "rep"; where "rep" has more than one, kv heads are copied.
-
-    Raises:
-        TypeError: for anything but a mesh.
-        ValueError: for other axes, and for a number of devices that does not divide the model; it names those that do.
-
-    Warns:
-        RuntimeWarning: once per process, for CPU devices that have too few threads.
+    Where rep has more than one device, kv heads are copied to them. TypeError for anything but a mesh; ValueError for
+    other axes and for a number of devices that does not divide the model, naming those that do. Warns once per process
+    of CPU devices that have too few threads.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say")
@@ -76,35 +58,12 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
 
 
 def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
-    """What `model_mesh` makes of a mesh of so many devices, without the devices.
-
-    Args:
-        data: groups of devices that take a part of the prompts each.
-        model: devices of each, which a model is split over.
-        config: the model's shape.
-
-    Returns:
-        The mesh.
-
-    Raises:
-        ValueError: for a number of devices that does not divide the model; it names those that do.
-    """
+    """Mesh of `model_mesh` for `data` groups of `model` devices, without the devices."""
     return AbstractMesh((data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
 
 
 def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
-    """How many devices share the kv heads, and how many the query heads of each.
-
-    Args:
-        config: the model's shape.
-        model: devices that it is split over.
-
-    Returns:
-        Both; their product is `model`.
-
-    Raises:
-        ValueError: for a number that does not divide the model; it names those that do.
-    """
+    """Numbers of devices that split the kv heads and each one's query heads; ValueError if `model` does not divide."""
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
@@ -114,7 +73,8 @@ def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
 
 
 def _divides(config: ModelConfig, model: int) -> bool:
+    """True if a model can be split over `model` devices."""
     kv = math.gcd(config.kv_heads, model)
-    # Several kv heads with a part of each one's group would be no stretch of the output projection's columns.
+    # Several kv heads with a part of each one's group would not be contiguous columns of the output projection.
     split = kv == config.kv_heads and config.group % (model // kv) == 0
     return (kv == model or split) and config.hidden % model == 0 and config.vocab % model == 0

@@ -1,8 +1,7 @@
-"""The programs that a walk over programs calls, and the bytes that lie beside each: from shapes, without running one.
+"""Records calls of programs on abstract arrays, with the bytes that live beside each call, without running one.
 
-The walk is traced as one outer program. A `Door` that is called meanwhile traces its program for the shapes it is
-given, and stands in the outer program as one equation: which arrays lie on the device beside it follows from where
-each is used last.
+The walk is traced as one outer program. A `Door` that is called meanwhile traces its program for the abstract arrays,
+and becomes one equation of the outer program: live arrays follow from the last use of each.
 """
 
 import dataclasses
@@ -20,16 +19,16 @@ from jax.extend.core import Jaxpr, Primitive, Var
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a program.
+    """One recorded call of a program.
 
     Attributes:
         name: of the program's function.
-        options: its arguments by name, which are static.
-        arguments: shapes of its arrays, placed as the program takes them.
-        results: shapes of what comes out of it, placed likewise.
-        traced: the program, traced for these shapes; equal calls share it.
-        seconds: that tracing it took.
-        beside: bytes on one device that lie there while it runs and that it is not given.
+        options: its static arguments.
+        arguments: its abstract arrays, placed.
+        results: its abstract results, placed.
+        traced: the traced program, shared by equal calls.
+        seconds: of tracing.
+        beside: bytes of live arrays on one device that are not its arguments.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Call:
     beside: int = 0
 
 
-# What takes the calls of the walk that is being recorded in this thread.
+# Recorder of the walk that this thread records.
 _RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)
 _called = Primitive("called")
 _called.multiple_results = True
@@ -49,22 +48,22 @@ _called.def_abstract_eval(lambda *given, gives, sizes: list(gives))
 
 
 def recorder() -> "Recorder | None":
-    """The recorder that takes calls of programs now; None where programs are run."""
+    """Active recorder of this thread; None where programs are run."""
     return _RECORDER.get()
 
 
 class Recorder:
-    """Takes the calls of programs in place of a device, in order; equal calls are traced once."""
+    """Takes calls of programs instead of a device, in order; equal calls are traced once."""
 
     def __init__(self, sharding: Any):
-        """Begins with no calls; arrays of programs that run on no mesh lie where `sharding` says."""
+        """Starts without calls; `sharding` is that of arrays of programs off a mesh."""
         self.calls, self.resident = list[Call](), list[set[int]]()
         self._sharding, self._known = sharding, dict[Any, Call]()
-        # Without them an equation whose results nothing uses would be left out.
+        # Held so that equations with unused results are not dropped.
         self._results = list[list[Any]]()
 
     def call(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Notes a call; gives traced arrays of the shapes that come out of it."""
+        """Records a call; returns traced arrays of its results' shapes."""
         given, tree = jax.tree.flatten(args)
         shapes = [_shape(leaf) for leaf in given]
         known = door, tree, *shapes, *sorted(options.items(), key=lambda option: option[0])
@@ -88,7 +87,7 @@ class Recorder:
         return jax.tree.unflatten(result, self._results[-1])
 
     def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
-        """A program traced for shapes; the programs within it are a part of it, and no calls."""
+        """Call with its program traced; programs inside are part of it, and no calls."""
         token, began = _RECORDER.set(None), time.perf_counter()
         try:
             placed = door.arguments_placed(args, options, self._sharding)
@@ -107,16 +106,10 @@ class Recorder:
 
 
 def record(walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None) -> tuple[list[Call], Any]:
-    """Traces a walk that calls programs, and notes each call.
+    """Traces a walk that calls programs; returns the calls in order, and the abstract results of the walk.
 
-    Args:
-        walk: the function; what it returns lies on the device to its end.
-        args: its arrays, as shapes.
-        resident: arrays that lie there all the while, as shapes; the walk gives programs these very objects.
-        sharding: where arrays lie if the programs run on no mesh; None for the default device.
-
-    Returns:
-        The calls in order, and the shapes of what the walk returns.
+    `args` are its abstract arrays, and its results live to its end. `resident` are abstract arrays that live all the
+    while; the walk must pass these very objects. `sharding` is that of arrays off a mesh, None for the default device.
     """
     taking = Recorder(sharding)
     token = _RECORDER.set(taking)
@@ -133,12 +126,12 @@ def record(walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: A
 
 
 def weigh(tree: Any) -> int:
-    """Bytes that one device has of arrays, or of shapes."""
+    """Bytes of a tree's arrays on one device."""
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _bytes(leaf: Any) -> int:
-    """Bytes that one device has of an array, shape or abstract value."""
+    """Bytes of an array, abstract array or abstract value on one device."""
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
     shape = sharding.shard_shape(shape) if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is not None else shape
     item = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
@@ -146,17 +139,17 @@ def _bytes(leaf: Any) -> int:
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An argument of a program as a shape; resident ones are shapes, and say where they lie."""
+    """Abstract array of an argument; resident arguments are abstract already, with their sharding."""
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
 
 
 def _beside(outer: Jaxpr) -> list[int]:
-    """Bytes that lie on one device during each call: arrays made before and used later, its arguments left out."""
+    """Bytes of live arrays on one device during each call: made before, used later, and not its arguments."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}
         if step.primitive is _called:
-            # What no program gives lies as the first program that takes it has it.
+            # An array that no program returns has the size that the first program taking it sees.
             for var, size in zip((*step.invars, *step.outvars), step.params["sizes"], strict=True):
                 if isinstance(var, Var):
                     sizes.setdefault(var, size)
