@@ -13,7 +13,7 @@ import numpy as np
 
 TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers").Tokenizer.from_file
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
-# Numbers that drawing takes, those of jaxkv's samplers among them: kind, what is too small, what is not yet too large.
+# Numeric arguments of drawing, jaxkv's samplers' among them: type, exclusive lower and inclusive upper bound, remedy.
 BOUNDS = {
     "max_new_tokens": (int, 0, np.inf, "a whole number: draw at least 1 token"),
     "seed": (int, -1, 2**32 - 1, f"a whole number in [0, {2**32})"),
@@ -21,8 +21,8 @@ BOUNDS = {
     "p": (numbers.Real, 0, 1, "a share in (0, 1]"),
     "k": (int, 0, 2**31 - 1, f"a whole number of tokens in [1, {2**31})"),
 }
-# Rows of `count` sequences by name, of programs `at` (slots, batch); `room` tokens fit; whose turn it is in each
-# conversation; checksum and folder of the export. A value: nothing changes it.
+# Immutable cache of `count` sequences: arrays by name, the (slots, batch) of its programs, tokens that still fit, the
+# turn of each conversation, and checksum and folder of the export.
 Cache = collections.namedtuple("Cache", "arrays at count room turns of")
 
 
@@ -31,7 +31,7 @@ def need(fine, message, kind=ValueError):
         raise kind(message)
 
 
-def plain(value):  # a scalar of numpy's or jax's as Python's own, anything else as it is
+def plain(value):  # Python scalar of a numpy or jax scalar; anything else unchanged
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
@@ -39,14 +39,14 @@ def is_id(value):
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def listed(given):  # text as it is; arrays and sequences as lists
+def listed(given):  # list of an array or a sequence; text unchanged
     given = np.asarray(given).tolist() if hasattr(given, "ndim") and hasattr(given, "dtype") else given
     fits = isinstance(given, collections.abc.Sequence) and not isinstance(given, (bytes, bytearray, memoryview))
     need(fits, f"prompt={type(given).__name__}: give text, token ids, or a list of them", TypeError)
     return given if isinstance(given, str) else [*map(plain, given)]
 
 
-def prompts(given):  # a list of them, and whether it was one prompt by itself
+def prompts(given):  # list of prompts, and True if a single prompt was given
     one = isinstance(items := listed(given), str) or bool(items and is_id(items[0]))
     return need(items, f"prompt={given!r}: give at least one prompt") or ([items] if one else items, one)
 
@@ -110,26 +110,26 @@ class Model:
         (run, inputs, outputs, there, _), every = self.programs[kind, *at], self.weights | arrays
         return arrays | dict(zip(outputs, run(*map(jax.device_put, (every[n] for n in inputs), there)), strict=True))
 
-    def again(self, arrays, at, close=False):  # compresses what is due; how many tokens can be drawn before it is
+    def again(self, arrays, at, close=False):  # recompresses if due; arrays, and tokens that can be drawn until then
         every, over = self.said["every"], lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max())
         due = ("again", *at) in self.programs and over(arrays) + np.max(arrays.get("beside.written", 0)) >= (every or 1)
         arrays = self.run("settle", at, arrays) if (due or close) and "beside.written" in arrays else arrays
         arrays = self.run("again", at, arrays) if due and over(arrays) >= (every or 1) else arrays
         return arrays, every - over(arrays) - int(np.max(arrays.get("beside.written", 0))) if every else 1 << 30
 
-    def own(self, arrays, at, seed, one=False):  # a copy, which programs may write; of the first sequence's for all
+    def own(self, arrays, at, seed, one=False):  # copy that programs may write; `one`: first sequence for all
         _, of, _, _, first = self.programs["draw.Greedy", *at]
         own = {name: arrays[name][first.get(name, ...) if one else ...] for name in of if name in arrays}
         own = {name: jax.numpy.copy(jax.numpy.broadcast_to(own[name], of[name][1:])) for name in own}
         return own | {"key": np.asarray([0, seed], np.uint32)}
 
-    def known(self, cache):  # refuses what is no cache, or another export's
+    def known(self, cache):  # refuses anything but a cache of this export
         told = f"cache={type(cache).__name__}: give what read returned, or the last that generate returned"
         need(getattr(cache, "_fields", None) == Cache._fields, told, TypeError)
         told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
         need(cache.of[0] == self.of[0], told)
 
-    def tokens(self, item, turn, close):  # a prompt's ids, and whose turn it is behind them
+    def tokens(self, item, turn, close):  # ids of a prompt, and the conversation's turn after it
         if not isinstance(row := listed(item), str):
             kinds = ", ".join(sorted({type(each).__name__ for each in row if not is_id(each)}))
             need(not kinds, f"prompt=a list of {kinds}: give text, token ids, or a list of them", TypeError)
@@ -139,12 +139,12 @@ class Model:
         whole = row if turn == "raw" else {"start": opening, "answer": between}.get(turn, "") + row + closing * close
         try:
             ids = self.text.encode(whole, add_special_tokens=False).ids if row else []
-        except Exception as error:  # half a character, or what the tokenizer's own rules fail on
+        except Exception as error:  # half a character, or a failure of the tokenizer's own rules
             raise ValueError(f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another") from error
         ids = [bos] * (bool(row) and turn == "start" and bos not in (None, *ids[:1])) + ids
         return ids, turn if turn == "raw" else "answer" if close else "user"
 
-    def encode(self, items, turns, close):  # ids of each prompt, and whose turn it then is: as `jaxkv.generate` has it
+    def encode(self, items, turns, close):  # ids of each prompt and the turn after it, as in `jaxkv.generate`
         held, vocab = len(turns), self.said["vocab"]
         need(held in (1, len(items)), f"prompt={len(items)} prompts: the cache holds {held}: give as many, or 1 cache")
         rows = [self.tokens(item, turns[at % held], close) for at, item in enumerate(items)]
@@ -161,7 +161,7 @@ class Model:
         need(batch, f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}")
         need(longest <= of[0], f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=")
         need(new <= room, f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}")
-        # Where positions are places within the cache, `jaxkv export` has seen to all but the prompt's own.
+        # Where positions are places in the cache, `jaxkv export` has checked all but the prompt's own.
         seen = np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0
         seen, new = (0, 0) if said["rolling"] else (seen, new)
         total, limit = int((lengths + seen).max()) + new, said["positions"]
@@ -173,7 +173,7 @@ class Model:
         return slots, min(batch)
 
     @np.errstate(over="ignore", under="ignore")
-    def asked(self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given):  # checked, and as programs take it
+    def asked(self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given):  # checked arguments of a program
         said, out, stop = self.said["samplings"], {}, plain(stop_at_eos)
         need(isinstance(stop, bool), f"stop_at_eos={stop_at_eos!r}: give True or False")
         need(isinstance(sampling, str) and sampling in said, f"sampling={sampling!r}: give of {said}")
@@ -189,7 +189,7 @@ class Model:
         return new, seed, f"draw.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
-        """A cache of prompts, or of what comes on top of one; behind a text the user's turn stays open till closed."""
+        """Cache of prompts, or of more tokens on top of `cache`; a text's user turn stays open unless `close`."""
         said, (_, seed, _, _) = self.said, self.asked(1, seed)
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)

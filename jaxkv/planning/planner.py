@@ -84,8 +84,8 @@ def plan(
         TypeError: for an argument of the wrong kind.
         ImportError: if the compiler is asked and not installed; the message says how to get it.
     """
-    sizes = {"context": context, "batch": batch, "new": new, "dtype": dtype}
-    setting, notes = setting_of(known_model(model), gpus, mesh, policy=policy, **sizes)
+    known = known_model(model)
+    setting, notes = setting_of(known, gpus, mesh, policy=policy, context=context, batch=batch, new=new, dtype=dtype)
     require(isinstance(setting, Setting) or not compile, "compile", True, "it is for GPUs: leave it out")
     return planned(setting, notes, compile=compile)
 
@@ -104,9 +104,17 @@ def known_model(given: Any) -> Known:
 
 
 def setting_of(
-    known: Known, gpus: str, mesh: str | tuple[int, int] | None, *, policy: Any, **sizes: Any
+    known: Known,
+    gpus: str,
+    mesh: str | tuple[int, int] | None,
+    *,
+    policy: Any,
+    context: int,
+    batch: int,
+    new: int,
+    dtype: Any,
 ) -> tuple[Setting | HostSetting, tuple[str, ...]]:
-    """Checked setting of `plan`'s arguments, with notes on what it assumes; `sizes`: context, batch, new and dtype."""
+    """Checked setting of `plan`'s arguments, with notes on what it assumes."""
     here = isinstance(gpus, str) and gpus.strip().lower() == "cpu"
     filters, given, notes = known.filters, as_policy(policy), list[str]()
     if filters is None and getattr(given, "filter_layers", ()) is None:
@@ -114,24 +122,19 @@ def setting_of(
         assumed = f"filter layers {', '.join(map(str, filters))} are assumed, at the heights of Llama 3 8B's"
         notes.append(f"{assumed}: `jaxkv filters` finds a model's own")
     given = given.for_model(known.config.layers, filters)
-    if sizes["dtype"] is None:
-        sizes["dtype"] = "float32" if here else "bfloat16"
+    if dtype is None:
+        dtype = "float32" if here else "bfloat16"
+    request = Request(
+        model=known.name, config=known.config, policy=given, context=context, batch=batch, new=new, dtype=dtype
+    )
+    fields = vars(request)
     setting: Setting | HostSetting
     if here:
         require(mesh is None, "mesh", mesh, "a CPU is planned for as one device: leave it out")
-        free = memory.machine_bytes()
-        setting = HostSetting(model=known.name, config=known.config, policy=given, memory=free, **sizes)
+        setting = HostSetting(memory=memory.machine_bytes(), **fields)
     else:
         gpu, count = gpus_named(gpus)
-        setting = Setting(
-            model=known.name,
-            config=known.config,
-            policy=given,
-            gpu=gpu,
-            gpus=count,
-            data=_groups(mesh, count),
-            **sizes,
-        )
+        setting = Setting(gpu=gpu, gpus=count, data=_groups(mesh, count), **fields)
     return setting, (*notes, *filter(None, (setting.beyond,)))
 
 
