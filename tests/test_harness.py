@@ -14,7 +14,7 @@ import tiny
 
 import jaxkv
 from jaxkv.engine.session import Session
-from jaxkv.evals.perplexity import judged
+from jaxkv.evals.perplexity import losses_of
 
 POLICIES = {"full": {}, "h2o": {"budget": 12}, "snapkv": {"budget": 8, "window": 4}}
 CONTEXT = "Ada kept the mill by the river"
@@ -22,6 +22,41 @@ CONTEXT = "Ada kept the mill by the river"
 
 class Request(types.SimpleNamespace):
     """What the harness hands over, as far as it is looked at."""
+
+
+class StandIn:
+    """What is used of lm-eval 0.4.13's TemplateLM."""
+
+    def __init__(self):
+        self.cache_hook = types.SimpleNamespace(add_partial=lambda *args: None)
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        asked = []
+        for context, continuation in [request.args for request in requests]:
+            if context == "":
+                behind = self.tok_encode(continuation, add_special_tokens=False)
+                first = behind[0] == self.prefix_token_id
+                before, behind = (behind[:1], behind[1:]) if first else ([self.prefix_token_id], behind)
+            else:
+                cut = len(context.rstrip())
+                before = self.tok_encode(context[:cut])
+                behind = self.tok_encode(context + continuation)[len(before) :]
+            asked.append(((context, continuation), before, behind))
+        return self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
+
+
+def rolling(token_list, prefix_token, max_seq_len, context_len):
+    """lm-eval's windows: the whole of a text's tokens to predict, each once, behind as many as fit."""
+    assert context_len == 1
+    ids = [prefix_token, *token_list]
+    for first in range(0, len(token_list), max_seq_len):
+        end = min(first + max_seq_len, len(token_list))
+        yield ids[max(0, end - max_seq_len) : end], token_list[first:end]
+
+
+def disjoint(pair):
+    context, continuation = pair
+    return context[: len(context) - len(continuation) + 1], continuation
 
 
 def requests(*args):
@@ -33,13 +68,9 @@ def lm_class():
     """JaxKVLM."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("lm_eval") is None:
-
-            class LM:
-                def __init__(self):
-                    self.cache_hook = types.SimpleNamespace(add_partial=lambda *args: None)
-
-            parts = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.api.model": {"LM": LM}}
+            parts = {"lm_eval": {}, "lm_eval.api": {}, "lm_eval.api.model": {"TemplateLM": StandIn}}
             parts["lm_eval.api.registry"] = {"register_model": lambda *names: lambda cls: cls}
+            parts["lm_eval.utils"] = {"get_rolling_token_windows": rolling, "make_disjoint_window": disjoint}
             for name, held in parts.items():
                 module = types.ModuleType(name)
                 vars(module).update(held)
@@ -60,7 +91,10 @@ def test_likelihoods_are_those_of_the_model(made):
     asked = [(CONTEXT, " yes"), (CONTEXT[:8] + "   ", "no"), ("", "river")]
     same = [(CONTEXT, " yes"), (CONTEXT[:8], "   no"), ("", "river")]
     found = lm.loglikelihood(requests(*asked), disable_tqdm=True)
-    ids = [(lm._encoded(of) or [lm._first], lm._encoded(behind, bos=False)) for of, behind in same]
+    ids = [
+        (lm.tok_encode(of) or [lm.prefix_token_id], lm.tok_encode(behind, add_special_tokens=False))
+        for of, behind in same
+    ]
     prefixes = [before + behind[:at] for before, behind in ids for at in range(len(behind))]
     # All in one batch.
     _, logits = running.prefill(lm.params, prefixes)
@@ -73,10 +107,10 @@ def test_likelihoods_are_those_of_the_model(made):
 
 def test_what_greedy_drawing_gives_is_said_to_be(made):
     lm = made(policy="h2o", budget=12)
-    ids = lm._encoded(CONTEXT)
+    ids = lm.tok_encode(CONTEXT)
     drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=4, stop_at_eos=False).tokens.tolist()
     other = [*drawn[:-1], (drawn[-1] + 1) % 256]
-    values, greedy = lm._scored([ids], [drawn, other, drawn[:2]])
+    values, greedy = lm._score([ids], [drawn, other, drawn[:2]])
     assert greedy.tolist() == [True, False, True] and values[2] > values[0] > values[1]
 
 
@@ -109,12 +143,12 @@ def test_choices_share_the_prefill_of_their_context_whatever_the_batch(made, mon
 
 def test_continuations_are_read_under_every_as_answers_are_drawn(made):
     lm = made(policy="snapkv", budget=8, window=4, every=3)
-    ids = lm._encoded(CONTEXT)
+    ids = lm.tok_encode(CONTEXT)
     drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, max_new_tokens=8, stop_at_eos=False).tokens.tolist()
-    assert lm._scored([ids], [drawn])[1].tolist() == [True]
-    (value,), _ = lm._scored([ids], [drawn])
-    losses, *_ = judged(lm.params, lm.policy, np.asarray([ids + drawn], np.int32), len(ids))
-    once, _ = made(policy="snapkv", budget=8, window=4)._scored([ids], [drawn])
+    assert lm._score([ids], [drawn])[1].tolist() == [True]
+    (value,), _ = lm._score([ids], [drawn])
+    losses, *_ = losses_of(lm.params, lm.policy, np.asarray([ids + drawn], np.int32), len(ids))
+    once, _ = made(policy="snapkv", budget=8, window=4)._score([ids], [drawn])
     assert value == pytest.approx(-losses.sum(), abs=1e-4) and abs(value - once[0]) > 1e-3
 
 
@@ -123,19 +157,20 @@ def test_whole_texts_are_read_on_one_cache(made):
     texts = [CONTEXT, CONTEXT[::-1] + " again"]
     found = lm.loglikelihood_rolling(requests(*((text,) for text in texts)), disable_tqdm=True)
     for value, text in zip(found, texts, strict=True):
-        losses, *_ = judged(lm.params, lm.policy, np.asarray([lm._encoded(text)], np.int32), 1)
+        losses, *_ = losses_of(lm.params, lm.policy, np.asarray([lm.tok_encode(text)], np.int32), 1)
         assert value == pytest.approx(-losses.sum(), abs=1e-3) and losses.shape[1] == len(text)
 
 
 def test_long_texts_go_in_parts_of_the_models_length(lm_class):
     lm = lm_class(eval_models.speaking(positions=32))
     ids = list(range(70))
-    parts = list(lm._windows(5, ids))
-    assert [token for part in parts for token in part.continuation] == ids and {part.request for part in parts} == {5}
-    assert parts[0].context == [lm._first] and parts[1].context == [31]
+    parts = lm._windows(ids)
+    assert [token for _, continuation in parts for token in continuation] == ids
+    contexts = [context for context, _ in parts]
+    assert contexts[0] == [lm.prefix_token_id] and contexts[1] == [31]
     # The last one is judged with what fits before it.
-    assert parts[2].context == list(range(37, 64)) and len(parts[2].context + parts[2].continuation) == 33
-    assert list(lm._windows(0, [])) == []
+    assert contexts[2] == list(range(37, 64)) and len(contexts[2] + parts[2][1]) == 33
+    assert lm._windows([]) == []
 
 
 def test_answers_are_those_of_generate(made):

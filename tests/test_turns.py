@@ -91,7 +91,7 @@ def test_conversations_of_mt_benchs_file_run_where_they_have_references(tmp_path
     [("substring", "It is OSLO, I think", 1.0), ("rouge-l", "oslo", 1.0), ("substring", "Os", 0.0)],
 )
 def test_answers_are_judged_as_asked(judge, said, score):
-    assert Turns(judge=judge)._judged(said, "oslo") == pytest.approx(score, abs=1e-6)
+    assert Turns(judge=judge)._score(said, "oslo") == pytest.approx(score, abs=1e-6)
 
 
 def test_what_cannot_be_held_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Tasks that compressed caches are judged by, and what runs them."""
+"""Evaluations: tasks that score compressed caches, and `evaluate`, `merge` and `report`, which run and show them."""
 
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import Answer, QuestionTask, answers, asked, ids_of

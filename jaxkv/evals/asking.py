@@ -1,4 +1,4 @@
-"""Tasks whose samples are questions: the model answers, and a metric judges what it said."""
+"""Tasks whose samples are questions: a model answers them over compressed caches, and a metric scores the answer."""
 
 import abc
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.evals.task import How, Outcome, Sample, Task
+from jaxkv.evals.task import How, Outcome, Sample, Task, tokenizer_of
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -17,23 +17,23 @@ from jaxkv.text.tokenizer import Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
-    """A task whose samples are asked and judged one by one."""
+    """Base of tasks whose answers are texts to score: a subclass gives `samples` and `score`."""
 
     @abc.abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """Judges an answer.
+        """Scores one answer.
 
         Args:
-            sample: the case.
-            prediction: what the model said, without the prefix.
+            sample: the sample.
+            prediction: text that the model has drawn, without the sample's prefix.
 
         Returns:
             A share in [0, 1].
         """
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Asks a batch; see `Task.run`."""
-        told = asked(params, policy, samples, how)
+        """Answers and scores a batch of samples under one policy."""
+        drawn = asked(params, policy, samples, how)
         return [
             Outcome(
                 score=self.score(sample, answer.text),
@@ -42,19 +42,19 @@ class QuestionTask(Task):
                 rows=answer.rows,
                 nbytes=answer.nbytes,
             )
-            for sample, answer in zip(samples, told, strict=True)
+            for sample, answer in zip(samples, drawn, strict=True)
         ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the model said to one sample, and what its cache took.
+    """A model's answer to one sample, and what its cache cost.
 
     Attributes:
-        text: up to the sample's number of tokens and its stop strings.
+        text: the answer, cut at the sample's stop strings.
         tokens: of the whole prompt.
-        rows: kept of it per kv head and layer, averaged: those held when the answer ends, without the rows of tokens
-            that came behind what was compressed.
+        rows: kept of the prompt per kv head and layer, averaged: those held when the answer ends, without the rows of
+            tokens behind what was compressed.
         nbytes: of these rows.
     """
 
@@ -65,15 +65,15 @@ class Answer:
 
 
 def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
-    """A sample as token ids, cut where a question-agnostic run cuts it: the whole is the same in both settings.
+    """Token ids of a sample's context and of its question; together they are the prompt, agnostic or not.
 
     Args:
         text: the model's tokenizer.
-        sample: the case.
-        raw: no chat template; nor is there one where the sample says so.
+        sample: the sample.
+        raw: True leaves the chat template out, as `Sample.raw` does.
 
     Returns:
-        The context's ids, with what the template writes before it; the question's, with what comes behind it.
+        The context's ids, with the template's opening; the question's, with the template's closing and the prefix.
 
     Raises:
         ValueError: without a tokenizer.
@@ -87,37 +87,37 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
 
 
 def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
-    """What the model says to a batch; see `asked`, which also says what it took."""
+    """Texts of a model's answers to a batch of samples; `asked` also counts their rows."""
     return [answer.text for answer in asked(params, policy, samples, how)]
 
 
 def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Answer]:
-    """What the model says to a batch.
+    """A model's answers to a batch of samples, drawn over compressed caches.
 
     Args:
         params: from `jaxkv.load`.
         policy: the compression.
-        samples: the cases.
-        how: whether the policy sees the questions.
+        samples: the batch.
+        how: whether the policy sees the questions, the template, the seed.
 
     Returns:
-        An answer to each.
+        An answer to each sample.
     """
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
-    # Without a question there is nothing to keep from the policy: such a sample runs as it does in the other setting.
+    # Without a question there is nothing to keep from the policy: such a sample runs as in the other setting.
     # Answers of one length are drawn together, so that no sample has more drawn for it than it asks for.
-    kinds = [(bool(of[1]) and how.agnostic, sample.new_tokens) for of, sample in zip(pairs, samples, strict=True)]
-    told: dict[int, Answer] = {}
+    kinds = [(bool(ids[1]) and how.agnostic, one.new_tokens) for ids, one in zip(pairs, samples, strict=True)]
+    found: dict[int, Answer] = {}
     for kind in dict.fromkeys(kinds):
         at = [number for number, each in enumerate(kinds) if each == kind]
         # Programs are compiled for a batch's size, so a part of one is filled up with copies.
-        all_of = at + at[-1:] * (len(samples) - len(at))
-        said = _asked(params, policy, [samples[n] for n in all_of], [pairs[n] for n in all_of], how.seed, kind[0])
-        told |= zip(at, said, strict=False)
-    return [told[at] for at in range(len(samples))]
+        filled = at + at[-1:] * (len(samples) - len(at))
+        drawn = _draw(params, policy, [samples[n] for n in filled], [pairs[n] for n in filled], how.seed, kind[0])
+        found |= zip(at, drawn, strict=False)
+    return [found[at] for at in range(len(samples))]
 
 
-def _asked(
+def _draw(
     params: LanguageModel,
     policy: Method,
     samples: Sequence[Sample],
@@ -125,27 +125,27 @@ def _asked(
     key: int,
     agnostic: bool,
 ) -> list[Answer]:
-    new_tokens, progress = samples[0].new_tokens, False
+    """Answers to samples of equal `new_tokens`, all question-agnostic or none."""
+    new_tokens = samples[0].new_tokens
     if agnostic:
-        cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=progress)
+        cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=False)
         questions = [question for _, question in pairs]
-        out = generate(params, questions, cache=cache, max_new_tokens=new_tokens, key=key, progress=progress)
+        out = generate(params, questions, cache=cache, max_new_tokens=new_tokens, key=key, progress=False)
     else:
         whole = [context + question for context, question in pairs]
-        out = generate(params, whole, policy=policy, max_new_tokens=new_tokens, key=key, progress=progress)
-    assert params.text is not None
+        out = generate(params, whole, policy=policy, max_new_tokens=new_tokens, key=key, progress=False)
+    tokenizer = tokenizer_of(params)
     # Rows behind the limit are those of later tokens; a policy that drops a row for each of them has none.
     kept = np.minimum(host(out.cache.limit)[:, : len(pairs)], out.cache.kept)
-    ends = set(params.text.eos_ids)
-    told = []
+    ends = set(tokenizer.eos_ids)
+    found = []
     for at, (sample, tokens) in enumerate(zip(samples, out.tokens, strict=True)):
-        mine = [each for each in tokens.tolist() if each not in ends]
-        said = params.text.decode(mine)
+        text = tokenizer.decode([each for each in tokens.tolist() if each not in ends])
         answer = Answer(
-            text=min((said.split(stop)[0] for stop in sample.stop), key=len, default=said),
+            text=min((text.split(stop)[0] for stop in sample.stop), key=len, default=text),
             tokens=sum(map(len, pairs[at])),
             rows=float(kept[:, at].mean()),
             nbytes=int(kept[:, at].sum()) * out.cache.row_bytes,
         )
-        told.append(answer)
-    return told
+        found.append(answer)
+    return found

@@ -1,4 +1,4 @@
-"""InfiniteBench: twelve tasks of 100,000 tokens and more, with its own prompts, output lengths and metrics."""
+"""The task `infinitebench`: twelve tasks above 100,000 tokens, with the official prompts, lengths and metrics."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jaxkv.evals.task import Sample, task
 _OPTIONS = "ABCD"
 _CHOICES = ("code_debug", "longbook_choice_eng")
 _NUMBERS = ("code_run", "math_find")
-# Of these the official functions look at the first label alone.
+# For these the official functions use the first label alone.
 _FIRST_LABEL = ("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng")
 
 
@@ -24,8 +24,8 @@ class InfiniteBench(StoredTask):
     """InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 
     Prompts are the official ones for open models (those of YaRN-Mistral, Yi and ChatGLM3), which begin the answer and
-    have no chat template. What stands behind the document is what a question-agnostic run keeps from the policy; of
-    math_find and code_run the official prompt says before the document, too, what will be asked.
+    have no chat template. A question-agnostic run keeps from the policy the text behind the document; the official
+    prompts of math_find and code_run name the question before the document, too.
 
     Attributes:
         data: folder with the official files, such as passkey.jsonl; by default they are fetched from the hub.
@@ -40,25 +40,25 @@ class InfiniteBench(StoredTask):
     keys = ("context", "input", "answer")
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The question, its options, and what the prompt says of it in advance; see `StoredTask.fields_of`."""
+        """The question, its options, and its names before the document; refuses rows of another format."""
         asked, options = str(row["input"]), row.get("options") or ()
-        told = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
-        told |= {"question": asked, "input": asked}
+        fields = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
+        fields |= {"question": asked, "input": asked}
         if name in _CHOICES:
             four = isinstance(options, list) and len(options) == len(_OPTIONS)
             require(four, "data", options, f"{name} has four options: is it the official file?")
         if name == "code_run":
             call = re.findall(r"func_[0-9]+\(\-?[0-9]+\)", asked)
             require(bool(call), "data", asked, "code_run asks for a call such as func_1(2): is it the official file?")
-            told |= {"func": call[0].split("(")[0], "func_call": call[0]}
+            fields |= {"func": call[0].split("(")[0], "func_call": call[0]}
         if name == "math_find":
             found = re.findall(r"The .+ of", asked)
             require(bool(found), "data", asked, 'math_find asks for "The ... of": is it the official file?')
-            told["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
-        return told
+            fields["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
+        return fields
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Numbers as JSON, of choices the text with its letter, else texts; see `StoredTask.answers_of`."""
+        """Right answers: numbers as JSON, of choices the option and its letter, else texts; refuses other formats."""
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
         sound = bool(several) and all(isinstance(each, (str, int, float, list)) for each in several)
@@ -74,8 +74,8 @@ class InfiniteBench(StoredTask):
         return tuple(str(each) for each in (several[:1] if name in _FIRST_LABEL else several))
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The official metric of the sample's task, the best over its answers."""
-        of = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
+        """Best score over the right answers, by the official metric of the sample's task."""
+        measure = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
         if sample.group in _CHOICES:
-            return of(prediction, sample.answers)
-        return max((of(prediction, answer) for answer in sample.answers), default=0.0)
+            return measure(prediction, sample.answers)
+        return max((measure(prediction, answer) for answer in sample.answers), default=0.0)

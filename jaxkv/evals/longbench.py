@@ -1,4 +1,4 @@
-"""LongBench: 16 English data sets of long documents, with its own prompts, output lengths, truncation and metrics."""
+"""The task `longbench`: 16 English data sets of long documents, with the official prompts, lengths and metrics."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from jaxkv.evals import metrics
 from jaxkv.evals.stored import Hub, StoredTask, table
 from jaxkv.evals.task import Sample, task
 
-# Examples, or code, to be gone on with: a chat template is in the way.
+# Examples, or code, to be continued: a chat template is in the way.
 _RAW = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
-# Models go on with another example: the answer is the first line.
+# Models continue with another example: the answer is the first line.
 _FIRST_LINE = ("trec", "triviaqa", "samsum")
 
 
@@ -20,8 +20,8 @@ _FIRST_LINE = ("trec", "triviaqa", "samsum")
 class LongBench(StoredTask):
     """LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
-    What stands behind a document in the official prompts, such as the question, is what a question-agnostic run keeps
-    from the policy; what stands before it never names the question.
+    A question-agnostic run keeps from the policy the text behind the document in the official prompt, such as the
+    question; the text before the document never names the question.
 
     Attributes:
         data: folder with the official files, such as narrativeqa.jsonl; by default they are fetched from the hub.
@@ -37,15 +37,15 @@ class LongBench(StoredTask):
     keys = ("input", "context", "answers", "all_classes")
 
     def raw(self, name: str) -> bool:
-        """Few-shot prompts and code are gone on with; see `StoredTask.raw`."""
+        """True for few-shot prompts and code, which have no chat template around them."""
         return name in _RAW
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The question, or what else is asked; see `StoredTask.fields_of`."""
+        """The question, for the prompt's field "input"."""
         return {"input": row["input"]}
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """All that are right; see `StoredTask.answers_of`."""
+        """All right answers of a row; refuses rows of another format."""
         right = row["answers"]
         texts = isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
         require(texts, "data", right, f"{name} has a list of texts as its answers: is it the official file?")
@@ -58,10 +58,10 @@ class LongBench(StoredTask):
         return tuple(right)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The official metric of the sample's data set, the best over its answers."""
+        """Best score over the right answers, by the official metric of the sample's data set."""
         metric = table(self.benchmark)[sample.group]["metric"]
         given = {"classes": sample.tags["classes"]} if metric == "one_class" else {}
         if sample.group in _FIRST_LINE:
             prediction = prediction.lstrip("\n").split("\n")[0]
-        of = getattr(metrics, metric)
-        return max((of(prediction, answer, **given) for answer in sample.answers), default=0.0)
+        measure = getattr(metrics, metric)
+        return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)

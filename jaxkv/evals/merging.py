@@ -12,7 +12,7 @@ from jaxkv.evals.records import SAMPLES, Record, Run, differences
 from jaxkv.evals.runs import begin, finish
 from jaxkv.evals.summary import Evaluation
 
-# In `Run.made_with`, what may differ between the machines of shards.
+# Entries of `Run.made_with` that may differ between the machines of shards.
 _OWN = ("device", "devices")
 
 

@@ -1,9 +1,9 @@
-"""LongBench's and InfiniteBench's metrics: a prediction and what is right, and how well they agree, in [0, 1].
+"""Metrics of LongBench and InfiniteBench: scores in [0, 1] of a prediction against a right answer.
 
 Where a library gives the official figure, it is used: rouge-score for summaries of books, difflib for code. The ROUGE-L
 of LongBench is that of the package rouge 1.0.1, which counts distinct words sentence by sentence, as no other package
 does: it is written here by its definition, as the others are.
-`tests/golden/metrics` has what the official functions say.
+`tests/golden/metrics` has the official functions' scores.
 """
 
 import difflib
@@ -12,7 +12,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -27,27 +26,12 @@ PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def words_of(text: str) -> list[str]:
-    """Words as answers are compared by: lower case, without punctuation and articles.
-
-    Args:
-        text: what was said.
-
-    Returns:
-        The words, in order.
-    """
+    """Words of a text in lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(said: Sequence[str], right: Sequence[str]) -> float:
-    """Harmonic mean of the shares of words that two lists have in common.
-
-    Args:
-        said: words of the prediction.
-        right: words of the answer.
-
-    Returns:
-        The mean; 0 without a common word.
-    """
+    """Harmonic mean of the shares of words that two lists have in common; 0 without a common word."""
     common = (Counter(said) & Counter(right)).total()
     if common == 0:
         return 0.0
@@ -56,47 +40,22 @@ def f1(said: Sequence[str], right: Sequence[str]) -> float:
 
 
 def answer_f1(prediction: str, answer: str) -> float:
-    """F1 of words, as SQuAD has it.
-
-    Args:
-        prediction: what was said.
-        answer: what is right.
-
-    Returns:
-        A share.
-    """
+    """F1 of words, as SQuAD has it."""
     return f1(words_of(prediction), words_of(answer))
 
 
 def chinese_f1(prediction: str, answer: str) -> float:
-    """F1 of characters, punctuation left out.
-
-    Args:
-        prediction: what was said.
-        answer: what is right.
-
-    Returns:
-        A share.
-    """
+    """F1 of characters, without punctuation."""
     said, right = ("".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer))
     return f1(said, right)
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L of summaries, as the package rouge 1.0.1 counts it.
+    """ROUGE-L F1 of summaries, as the package rouge 1.0.1 counts it; 0 where either text is empty.
 
-    Sentences end at full stops. Of each of the answer's, the distinct words on a longest common subsequence with any of
-    the prediction's count, once in the whole; so do both texts' distinct words, of which they are shares.
-
-    Args:
-        prediction: what was said.
-        answer: what is right.
-
-    Returns:
-        The F1 of both shares; 0 where either text is empty.
-
-    References:
-        Lin, ROUGE (2004), section 3.2, summary level.
+    Sentences end at full stops. Of each sentence of the answer, the distinct words on a longest common subsequence with
+    any sentence of the prediction count, once in the whole, as shares of both texts' distinct words (Lin, ROUGE, 2004,
+    section 3.2, summary level).
     """
     said, right = _sentences(prediction), _sentences(answer)
     if not said or not right:
@@ -107,12 +66,13 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # A sentence of spaces alone is one of an empty word, as there.
+    """Words of each sentence, which ends at a full stop."""
+    # A sentence of spaces alone is one of an empty word, as in the package.
     return [" ".join(each.split()).split(" ") for each in text.split(".") if each]
 
 
 def _common(right: list[str], said: list[str]) -> list[str]:
-    """Words on a longest common subsequence: of several, the one that the package walks back along."""
+    """Words on a longest common subsequence, last first: of several, the one that the package walks back along."""
     table = [[0] * (len(said) + 1)]
     for mine in right:
         above, row = table[-1], [0]
@@ -132,18 +92,7 @@ def _common(right: list[str], said: list[str]) -> list[str]:
 
 
 def rouge_l_of_lines(prediction: str, answer: str) -> float:
-    """ROUGE-Lsum of the package rouge-score, without stemming: sentences are lines.
-
-    Args:
-        prediction: what was said.
-        answer: what is right.
-
-    Returns:
-        Its F1.
-
-    Raises:
-        ImportError: without rouge-score, naming the extra that brings it.
-    """
+    """ROUGE-Lsum F1 of the package rouge-score without stemming, whose sentences are lines; needs `jaxkv[eval]`."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -152,16 +101,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """Whether the answer's class is named, shared with the others that are.
-
-    Args:
-        prediction: what was said.
-        answer: the class.
-        classes: all of them.
-
-    Returns:
-        One over the classes named, or 0 if the right one is not among them.
-    """
+    """1 / n if the answer is among the n class names in the prediction, else 0."""
     named = [each for each in classes if each in prediction]
     # The official loop takes out of the list that it walks along, and so passes over what follows each.
     for each in named:
@@ -171,44 +111,21 @@ def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """How many of the numbers said are the right one.
-
-    Args:
-        prediction: what was said.
-        number: digits.
-
-    Returns:
-        A share; 0 where no number was said.
-    """
+    """Share of the numbers in the prediction that equal `number`; 0 without a number."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def paragraph(prediction: str, answer: str) -> float:
-    """How many of the numbers said are the answer's paragraph.
-
-    Args:
-        prediction: what was said.
-        answer: such as "Paragraph 7".
-
-    Returns:
-        A share.
-    """
+    """Share of the numbers in the prediction that are the number of the answer, such as "Paragraph 7"."""
     return share_of_numbers(prediction, PARAGRAPH.findall(answer)[0])
 
 
 def line_of_code(prediction: str, answer: str) -> float:
-    """How alike the first line of code said and the right one are.
+    """Likeness of the first line of code in the prediction, without a backtick, "#" or "//", and the answer.
 
     fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not ask for: difflib's, in whole hundredths.
     RapidFuzz gives another one, by edit distance.
-
-    Args:
-        prediction: what was said; lines with a backtick, "#" or "//" are passed over.
-        answer: the line.
-
-    Returns:
-        A share.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
@@ -220,68 +137,31 @@ def line_of_code(prediction: str, answer: str) -> float:
 
 
 def first_number(prediction: str, answer: str) -> float:
-    """Whether the first digits said are the answer.
-
-    Args:
-        prediction: what was said.
-        answer: digits.
-
-    Returns:
-        1 or 0.
-    """
+    """1 if the first digits in the prediction equal the answer, else 0."""
     found = re.search(r"[0-9]+", prediction)
     return float(answer == (found.group() if found else ""))
 
 
 def among_words(prediction: str, answer: str) -> float:
-    """Whether the answer is one of the words said, between spaces and marks.
-
-    Args:
-        prediction: what was said.
-        answer: a word.
-
-    Returns:
-        1 or 0.
-    """
+    """1 if the answer is a word of the prediction, between spaces and punctuation, else 0."""
     return float(answer in _apart(prediction, _MARKS).split())
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """Whether a name is one of the words said, in capitals.
-
-    Args:
-        prediction: what was said.
-        answer: the name, in capitals.
-
-    Returns:
-        1 or 0.
-    """
+    """1 if the answer, a name in capitals, is a word of the prediction in any case, else 0."""
     return among_words(prediction.strip().upper(), answer)
 
 
 def last_number(prediction: str, answer: str) -> float:
-    """Whether the last word said is the number.
-
-    Args:
-        prediction: what was said.
-        answer: a number, as JSON has it.
-
-    Returns:
-        1 or 0.
-    """
+    """1 if the last word of the prediction is the number that the answer has as JSON, else 0."""
     words = _apart(prediction.strip(), "\n.`'\":").split()
     return float(_number(words[-1]) == json.loads(answer)) if words else 0.0
 
 
 def found_number(prediction: str, answer: str) -> float:
-    """Whether the first number said is the answer.
+    """1 if the first number in the prediction is the number that the answer has as JSON, else 0.
 
-    Args:
-        prediction: what was said.
-        answer: a number, as JSON has it.
-
-    Returns:
-        1 or 0. The official function fails on a fraction where a whole number is right: that is 0 here.
+    The official function fails on a fraction where a whole number is right: that is 0 here.
     """
     found, right = re.search(r"\d+\.\d+|\d+", prediction), json.loads(answer)
     if found is None:
@@ -290,14 +170,9 @@ def found_number(prediction: str, answer: str) -> float:
 
 
 def values_in_a_row(prediction: str, answer: str) -> float:
-    """How many values are right before the first wrong one.
+    """Share of the answer's JSON list of numbers that the prediction has right before its first wrong one.
 
-    Args:
-        prediction: what was said; signs do not count, as in the official function.
-        answer: a list of numbers, as JSON has it.
-
-    Returns:
-        A share of the list.
+    Signs do not count, as in the official function.
     """
     right = json.loads(answer)
     # Digits without end are what a model says that has come to repeat itself, and no number to Python.
@@ -307,15 +182,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """Whether the right option is chosen: at once, or behind words such as "answer is:".
-
-    Args:
-        prediction: what was said.
-        answers: the function's name and its letter.
-
-    Returns:
-        1 or 0.
-    """
+    """1 if the prediction chooses the right option by name or letter, at once or behind "answer is:", else 0."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
@@ -327,15 +194,7 @@ def faulty_function(prediction: str, answers: Sequence[str]) -> float:
 
 
 def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
-    """Whether the right option is chosen: by its letter or text, at once, behind words, or anywhere.
-
-    Args:
-        prediction: what was said.
-        answers: the option's text and its letter.
-
-    Returns:
-        1 or 0.
-    """
+    """1 if the prediction chooses the right option: at once, behind "answer is", or by a letter anywhere; else 0."""
     said = prediction.strip()
     if not said:
         return 0.0
@@ -347,21 +206,23 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
     behind = _behind(said, ("answer is:", "answer:", "answer is", "option is"))
     if behind is not None:
         return float(behind.startswith(tuple(answers)))
-    # "AB" is a word of "ABCD", too, as there.
+    # "AB" is a part of "ABCD" and taken for a letter, as in the official function.
     return float(next((word for word in said.split() if word in _LETTERS), "") in answers)
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """What stands a character behind the first of these that occurs: nothing where the text ends there."""
+    """Text one character behind the first prefix that occurs, a NUL at the text's end; None without a prefix."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 
 
 def _apart(text: str, marks: str) -> str:
+    """Text with spaces in place of the characters in `marks`."""
     return text.translate(str.maketrans(marks, " " * len(marks)))
 
 
-def _number(word: str) -> Any:
+def _number(word: str) -> int | None:
+    """The integer that a word spells, or None."""
     try:
         return int(word)
     except ValueError:

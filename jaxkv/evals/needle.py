@@ -1,4 +1,4 @@
-"""A needle in a haystack, over lengths and depths: the papers' heat map."""
+"""The task `needle`: a needle in a haystack over lengths and depths, the papers' heat map."""
 
 import bisect
 import dataclasses
@@ -18,7 +18,7 @@ from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
 
 # Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) but for its marks of a chat. Theirs
-# gives no first words, and models of 100M parameters then say nothing: they are given, as RULER does.
+# gives no first words, and models of 100M parameters then answer nothing: the prefix gives them, as RULER does.
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 QUESTION = "What is the best thing to do in San Francisco?"
 PREFIX = "The best thing to do in San Francisco is"
@@ -31,15 +31,15 @@ _LENGTHS = (512, 1024, 2048, 4096)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Story(Recipe):
-    """One sentence in a text; the haystack's unit is a word.
+    """One sentence hidden in a text; the haystack's unit is a word.
 
     Attributes:
         wording: the text.
-        depth: where the sentence stands, from 0 to 1: at the last end of a sentence before.
+        depth: of the needle in the text, in [0, 1]; it stands at the last end of a sentence before.
         needle: the sentence.
-        question: what is asked.
+        question: the question about it.
         prefix: the answer's first words.
-        answer: how it goes on.
+        answer: the words behind the prefix.
     """
 
     wording: Official
@@ -50,13 +50,13 @@ class Story(Recipe):
     answer: str
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt; see `Recipe.make`. The first begins with the text, others anywhere in it."""
+        """A prompt with a haystack of `size` words: from the text's beginning for index 0, else from a random word."""
         start = int(rng.integers(2**31)) if index else 0
-        told = sentences(self.wording.passage(size, start))
-        ends = [0, *itertools.accumulate(len(each) + 1 for each in told)]
+        text = sentences(self.wording.passage(size, start))
+        ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
         place = bisect.bisect_right(ends, self.depth * ends[-1]) - 1
         return Prompt(
-            context=_OPENING + " ".join([*told[:place], self.needle, *told[place:]]),
+            context=_OPENING + " ".join([*text[:place], self.needle, *text[place:]]),
             question=_ASKED.format(question=self.question),
             # Without a space at its end, which tokenizers write before the next word.
             prefix=f"{_PREFIX} {self.prefix}".rstrip(),
@@ -72,20 +72,20 @@ class Needle(QuestionTask):
     """Needle in a haystack: one sentence in a long text, over lengths and depths, as in the papers' heat maps.
 
     The official wording is Kamradt's sentence and question in the template of PyramidKV's authors; a score is the share
-    of the answer's different words that the model said, which is what their maps show: "a", "in" and the like give
+    of the answer's different words in the prediction, as their maps show: "a", "in" and the like give
     some other answers a third. The small wording is RULER's needle among sentences of a few hundred words, and its
     number has to occur. Lengths count template, question and answer.
 
     Attributes:
         lengths: tokens of prompts, the answer's and a chat template's included; 512, 1024, 2048 and 4096 if not said,
             or those of them that the model was made for.
-        depths: where the needle stands, from 0, the beginning, to 1, the end.
+        depths: places of the needle, from 0, the beginning, to 1, the end.
         count: samples for each length and depth; those behind the first begin elsewhere in the text.
         wording: "official", or "small" for models that know a few hundred words.
         needle: the sentence; another one has its own question, prefix and answer.
-        question: what is asked about it.
+        question: the question about it.
         prefix: the answer's first words, put into the model's mouth; "" for none.
-        answer: how it goes on.
+        answer: the words behind the prefix.
         haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
         new_tokens: tokens of an answer of the official wording, of which the first line counts.
         seed: of the draws.
@@ -123,7 +123,7 @@ class Needle(QuestionTask):
             require(its, name, value, f"it belongs to another needle than {self.needle!r}: give that one's")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The cases, by length and depth; see `Task.samples`."""
+        """Samples by length and depth."""
         lengths = lengths_for(params, self.lengths, usual=_LENGTHS)
         wording, count, made = read_wording(self), counter(params), []
         for length in lengths:
@@ -137,14 +137,22 @@ class Needle(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The share of the answer's different words that were said; see the class."""
+        """Share of the answer's different words in the first line; with the small wording 1 if its number occurs."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]
         return len(wanted & set(line.lower().split())) / len(wanted)
 
     def _recipe(self, wording: Wording, depth: float) -> Recipe:
+        """The recipe of prompts whose needle stands at this depth."""
         if not isinstance(wording, Official):
             return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
-        said = {"needle": self.needle, "question": self.question, "prefix": self.prefix, "answer": self.answer}
-        return Story(wording=wording, new_tokens=self.new_tokens, depth=depth, **said)
+        return Story(
+            wording=wording,
+            new_tokens=self.new_tokens,
+            depth=depth,
+            needle=self.needle,
+            question=self.question,
+            prefix=self.prefix,
+            answer=self.answer,
+        )

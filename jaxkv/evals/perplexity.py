@@ -1,4 +1,4 @@
-"""How well a model goes on with true text over a cache that a policy has compressed, token by token."""
+"""Loss of true text over a compressed cache, read token by token: the tasks `perplexity` and `loss`."""
 
 import dataclasses
 import gzip
@@ -17,12 +17,12 @@ from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.session import Session
 from jaxkv.evals.stored import json_lines
-from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
 
-# Points of a curve, at most.
+# Most points of a curve.
 _POINTS = 128
 
 
@@ -32,8 +32,8 @@ class Perplexity(Task):
     """Loss by position over a long text under a fixed budget (D2O, figure 6, of PG-19), in nats a token.
 
     A text's first tokens are prefilled, then its true tokens follow one by one, as if they had been drawn: policies
-    that drop a row for every new one do so, and with `every=n` caches are compressed again. Each token is judged by
-    what the cache says of it before it is read. The curve is of the mean loss up to each position; rows are those held
+    that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is that
+    of the logits before it is read. The curve is of the mean loss up to each position; rows are those held
     in the end.
 
     Attributes:
@@ -41,7 +41,7 @@ class Perplexity(Task):
             eight documents in the public domain, speeches and chapters of about 5,000 tokens.
         count: texts, from the beginning; 0 for all.
         prefix: tokens prefilled.
-        tokens: tokens judged behind them.
+        tokens: tokens behind them whose loss is measured.
     """
 
     unit = "nats"
@@ -60,10 +60,9 @@ class Perplexity(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The texts; see `Task.samples`."""
-        require(params.text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
+        """The texts as samples, each at least `prefix + tokens` long."""
         texts, need = texts_of(self.data, self.count), self.prefix + self.tokens
-        lengths = {title: len(_ids(params, text)) for title, text in texts.items()}
+        lengths = {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
         short = {title: length for title, length in lengths.items() if length < need}
         remedy = f"with prefix={self.prefix} more than there are of {short}: lower one"
         require(not short, "tokens", self.tokens, remedy)
@@ -73,9 +72,10 @@ class Perplexity(Task):
         ]
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Reads a batch of texts; see `Task.run`."""
-        ids = np.asarray([_ids(params, sample.context)[: self.prefix + self.tokens] for sample in samples], np.int32)
-        found = judged(params, policy, ids, self.prefix, seed=how.seed)
+        """Reads a batch of texts on one cache, and scores each by its mean loss."""
+        tokenizer, need = tokenizer_of(params), self.prefix + self.tokens
+        ids = np.asarray([tokenizer.encode(each.context, bos=True)[:need] for each in samples], np.int32)
+        found = losses_of(params, policy, ids, self.prefix, seed=how.seed)
         wide = -(-self.tokens // _POINTS)
         ends = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
@@ -104,7 +104,7 @@ class Loss(Perplexity):
             the public domain.
         count: texts, from the beginning; 0 for all.
         prefix: tokens prefilled.
-        tokens: tokens judged behind them.
+        tokens: tokens behind them whose loss is measured.
     """
 
     prefix: int = 4096
@@ -112,14 +112,7 @@ class Loss(Perplexity):
 
 
 class Read(NamedTuple):
-    """What came of texts that were read on top of compressed prefixes.
-
-    Attributes:
-        losses: of each token, in nats.
-        before: rows per kv head and layer after prefill, averaged.
-        rows: in the end.
-        nbytes: that these weigh.
-    """
+    """Losses in nats, mean rows per kv head and layer `before` the first token and in the end, and their bytes."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -127,48 +120,26 @@ class Read(NamedTuple):
     nbytes: Int[np.ndarray, " B"]
 
 
-def judged(params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0) -> Read:
-    """The loss of each token behind a prefix, read one by one on top of its compressed cache.
-
-    Args:
-        params: the model.
-        policy: the compression.
-        ids: texts of equal length.
-        prefix: tokens of each that are prefilled.
-        seed: for policies that draw.
-
-    Returns:
-        Losses, and what the caches held.
-
-    Raises:
-        ValueError: for texts longer than the model's positions.
-    """
+def losses_of(
+    params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0
+) -> Read:
+    """Loss of each token behind a prefix, read one by one on top of the prefix' compressed cache."""
     session, losses = Session(params, policy, key=seed), []
     cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
     before = cache.kept.mean(axis=(0, 2))
     for at in range(prefix, ids.shape[1]):
         assert cache.logits is not None
-        # On a mesh the batch may be filled up.
+        # On a mesh the batch may be padded.
         losses.append(_loss(cache.logits, np.pad(ids[:, at], (0, cache.padding), mode="edge")))
         if at + 1 < ids.shape[1]:
-            cache = fed(session, cache, ids[:, at : at + 1], donate=True)
+            cache = feed(session, cache, ids[:, at : at + 1], donate=True)
     found = np.stack([host(each) for each in losses], axis=1, dtype=np.float64)[: len(ids)]
     kept = cache.kept
     return Read(found, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.row_bytes)
 
 
-def fed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
-    """Reads a token of each sequence as if it had been drawn: rows go for it, and with `every` they are chosen anew.
-
-    Args:
-        session: the model and the policy.
-        cache: of its.
-        ids: one token for each sequence, or none for those at their end; see `Session.extend`.
-        donate: give the cache up.
-
-    Returns:
-        The cache, with the logits behind the tokens.
-    """
+def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
+    """Reads a token of each sequence, or none, as if it had been drawn: evicts for it, recompresses with `every`."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
     period = session.policy.parts().every
     return session.compress_again(cache, room=period) if period else cache
@@ -176,28 +147,14 @@ def fed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
 
 @jax.jit
 def _loss(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Negative log-probability of one token for each sequence, in nats."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
 
 
-def _ids(params: LanguageModel, text: str) -> list[int]:
-    assert params.text is not None
-    return params.text.encode(text, bos=True)
-
-
 def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
-    """Texts by title.
+    """Texts by title, the first `count` or all for 0: of a text file, a folder of .txt files, or a .jsonl file.
 
-    Args:
-        data: a text, a folder of texts, or a file of lines of JSON with a "text" and perhaps a "title"; None for the
-            documents that come with jaxkv.
-        count: texts to read; 0 for all.
-
-    Returns:
-        The texts, in order: of a folder, by file name.
-
-    Raises:
-        FileNotFoundError: where there are none, saying what to put where.
-        ValueError: for a file that is no such thing.
+    None gives the documents that come with jaxkv. A path without texts is a FileNotFoundError that says what to give.
     """
     if data is None:
         packed = (resources.files("jaxkv.evals") / "data" / "documents.json.gz").read_bytes()
@@ -217,6 +174,7 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
 
 
 def _read(path: Path) -> str:
+    """Text of a UTF-8 file; refuses another encoding."""
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,9 +1,10 @@
-"""Pictures of an evaluation: scores against budgets, maps of length and depth, curves by position."""
+"""Pictures of an evaluation: scores against budgets and lengths, maps of length and depth, curves by position."""
 
+import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,42 +17,35 @@ _NAMES = ("scores", "groups", "lengths", "map")
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 # More panels than this say nothing on a page.
 _MOST_PANELS = 30
-_TICKS, _MOST_BINS = 11, 25
-# Numbers on the axis of budgets that lie closer would cover one another.
+_MOST_TICKS, _MOST_BINS = 11, 25
+# Numbers on the axis of budgets that lie closer than this factor would cover one another.
 _APART = 1.1
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
-    """Draws all pictures that an evaluation has the numbers for.
+    """Image files by name of every picture that a complete evaluation has numbers for.
 
-    Args:
-        evaluation: a complete one.
-        kinds: of svg, png and pdf.
-
-    Returns:
-        Files by name: `scores`, `groups`, `lengths`, `map`, and a curve by the name of every figure that is a list of
-        numbers; `scores_curve` where one has such a name itself.
-
-    Raises:
-        ImportError: without matplotlib, naming the extra that brings it.
+    Names are `scores`, `groups`, `lengths` and `map`, and that of each figure that is a list of numbers, with `_curve`
+    behind it where it is one of these four. `kinds` are of svg, png and pdf. Without matplotlib it is refused, naming
+    the extra that brings it.
     """
-    makers: dict[str, Any] = {"scores": lambda: _scores(evaluation, (None,))}
+    makers: dict[str, Callable[[], Any]] = {"scores": functools.partial(_scores, evaluation, (None,))}
     if 1 < len(evaluation.groups) <= _MOST_PANELS:
-        makers["groups"] = lambda: _scores(evaluation, evaluation.groups)
+        makers["groups"] = functools.partial(_scores, evaluation, evaluation.groups)
     if evaluation.lengths:
-        makers["lengths"] = lambda: _lengths(evaluation)
+        makers["lengths"] = functools.partial(_lengths, evaluation)
     if _has_map(evaluation):
-        makers["map"] = lambda: _map(evaluation)
+        makers["map"] = functools.partial(_map, evaluation)
     for name in _curves(evaluation):
         file = re.sub(r"[^\w.-]", "_", name)
-        makers[f"{file}_curve" if file in _NAMES else file] = lambda name=name: _curve(evaluation, name)
+        makers[f"{file}_curve" if file in _NAMES else file] = functools.partial(_curve, evaluation, name)
     # A row's name is no formula, whatever is in it.
     with drawing().rc_context({"text.parse_math": False}):
         return {f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds}
 
 
 def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
-    """Rows by what stands before their budget: the points of a line."""
+    """Rows by policy name without budget: the points of one line."""
     lines: dict[str, list[str]] = {}
     for policy in evaluation.policies:
         lines.setdefault(policy.rpartition("@")[0] or policy, []).append(policy)
@@ -59,32 +53,45 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Where a row stands on the axis of budgets, in rows; None where it has none."""
+    """Cache rows at which a row of the table stands on the axis of budgets; None without a budget."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
-        # Of what was compressed: the context, or the whole prompt, or more where a published method keeps more.
+        # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.
         return evaluation.cell(policy).rows
     return None if budget is None else float(budget)
 
 
 def _marks(sizes: Iterable[float]) -> list[float]:
-    """Of sizes those that are told on the axis: shares come out a little different for every policy."""
-    told: list[float] = []
+    """Sizes that get a number on the axis: those too close above another, as shares of one budget are, do not."""
+    marks: list[float] = []
     for size in sorted(sizes):
-        if not told or size > told[-1] * _APART:
-            told.append(size)
-    return told
+        if not marks or size > marks[-1] * _APART:
+            marks.append(size)
+    return marks
+
+
+def _percent(evaluation: Evaluation) -> int:
+    """Factor from scores to what an axis of scores shows."""
+    return 100 if evaluation.run.unit == "%" else 1
+
+
+def _score_axis(axes: Any, evaluation: Evaluation) -> None:
+    """Labels the vertical axis with the unit, and fixes its ends for shares."""
+    axes.set_ylabel(evaluation.run.unit)
+    if evaluation.run.unit == "%":
+        axes.set_ylim(-3, 103)
 
 
 def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
-    """Score against budget, a line for each policy; those without a budget lie across."""
+    """Score against budget, a panel for each group and a line for each policy; without a budget a horizontal one."""
     width, height = (4.2, 3.0) if len(groups) > 1 else (7.5, 4.5)
     figure, panels = _panels(len(groups), width=width, height=height)
     lines = _lines(evaluation)
     sizes = sorted({size for policy in evaluation.policies if (size := _size(evaluation, policy)) is not None})
     for axes, group in zip(panels, groups, strict=True):
         for at, (label, policies) in enumerate(lines.items()):
-            _line(axes, evaluation, label, policies, group, at, len(lines))
+            # Beside those of the same budgets, so that no bar hides another.
+            _line(axes, evaluation, label, policies, group, at=at, shift=2 ** (0.02 * (at - len(lines) / 2)))
         if sizes:
             axes.set_xscale("log", base=2)
             axes.set_xlim(sizes[0] / 1.4, sizes[-1] * 1.4)
@@ -92,12 +99,10 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
             axes.set_xticks(marks, [f"{size:,.0f}" for size in marks], rotation=45, ha="right", fontsize=8)
             axes.minorticks_off()
             axes.set_xlabel("budget, rows per kv head and layer")
-        axes.set_ylabel(evaluation.run.unit)
         axes.grid(alpha=0.3)
         if group is not None:
             axes.set_title(group, fontsize=9)
-        if evaluation.run.unit == "%":
-            axes.set_ylim(-3, 103)
+        _score_axis(axes, evaluation)
     figure.suptitle(f"{evaluation.title}\n{evaluation.scale}; bars are 95% intervals", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
@@ -105,18 +110,18 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
 
 
 def _line(
-    axes: Any, evaluation: Evaluation, label: str, policies: list[str], group: str | None, at: int, count: int
+    axes: Any, evaluation: Evaluation, label: str, policies: list[str], group: str | None, *, at: int, shift: float
 ) -> None:
-    """One policy's line; beside those of the same budgets, so that no bar hides another."""
-    scale = 100 if evaluation.run.unit == "%" else 1
+    """Draws line number `at`: one policy at its budgets, which `shift` multiplies; horizontal without a budget."""
+    scale = _percent(evaluation)
     sizes = {policy: _size(evaluation, policy) for policy in policies}
-    points = sorted((size * 2 ** (0.02 * (at - count / 2)), name) for name, size in sizes.items() if size is not None)
     free = [name for name, size in sizes.items() if size is None]
     for policy in free:
         # Several of one line, OmniKV's at its budgets say, are told apart by their names and dashes.
         dashes = {} if len(free) == 1 else {"linestyle": (0, (1 + 2 * free.index(policy), 1))}
-        mean, told = scale * evaluation.cell(policy, group).mean, label if len(free) == 1 else policy
-        axes.axhline(mean, label=told, linewidth=1.2, **{**_bare(at), **dashes})
+        mean, name = scale * evaluation.cell(policy, group).mean, label if len(free) == 1 else policy
+        axes.axhline(mean, label=name, linewidth=1.2, **{**style(at), "marker": "", **dashes})
+    points = sorted((size * shift, name) for name, size in sizes.items() if size is not None)
     if points:
         cells = [evaluation.cell(policy, group) for _, policy in points]
         means = np.asarray([cell.mean for cell in cells])
@@ -128,51 +133,45 @@ def _line(
         axes.errorbar(xs, scale * means, yerr=errors, label=label, markersize=4, capsize=2, linewidth=1.2, **style(at))
 
 
-def _bare(at: int) -> dict[str, str]:
-    return {**style(at), "marker": ""}
-
-
 def _lengths(evaluation: Evaluation) -> Any:
-    """Score against the length that samples were made for."""
+    """Score against the prompt length that samples were made for, a line for each row of the table."""
     figure = sheet(7.5, 4.5)
-    axes = figure.subplots()
-    scale = 100 if evaluation.run.unit == "%" else 1
+    axes, lengths = figure.subplots(), evaluation.lengths
     for at, policy in enumerate(evaluation.policies):
-        means = [scale * evaluation.cell(policy, length=length).mean for length in evaluation.lengths]
-        axes.plot(evaluation.lengths, means, label=policy, markersize=4, linewidth=1.2, **style(at))
+        means = [_percent(evaluation) * evaluation.cell(policy, length=length).mean for length in lengths]
+        axes.plot(lengths, means, label=policy, markersize=4, linewidth=1.2, **style(at))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(
-        *_ticks(evaluation.lengths, lambda value: f"{value:,}", at=evaluation.lengths), rotation=45, ha="right"
-    )
+    marks = lengths[:: _step(lengths)]
+    axes.set_xticks(marks, [f"{length:,}" for length in marks], rotation=45, ha="right")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel(evaluation.run.unit)
-    if evaluation.run.unit == "%":
-        axes.set_ylim(-3, 103)
+    _score_axis(axes, evaluation)
     figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
 
+def _step(values: Sequence[Any]) -> int:
+    """Distance between values that get a number on an axis, so that at most `_MOST_TICKS` do."""
+    return -(-len(values) // _MOST_TICKS)
+
+
+def _is_number(value: Any) -> bool:
+    """True for an int or float that is no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _has_map(evaluation: Evaluation) -> bool:
+    """True if every sample has a length and a depth, few enough of them to draw."""
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))
     return both and evaluation.run.unit == "%" and len(lengths) <= _MOST_BINS and len(lengths) * len(depths) > 1
 
 
-def _depth(record: Record, depths: Sequence[Any]) -> int:
-    """The line of a map that a record falls into, whose depths begin there."""
-    return max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _map(evaluation: Evaluation) -> Any:
-    """A needle's map for each policy, a line of them for its budgets: length across, depth downwards, as in papers."""
+    """Needle maps, one for each row of the table: length across, depth downwards; a policy's budgets side by side."""
     lines = list(_lines(evaluation).values())
     lengths = sorted({record.tags["length"] for record in evaluation.records})
     depths = sorted({record.tags["depth"] for record in evaluation.records})
@@ -191,8 +190,9 @@ def _map(evaluation: Evaluation) -> Any:
         for axes, policy in zip(row, policies, strict=False):
             shares = _shares(evaluation.of(policy), lengths, depths)
             image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto", origin="upper")
-            axes.set_xticks(*_ticks(lengths, lambda value: f"{value:,}"), rotation=45, ha="right", fontsize=7)
-            axes.set_yticks(*_ticks(depths, lambda value: f"{100 * value:.0f}"), fontsize=7)
+            across_at, down_at = (list(range(0, len(each), _step(each))) for each in (lengths, depths))
+            axes.set_xticks(across_at, [f"{lengths[at]:,}" for at in across_at], rotation=45, ha="right", fontsize=7)
+            axes.set_yticks(down_at, [f"{100 * depths[at]:.0f}" for at in down_at], fontsize=7)
             axes.set_title(f"{policy}: {evaluation.shown(evaluation.cell(policy).mean)}", fontsize=9)
         row[0].set_ylabel("depth, %", fontsize=8)
     for column in range(across):
@@ -204,28 +204,25 @@ def _map(evaluation: Evaluation) -> Any:
 
 
 def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
+    """Mean score by depth and length; NaN, which has no colour, where there is no sample."""
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
-        at = _depth(record, depths), lengths.index(record.tags["length"])
+        depth = max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
+        at = depth, lengths.index(record.tags["length"])
         sums[at] += record.score
         counts[at] += 1
-    # Where there was no case, there is no colour.
     return np.divide(sums, counts, out=np.full_like(sums, math.nan), where=counts > 0)
 
 
-def _ticks(values: Sequence[Any], told: Any, at: Sequence[Any] = ()) -> tuple[list[Any], list[str]]:
-    step = -(-len(values) // _TICKS)
-    return list(at or range(len(values)))[::step], [told(value) for value in values[::step]]
+def _is_curve(value: Any) -> bool:
+    """True for a list of at least two numbers."""
+    return isinstance(value, list) and len(value) > 1 and all(map(_is_number, value))
 
 
 def _curves(evaluation: Evaluation) -> list[str]:
-    """Names of figures that are lists of numbers for every sample."""
+    """Names of the figures that are lists of numbers for every sample."""
     names = dict.fromkeys(name for record in evaluation.records for name in record.figures if name != "positions")
     return [name for name in names if all(_is_curve(record.figures.get(name)) for record in evaluation.records)]
-
-
-def _is_curve(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(map(_is_number, value))
 
 
 def _curve(evaluation: Evaluation, name: str) -> Any:
@@ -237,13 +234,13 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
         records = evaluation.of(policy)
         count = min(len(record.figures[name]) for record in records)
         values = np.mean([record.figures[name][:count] for record in records], axis=0)
-        given = records[0].figures.get("positions", [])
-        placed = _is_curve(given) and len(given) >= count
-        xs = np.asarray(given[:count] if placed else range(1, count + 1))
-        # The last stretch of positions may be a shorter one.
+        positions = records[0].figures.get("positions", [])
+        placed = _is_curve(positions) and len(positions) >= count
+        xs = np.asarray(positions[:count] if placed else range(1, count + 1))
+        # The last interval of positions may be a shorter one.
         wide = np.diff(xs, prepend=2 * xs[0] - xs[1])
         values = np.cumsum(values * wide) / np.cumsum(wide) if running else values
-        axes.plot(xs, values, label=policy, linewidth=1.2, **_bare(at))
+        axes.plot(xs, values, label=policy, linewidth=1.2, **{**style(at), "marker": ""})
     axes.set_xlabel("position" if placed else "step")
     axes.grid(alpha=0.3)
     axes.set_ylabel(name.replace("_", " ") + (", mean of those so far" if running else ""))
@@ -253,12 +250,11 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
 
 
 def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure of so many panels, at most five beside one another."""
+    """A figure and its `count` panels of this size in inches, at most five beside one another."""
     across = min(count, 5 if count > 4 else max(1, math.ceil(math.sqrt(count))))
     down = -(-count // across)
     figure = sheet(width * across + 1.5, height * down + 0.6)
-    grid = figure.subplots(down, across, squeeze=False)
-    panels = list(grid.flat)
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
     for spare in panels[count:]:
         spare.remove()
     return figure, panels[:count]

@@ -173,6 +173,7 @@ def as_json(value: Any, name: str = "value") -> Any:
 
 
 def _key(key: Any, name: str) -> str:
+    """A key of a mapping as JSON has it."""
     if not (key is None or isinstance(key, (str, int, float))):
         raise TypeError(f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings")
     return key if isinstance(key, str) else json.dumps(key)

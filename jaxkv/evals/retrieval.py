@@ -1,4 +1,4 @@
-"""2StageRetr: a sum to work out, then its result to look up in a dictionary that stands far above it."""
+"""The task `2stageretr`: a sum to work out, then its result to look up in a dictionary far above it."""
 
 import dataclasses
 import itertools
@@ -20,12 +20,12 @@ SIZES = tuple(range(40, 201, 10))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """One case.
+    """One question of 2StageRetr: its prompt and its answer.
 
     Attributes:
-        prompt: the dictionary, the sum, and at the end what to do with them.
+        prompt: the dictionary, the sum, and at the end the instruction.
         answer: the colour.
-        key: the sum's result, under which it stands.
+        key: the sum's result, the key of the colour.
         size: entries of the dictionary.
     """
 
@@ -35,30 +35,32 @@ class Question:
     size: int
 
     def found_in(self, output: str) -> bool:
-        """Whether the answer occurs in the output, whatever the case; inside another word counts, as in the paper."""
+        """True if the answer occurs in the output, in any case; inside another word counts, as in the paper."""
         return _found(self.answer, output)
 
 
 def _found(answer: str, output: str) -> bool:
+    """True if the answer occurs in the output, in any case."""
     return answer.lower() in output.lower()
 
 
 def _check(count: int, sizes: tuple[int, ...]) -> None:
+    """Refuses no cases, and dictionaries of fewer than three entries."""
     require(count >= 1, "count", count, "make at least 1 case")
     require(bool(sizes) and min(sizes) >= 3, "sizes", sizes, "give dictionaries of at least 3 entries")
 
 
 def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reason: bool = False) -> list[Question]:
-    """Makes cases.
+    """Makes questions of 2StageRetr.
 
     Args:
-        count: how many.
-        seed: of the draws; the same cases every time.
+        count: number of questions.
+        seed: of the draws; the same questions every time.
         sizes: entries of the dictionaries, used in turn.
-        reason: ask for the sum to be worked out first, step by step.
+        reason: True asks for the sum to be worked out first, step by step.
 
     Returns:
-        The cases.
+        The questions.
 
     Raises:
         ValueError: for no cases, or dictionaries of fewer than three entries.
@@ -93,7 +95,7 @@ class TwoStage(QuestionTask):
     """2StageRetr (OmniKV, appendix A): a sum to work out, then its result to look up far above.
 
     Attributes:
-        count: cases.
+        count: samples.
         sizes: entries of the dictionaries, used in turn.
         reason: ask for the sum to be worked out first.
         new_tokens: tokens of an answer.
@@ -112,13 +114,13 @@ class TwoStage(QuestionTask):
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The cases; see `Task.samples`."""
+        """The questions as samples, split in front of the equation."""
         cases = two_stage(self.count, seed=self.seed, sizes=self.sizes, reason=self.reason)
         return [
             Sample(
                 id=f"{number:04d}",
                 group="2stageretr",
-                # What is asked only begins with the equation: the dictionary is what a cache is compressed to.
+                # The question begins with the equation: the cache is compressed to the dictionary alone.
                 context=case.prompt[: case.prompt.index("The equation is")],
                 question=case.prompt[case.prompt.index("The equation is") :],
                 answers=(case.answer,),
@@ -129,5 +131,5 @@ class TwoStage(QuestionTask):
         ]
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the colour occurs in the answer."""
+        """1 if the colour occurs in the answer, else 0."""
         return float(_found(sample.answers[0], prediction))

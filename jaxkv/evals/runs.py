@@ -99,12 +99,12 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
     """Refuses a folder whose run differs from `asked`, a `Run.as_dict` or a part of one; there need be no folder."""
     there = read_run(folder)
     found = [] if there is None else differences(there.as_dict(), asked)
-    what = f"another evaluation has begun there ({'; '.join(found)})"
-    require(not found, "out", str(folder), f"{what}: give it as it was, or another folder")
+    remedy = f"another evaluation has begun there ({'; '.join(found)}): give it as it was, or another folder"
+    require(not found, "out", str(folder), remedy)
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """The run of a locked folder: the one that has begun there, which must be the same, or `run`, written down."""
+    """Writes `run` into a locked folder; where a run has begun there, which must be the same, returns that one."""
     require_same(folder, run.as_dict())
     there = read_run(folder)
     if there is None:
@@ -156,7 +156,7 @@ def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
 
 
 def _made_with(params: LanguageModel) -> dict[str, str]:
-    """Versions of jaxkv and what computes, the device's kind, and the mesh such as "1x8"."""
+    """Versions of jaxkv, JAX and numpy, the kind of device, and the sizes of the mesh such as "1x8"."""
     versions = {}
     for name in ("jaxkv", "jax", "jaxlib", "numpy"):
         try:

@@ -1,4 +1,4 @@
-"""Data sets of others: JSONL files in a folder or on the hub, and prompts of them that are cut to a model's length."""
+"""Benchmarks of others: rows of JSONL files in a folder or on the hub, as prompts cut to a model's length."""
 
 import abc
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv.evals.asking import QuestionTask
-from jaxkv.evals.task import Sample
+from jaxkv.evals.task import Sample, tokenizer_of
 from jaxkv.loading import LanguageModel
 
 # A text that was cut and put together may take a few tokens more than its parts.
@@ -23,12 +23,12 @@ _LEAST = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hub:
-    """Where a data set lies on the Hugging Face hub, as the files that its makers put there.
+    """A data set on the Hugging Face hub: its repository, and the file of each part.
 
     Attributes:
         repo: owner and name.
-        file: the file's name; "{name}" is replaced by the part's.
-        member: where that is an archive, the part's file in it.
+        file: name of the file, in which "{name}" is the part's name.
+        member: name of the part's file inside, where `file` is an archive.
     """
 
     repo: str
@@ -37,26 +37,19 @@ class Hub:
 
     @property
     def url(self) -> str:
-        """Its page."""
+        """Address of the data set's page."""
         return f"https://huggingface.co/datasets/{self.repo}"
 
 
 @functools.cache
 def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """A benchmark's prompts, output lengths and metrics, as they lie beside this file.
-
-    Args:
-        name: of the benchmark.
-
-    Returns:
-        What belongs to each of its parts, by name.
-    """
+    """Prompt, output length and metric of each part of a benchmark, by name of the part."""
     return json.loads((resources.files("jaxkv.evals") / "data" / f"{name}.json").read_text("utf-8"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTask(QuestionTask):
-    """A benchmark of several parts, each a file of rows, a prompt and a metric.
+    """Base of benchmarks of several parts, each a file of rows, a prompt and a metric.
 
     Attributes:
         data: folder with the official files; by default they are fetched from the hub.
@@ -64,9 +57,9 @@ class StoredTask(QuestionTask):
         count: samples of each, from its beginning; 0 for all.
         longest: tokens of a prompt, above which its middle goes; 0 for what the model's positions leave.
         new_tokens: tokens of an answer; 0 for the official number of each part.
-        benchmark: the name of its table.
-        hub: where its files lie.
-        keys: what each row has to have.
+        benchmark: name of the benchmark's `table`.
+        hub: the data set on the hub.
+        keys: keys that each row must have.
     """
 
     data: str | None = None
@@ -90,33 +83,35 @@ class StoredTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The cases; see `Task.samples`."""
+        """Samples of each part, in the order of its file."""
         names = self.tasks or tuple(table(self.benchmark))
-        # What is missing is said before hours of tokenizing.
+        # Missing files are reported before hours of tokenizing.
         rows = {name: rows_of(name, self.data, self.hub, self.keys, self.count) for name in names}
         return [self._sample(params, name, number, row) for name in names for number, row in enumerate(rows[name])]
 
     @abc.abstractmethod
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """What is right, as the part's metric takes it."""
+        """Right answers of a row, as the part's metric takes them."""
 
     @abc.abstractmethod
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """What the part's prompt takes from a row besides its context."""
+        """Texts for the fields of the part's prompt besides the context, by name."""
 
     def raw(self, name: str) -> bool:
-        """Whether no chat template belongs around the part's prompts."""
+        """True if the part's prompts have no chat template around them."""
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
+        """The sample of row `number` of a part."""
         for key in ("context", "input"):
             remedy = f"row {number + 1} of {name} has no text as its {key}: is it the official file?"
             require(isinstance(row[key], str), "data", row[key], remedy)
-        of, told, classes = table(self.benchmark)[name], self.fields_of(name, row), row.get("all_classes")
-        before, after = (filled(part, told) for part in of["prompt"].split("{context}"))
-        new, raw = self.new_tokens or of["new_tokens"], self.raw(name)
-        whole = (before + row["context"], after)
-        context, question, length = fitted(params, *whole, new_tokens=new, longest=self.longest, raw=raw)
+        part, fields, classes = table(self.benchmark)[name], self.fields_of(name, row), row.get("all_classes")
+        before, after = (_filled(text, fields) for text in part["prompt"].split("{context}"))
+        new, raw = self.new_tokens or part["new_tokens"], self.raw(name)
+        context, question, length = _fitted(
+            params, before + row["context"], after, new_tokens=new, longest=self.longest, raw=raw
+        )
         return Sample(
             id=f"{name}-{number:03d}",
             group=name,
@@ -129,35 +124,15 @@ class StoredTask(QuestionTask):
         )
 
 
-def filled(prompt: str, told: Mapping[str, str]) -> str:
-    """A prompt with its fields filled in, whose texts may have braces of their own.
-
-    Args:
-        prompt: with names in braces.
-        told: a text for each.
-
-    Returns:
-        The prompt.
-    """
-    return re.sub(r"\{(\w+)\}", lambda name: told[name[1]], prompt)
+def _filled(prompt: str, fields: Mapping[str, str]) -> str:
+    """A prompt with its "{name}" fields filled in; filled-in texts may have braces of their own."""
+    return re.sub(r"\{(\w+)\}", lambda name: fields[name[1]], prompt)
 
 
 def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """The rows of one part of a data set.
+    """The first `count` rows (0: all) of `<name>.jsonl` in the folder `data`, or of that part on the hub for None.
 
-    Args:
-        name: of the part; its file is `<name>.jsonl`.
-        data: the folder that holds it; None for the hub, where a network and the hub's own cache decide.
-        hub: where it lies there.
-        keys: what each row has to have.
-        count: rows to read; 0 for all.
-
-    Returns:
-        The rows, in order.
-
-    Raises:
-        FileNotFoundError: where the file is missing, saying what to put where.
-        ValueError: naming file, line and what is wrong there.
+    A missing file is a FileNotFoundError that says what to put where; rows without one of `keys` are refused.
     """
     if data is None:
         path = _fetched(name, hub)
@@ -172,6 +147,7 @@ def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: i
 
 
 def _fetched(name: str, hub: Hub) -> Path:
+    """The part's file in the hub's cache, downloaded where it is not there."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -185,24 +161,13 @@ def _fetched(name: str, hub: Hub) -> Path:
 
 
 def json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """Rows of a file of lines of JSON, which end with a line feed and nothing else; empty ones are passed over.
-
-    Args:
-        path: the file; its bytes may begin with the mark that some editors put there.
-        keys: what each row has to have.
-        count: rows to read; 0 for all.
-
-    Returns:
-        The rows, in order.
-
-    Raises:
-        ValueError: naming file, line and what is wrong there.
-    """
+    """The first `count` rows (0: all) of a file of JSON lines; refuses other lines, and rows without one of `keys`."""
     with path.open("rb") as file:
         return _rows(file, str(path), keys, count)
 
 
 def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """Rows of lines that end with a line feed alone; empty lines are skipped, a leading byte order mark too."""
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if count and len(rows) == count:
@@ -219,28 +184,14 @@ def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -
     return rows
 
 
-def fitted(
-    params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int = 0, raw: bool = False
+def _fitted(
+    params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """A prompt that loses its middle where it is too long: its first and its last half stay, as LongBench has it.
+    """Context, question and their token count; too long a prompt keeps its first and last half, as in LongBench.
 
-    Args:
-        params: the model, whose tokenizer counts.
-        before: the prompt up to the question.
-        after: the question.
-        new_tokens: tokens to draw, which positions are left for.
-        longest: tokens that the prompt may take; 0 for what the model's positions leave.
-        raw: no chat template comes around it.
-
-    Returns:
-        The prompt up to the question, the question, and the tokens of both.
-
-    Raises:
-        ValueError: without a tokenizer, or without room for a prompt.
+    `longest` is the most tokens of the prompt, 0 for what the model's positions leave beside `new_tokens`.
     """
-    text = params.text
-    require(text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
-    assert text is not None
+    text = tokenizer_of(params)
     around = "" if raw or not text.has_template else text.turns.opening + text.turns.closing
     room = params.config.max_positions - new_tokens - len(text.encode(around, bos=True))
     ids = text.encode(before + after, bos=True)

@@ -111,7 +111,7 @@ def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
 
 
 def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[float, float] | None:
-    """Student's interval; of equal differences of shares, how far samples not drawn may pull the mean."""
+    """95% interval of a mean difference: Student's, or Wilson's where all differences of shares are equal."""
     n, first = len(apart), float(apart[0])
     if not shares or n == 1 or (apart != first).any():
         return _student(apart)
@@ -194,18 +194,19 @@ class Evaluation:
 
     @functools.cached_property
     def groups(self) -> tuple[str, ...]:
-        """Groups of samples, in the order of the task's samples."""
+        """Names of the groups, in the order of the samples."""
         return tuple(dict.fromkeys(record.group for record in self.records))
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Prompt lengths that samples were made for, ascending; empty without a tag "length", or with one length."""
+        """Prompt lengths by the tag "length", ascending; empty where it is missing, or has 1 value or more than 25."""
         given: list[Any] = [record.tags.get("length") for record in self.records]
         found = sorted(set(given)) if all(isinstance(each, int) for each in given) else []
         return tuple(found) if 1 < len(found) <= _MOST_LENGTHS else ()
 
     @functools.cached_property
     def _by(self) -> dict[str, list[Record]]:
+        """Records by row."""
         by: dict[str, list[Record]] = collections.defaultdict(list)
         for record in self.records:
             by[record.policy].append(record)
@@ -315,7 +316,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def sections(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Tables by group and by length: for each the keyword arguments of `cell` by label of the line."""
+        """Tables by group and by length: the keyword arguments of `cell` for each line, by its label."""
         tables: dict[str, dict[str, dict[str, Any]]] = {}
         if len(self.groups) > 1:
             tables["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
@@ -345,7 +346,7 @@ class Evaluation:
         return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
     def blocks(self) -> list[list[str]]:
-        """Rows that stand beside one another in a table: those of one budget, behind those without a budget."""
+        """Rows of each table of scores: all rows without a budget, then those of one budget."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
         return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]

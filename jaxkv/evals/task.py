@@ -1,10 +1,10 @@
-"""What an evaluation is made of: samples, the tasks that make and judge them, and what comes out of each."""
+"""The nouns of evaluations: samples, the tasks that make and score them, and the outcome of each."""
 
 import abc
 import dataclasses
-import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,13 @@ from typing import Any, ClassVar, TypeVar, Union
 
 import numpy as np
 
+from jaxkv import _checks as checks
 from jaxkv._errors import require
-from jaxkv._values import FARTHEST, as_real, flag, is_whole, plain
+from jaxkv._values import FARTHEST, is_whole, plain
+from jaxkv.checkpoints._errors import refusal
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
+from jaxkv.text.tokenizer import Text
 
 # A random key is made of 32 bits.
 _SEEDS = 2**32
@@ -24,18 +27,18 @@ _SEEDS = 2**32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One case of a task: the prompt is `context + question`, and the answer begins with `prefix`.
+    """One sample of a task: its prompt is `context + question`, and the answer begins with `prefix`.
 
     Attributes:
-        id: tells it from all others of the task; the same for the same settings.
-        group: the row of the table that it counts in, such as "niah_single_1".
-        context: what a question-agnostic run compresses before it has seen the question.
-        question: what stands behind it.
-        answers: what is right, as the task's metric takes it.
+        id: unique within the task; the same for the same settings.
+        group: row of the table that the sample counts in, such as "niah_single_1".
+        context: text that a question-agnostic run compresses before it has seen the question.
+        question: text behind the context.
+        answers: right answers, as the task's metric takes them.
         new_tokens: tokens to draw at most.
         prefix: the answer's first words, put into the model's mouth.
         stop: strings that end an answer.
-        raw: no chat template around it, whatever `How` says: few-shot prompts and code are to be gone on with.
+        raw: True for no chat template, whatever `How` says: few-shot prompts and code are continued as they are.
         tags: numbers and names that pictures are drawn over, such as length and depth.
     """
 
@@ -55,33 +58,31 @@ class Sample:
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give a text")
         for name in ("answers", "stop"):
-            given = getattr(self, name)
-            # A text is a sequence of texts, too: its letters.
-            if not isinstance(given, (tuple, list)) or not all(isinstance(each, str) for each in given):
-                raise TypeError(f"{name}={given!r}: give a tuple of texts")
-            object.__setattr__(self, name, tuple(given))
+            texts = getattr(self, name)
+            # A text is a sequence of texts too: its letters.
+            if not isinstance(texts, (tuple, list)) or not all(isinstance(each, str) for each in texts):
+                raise TypeError(f"{name}={texts!r}: give a tuple of texts")
+            object.__setattr__(self, name, tuple(texts))
         if not isinstance(self.tags, Mapping):
             raise TypeError(f"tags={self.tags!r}: give a mapping")
         require(all(self.stop), "stop", self.stop, "every answer has the empty text: leave it out")
         require(bool(self.id), "id", self.id, "name the sample")
         require(bool(self.context), "context", self.context, "a sample has at least one character of it")
-        new = plain(self.new_tokens)
-        require(is_whole(new, 1), "new_tokens", new, "draw at least 1 token")
-        object.__setattr__(self, "new_tokens", new)
-        flag(self, "raw")
+        checks.field(self, "new_tokens", checks.whole, "draw at least 1 token")
+        checks.field(self, "raw", checks.flag)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one sample under one policy.
+    """Score of one sample under one policy, and what its cache cost.
 
     Attributes:
-        score: what is averaged; in [0, 1] where more is better, or nats where `Task.unit` says so.
+        score: a share in [0, 1], or a number of the task's `unit`.
         prediction: the text drawn, if any was.
-        figures: numbers, and lists of numbers, that the task's pictures need besides.
+        figures: further numbers, and lists of numbers, for the task's pictures.
         tokens: of the prompt, its question included; None where the task does not count them.
-        rows: kept of it per kv head and layer, averaged; None likewise.
-        nbytes: that they weigh, wherever they lie; None likewise.
+        rows: kept of the prompt per kv head and layer, averaged; None likewise.
+        nbytes: of these rows, wherever they lie; None likewise.
     """
 
     score: float
@@ -94,12 +95,12 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class How:
-    """How samples are run, whatever the task.
+    """Settings of a run that belong to no task.
 
     Attributes:
-        agnostic: compress the context before the question is seen, as Ada-KV's harder setting does. A sample without a
-            question is the same in both settings.
-        raw: no chat template.
+        agnostic: True compresses the context before the question is seen, as Ada-KV's harder setting does. A sample
+            without a question is the same in both settings.
+        raw: True leaves the chat template out.
         seed: of policies that draw. `evaluate` makes a seed of this one and the sample's id for each sample, which
             then runs alone: otherwise all prompts of a batch would share their draws.
     """
@@ -109,24 +110,22 @@ class How:
     seed: int = 0
 
     def __post_init__(self):
-        flag(self, "agnostic")
-        flag(self, "raw")
-        seed = plain(self.seed)
-        require(is_whole(seed) and seed < _SEEDS, "seed", seed, f"give a whole number from 0 to {_SEEDS - 1}")
-        object.__setattr__(self, "seed", seed)
+        checks.field(self, "agnostic", checks.flag)
+        checks.field(self, "raw", checks.flag)
+        checks.field(self, "seed", checks.whole, least=0, most=_SEEDS - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """A task: a frozen dataclass whose fields are its settings, and the command line's options.
+    """Base of tasks: frozen dataclasses whose fields are their settings, and options of the command line.
 
-    Settings are made what their annotations say: numbers plain, lists tuples, paths texts; what is no such thing is
-    refused. A task with a `__post_init__` of its own calls this one's first.
+    Settings are converted to their annotations: numbers to plain ones, lists to tuples, paths to texts; other values
+    are refused. A task with a `__post_init__` of its own calls this one's first.
 
     Attributes:
-        unit: what a score is: "%", of shares in [0, 1], or another, such as "nats".
-        higher: whether more is better.
-        asks: whether samples have a question, which can be kept from the policy.
+        unit: of scores: "%" for shares in [0, 1], or another such as "nats".
+        higher: True if a higher score is better.
+        asks: True if samples have a question, which can be kept from the policy.
     """
 
     unit: ClassVar[str] = "%"
@@ -139,17 +138,17 @@ class Task(abc.ABC):
         except NameError:  # of a class inside a function, whose annotations are texts
             return
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _made(hints[field.name], getattr(self, field.name), field.name))
+            object.__setattr__(self, field.name, _setting(hints[field.name], getattr(self, field.name), field.name))
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """All cases, in order; the same for the same settings and tokenizer.
+        """All samples, in order; the same for the same settings and tokenizer.
 
         Args:
-            params: the model, whose tokenizer counts tokens and whose positions end somewhere.
+            params: the model, whose tokenizer counts tokens and whose positions limit them.
 
         Returns:
-            The cases.
+            The samples.
 
         Raises:
             ValueError: for settings that the model cannot honour.
@@ -158,43 +157,45 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Runs a batch.
+        """Runs and scores a batch of samples under one policy.
 
         Args:
             params: the model.
             policy: the compression.
             samples: some of this task's.
-            how: the way.
+            how: settings of the run.
 
         Returns:
-            An outcome for each.
+            An outcome for each sample.
         """
 
 
-def _made(hint: Any, value: Any, name: str) -> Any:
-    """A setting as its annotation says; as it is where the command line could not write it."""
+def tokenizer_of(params: LanguageModel) -> Text:
+    """A model's tokenizer; refuses a model without one."""
+    if params.text is None:
+        raise refusal("params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
+    return params.text
+
+
+def _setting(hint: Any, value: Any, name: str) -> Any:
+    """A setting converted to its annotation; unchanged for annotations that the command line could not write."""
     value = plain(value)
+    args = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):
-        kinds = typing.get_args(hint)
-        some = [kind for kind in kinds if kind is not type(None)]
-        return value if len(some) != 1 or (value is None and len(some) < len(kinds)) else _made(some[0], value, name)
-    of = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple and len(of) == 2 and of[1] is ...:
+        some = [kind for kind in args if kind is not type(None)]
+        return value if len(some) != 1 or (value is None and len(some) < len(args)) else _setting(some[0], value, name)
+    if typing.get_origin(hint) is tuple and len(args) == 2 and args[1] is ...:
         several = isinstance(value, (list, tuple, range)) or (isinstance(value, np.ndarray) and value.ndim == 1)
         require(several, name, value, "give a tuple")
-        return tuple(_made(of[0], each, name) for each in value)
+        return tuple(_setting(args[0], each, name) for each in value)
     if hint is bool:
-        require(isinstance(value, bool), name, value, "give True or False")
+        return checks.flag(name, value)
+    if hint is int and name == "seed":  # numpy's generators take no others, however large
+        require(is_whole(value), name, value, "give 0 or more")
     elif hint is int:
-        require(isinstance(value, int) and not isinstance(value, bool), name, value, "give a whole number")
-        if name == "seed":  # numpy's generators take no others, however large
-            require(value >= 0, name, value, "give 0 or more")
-        else:
-            require(abs(value) <= FARTHEST, name, value, f"give at most {FARTHEST}")
+        return checks.whole(name, value, "give a whole number", least=-FARTHEST)
     elif hint is float:
-        number = as_real(value)
-        require(number is not None and math.isfinite(number), name, value, "give a number")
-        return number
+        return checks.real(name, value, "give a number", low=-sys.float_info.max, high=sys.float_info.max)
     elif hint is str:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         require(isinstance(value, str), name, value, "give a text")
@@ -202,23 +203,23 @@ def _made(hint: Any, value: Any, name: str) -> Any:
 
 
 class Tasks(dict[str, type[Task]]):
-    """Tasks' classes by name; `task` adds one."""
+    """Registered task classes by name; `task` adds one."""
 
 
 TASKS = Tasks()
-# What `jaxkv eval` does beside tasks.
+# Subcommands of `jaxkv eval` that are no tasks.
 _TAKEN = ("merge", "report")
 _Task = TypeVar("_Task", bound=type[Task])
 
 
 def task(name: str) -> Callable[[_Task], _Task]:
-    """Makes a task's class known by name, to the command line with all its settings.
+    """Registers a task's class under a name, for `evaluate` and the command line.
 
     Args:
-        name: the name.
+        name: one word.
 
     Returns:
-        A decorator.
+        A decorator, which returns the class unchanged.
 
     Raises:
         ValueError: for a name that another task has, and for one that the command line could not have.
@@ -229,7 +230,7 @@ def task(name: str) -> Callable[[_Task], _Task]:
     fits = re.fullmatch(r"\w[\w.+-]*", name) is not None and name not in _TAKEN
     require(fits, "name", name, f"give one word, none of {', '.join(_TAKEN)}: the command line has those")
 
-    def known(cls: _Task) -> _Task:
+    def registered(cls: _Task) -> _Task:
         mine = TASKS.setdefault(name, cls)
         same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
         require(same, "name", name, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
@@ -237,4 +238,4 @@ def task(name: str) -> Callable[[_Task], _Task]:
         TASKS[name] = cls
         return cls
 
-    return known
+    return registered

@@ -1,11 +1,11 @@
-"""Conversations turn after turn on one cache: what was told at first is asked for at last."""
+"""The task `turns`: conversations on one cache, where facts of the first turns are asked for in the last ones."""
 
 import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from jaxkv.cache import KVCache
 from jaxkv.evals.metrics import rouge_l
 from jaxkv.evals.perplexity import texts_of
 from jaxkv.evals.stored import json_lines
-from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -26,8 +26,10 @@ JUDGES = ("substring", "rouge-l")
 
 
 class _Fact(NamedTuple):
-    told: str
-    asked: str
+    """A sentence with a gap, the question for it, and values for the gap."""
+
+    sentence: str
+    question: str
     values: tuple[str, ...]
 
 
@@ -50,23 +52,23 @@ _FACTS = (
 @task("turns")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Task):
-    """Conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are told turn by turn.
+    """Conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are reported turn by turn.
 
     Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. The others compress the
     first turn alone, and hold all rows behind it: give them `every=n`, which compresses again as tokens come.
 
-    By default conversations are made: facts are told in the first turns, passages talked about in those between, and
-    the facts asked for in the last ones. The score is the share of asked turns whose answer has the fact.
+    By default conversations are made: the user states facts in the first turns, quotes passages in those between, and
+    asks for the facts in the last ones. The score is the share of asked turns whose answer has the fact.
 
     MT-bench's own questions are read from its `question.jsonl`. Its judge, a large language model, is out of reach:
-    what is scored are the turns with a reference, and conversations without any are left out.
+    turns with a reference are scored, and conversations without any are left out.
 
     Attributes:
         data: a file of lines of JSON as MT-bench's question.jsonl has them: "turns", and for each of them a
             "reference", empty where none is asked for; by default conversations are made.
         count: conversations; 0 for all of the file.
-        turns: of each that is made.
-        words: of each passage that is talked about.
+        turns: of each conversation that is made.
+        words: of each passage that is quoted.
         new_tokens: tokens of an answer.
         judge: how an answer is held against its reference: "substring", whatever the case, or "rouge-l".
         seed: of the draws.
@@ -92,14 +94,13 @@ class Turns(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The conversations; see `Task.samples`."""
-        require(params.text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
-        assert params.text is not None
-        held = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
+        """Conversations as samples, whose turns are joined in `context`."""
+        tokenizer = tokenizer_of(params)
+        talks = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
         made, most = [], params.config.max_positions
-        for talk in itertools.islice(held, self.count or None):
+        for talk in itertools.islice(talks, self.count or None):
             # A template writes a few words around each turn.
-            length = sum(len(params.text.encode(turn, bos=True)) + self.new_tokens + 32 for turn in talk.turns)
+            length = sum(len(tokenizer.encode(turn, bos=True)) + self.new_tokens + 32 for turn in talk.turns)
             remedy = f"they may take {length} tokens, and the model has {most} positions: give fewer or shorter ones"
             require(length <= most, "turns", len(talk.turns), remedy)
             sample = Sample(
@@ -114,63 +115,71 @@ class Turns(Task):
         return made
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Holds a batch of conversations side by side; see `Task.run`."""
+        """Holds a batch of conversations side by side, and scores their answers."""
         outcomes: dict[int, Outcome] = {}
-        # Those of a length keep step.
-        for length in dict.fromkeys(sample.context.count(_NEXT) for sample in samples):
-            at = [number for number, sample in enumerate(samples) if sample.context.count(_NEXT) == length]
-            same = [samples[number] for number in at]
-            told, kept, cache = _held(params, policy, same, how)
+        # Conversations of one length keep step.
+        lengths = [sample.context.count(_NEXT) for sample in samples]
+        for length in dict.fromkeys(lengths):
+            at = [number for number, each in enumerate(lengths) if each == length]
+            talks = [samples[number] for number in at]
+            spoken, kept, cache = _hold(params, policy, talks, how)
+            seen = host(cache.seen)
             for row, number in enumerate(at):
-                outcome = self._outcome(samples[number], told[row], kept, row)
-                seen, nbytes = int(host(cache.seen)[row]), int(kept[-1][:, row].sum()) * cache.row_bytes
-                rows = outcome.figures["rows"][-1]
-                outcomes[number] = dataclasses.replace(outcome, tokens=seen, rows=rows, nbytes=nbytes)
+                rows = [each[:, row] for each in kept]
+                nbytes = int(rows[-1].sum()) * cache.row_bytes
+                outcome = self._outcome(samples[number], spoken[row], rows)
+                outcomes[number] = dataclasses.replace(outcome, tokens=int(seen[row]), nbytes=nbytes)
         return [outcomes[number] for number in range(len(samples))]
 
-    def _outcome(self, sample: Sample, told: Sequence[str], kept: Sequence[np.ndarray], row: int) -> Outcome:
-        asked = [(said, right) for said, right in zip(told, sample.answers, strict=True) if right]
-        scores = [self._judged(said, right) for said, right in asked]
+    def _outcome(self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]) -> Outcome:
+        """Score of a conversation's answers, and its rows `[L, K]` after each turn as figures."""
+        scores = [self._score(text, right) for text, right in zip(spoken, sample.answers, strict=True) if right]
+        rows = [float(each.mean()) for each in kept]
         return Outcome(
             score=float(np.mean(scores)),
-            prediction=json.dumps(list(told), ensure_ascii=False),
-            figures={
-                "rows": [float(each[:, row].mean()) for each in kept],
-                "most_rows": [int(each[:, row].max()) for each in kept],
-                "scores": scores,
-            },
+            prediction=json.dumps(list(spoken), ensure_ascii=False),
+            figures={"rows": rows, "most_rows": [int(each.max()) for each in kept], "scores": scores},
+            rows=rows[-1],
         )
 
-    def _judged(self, said: str, right: str) -> float:
-        return float(right.lower() in said.lower()) if self.judge == "substring" else rouge_l(said, right)
+    def _score(self, text: str, right: str) -> float:
+        """Score of one answer by the judge that was chosen."""
+        return float(right.lower() in text.lower()) if self.judge == "substring" else rouge_l(text, right)
 
 
-def _held(
+def _hold(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
 ) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
-    """What the model says in each turn of each conversation, the rows `[L, B, K]` that it then holds, and the cache."""
-    assert params.text is not None
+    """Answers of each conversation turn by turn, the rows `[L, B, K]` held after each turn, and the last cache."""
+    tokenizer = tokenizer_of(params)
     turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None
-    told: list[list[str]] = [[] for _ in samples]
-    kept, plain = [], how.raw or not params.text.has_template
-    ends = set(params.text.eos_ids)
-    for each in zip(*turns, strict=True):
-        # Without a template, lines part what is said from what is answered.
-        said = [f"{'' if cache is None else chr(10) * 2}{text}\n" for text in each] if plain else list(each)
-        of: dict[str, Any] = {"policy": policy} if cache is None else {"cache": cache}
-        new = samples[0].new_tokens
-        out = generate(params, said, **of, max_new_tokens=new, raw=how.raw, key=how.seed, progress=False)
+    spoken: list[list[str]] = [[] for _ in samples]
+    kept, plain = [], how.raw or not tokenizer.has_template
+    ends = set(tokenizer.eos_ids)
+    for asked in zip(*turns, strict=True):
+        # Without a template, empty lines stand between question and answer.
+        texts = [f"{'' if cache is None else chr(10) * 2}{text}\n" for text in asked] if plain else list(asked)
+        out = generate(
+            params,
+            texts,
+            policy=policy if cache is None else None,
+            cache=cache,
+            max_new_tokens=samples[0].new_tokens,
+            raw=how.raw,
+            key=how.seed,
+            progress=False,
+        )
         cache = out.cache
         kept.append(cache.kept)
         for row, tokens in enumerate(out.tokens):
-            told[row].append(params.text.decode([token for token in tokens.tolist() if token not in ends]))
+            spoken[row].append(tokenizer.decode([token for token in tokens.tolist() if token not in ends]))
     assert cache is not None
-    return told, kept, cache
+    return spoken, kept, cache
 
 
 class _Talk(NamedTuple):
-    """A conversation: its turns, and of each what is right, or nothing."""
+    """A conversation: the user's turns, and for each the right answer or an empty text."""
 
     name: str
     group: str
@@ -179,14 +188,14 @@ class _Talk(NamedTuple):
 
 
 def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
-    """Conversations without end: the first is the same however many follow."""
+    """Endless made conversations; the n-th is the same however many follow."""
     passages = [text.split() for text in texts_of(None).values()]
     facts = max(1, turns * 3 // 10)
     for number in itertools.count():
         rng = np.random.default_rng([seed, number])
         chosen = [_FACTS[at] for at in rng.permutation(len(_FACTS))[:facts]]
         values = [str(rng.choice(fact.values)) for fact in chosen]
-        said = [fact.told.format(value) for fact, value in zip(chosen, values, strict=True)]
+        said = [fact.sentence.format(value) for fact, value in zip(chosen, values, strict=True)]
         for _ in range(turns - 2 * facts):
             text = passages[rng.integers(len(passages))]
             first = int(rng.integers(max(1, len(text) - words)))
@@ -194,31 +203,31 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
                 f'Here is a passage: "{" ".join(text[first : first + words])}" Say in a few words what it is about.'
             )
         order = rng.permutation(facts)
-        asked = [chosen[at].asked for at in order]
+        asked = [chosen[at].question for at in order]
         right = [values[at] for at in order]
         yield _Talk(f"{number:03d}", "told and asked", (*said, *asked), (*([""] * len(said)), *right))
 
 
 def _stored(data: str) -> Iterator[_Talk]:
+    """Conversations with a reference in a file as MT-bench's `question.jsonl`; refuses other files."""
     path = Path(data).expanduser()
     if not path.is_file():
         where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"
         raise FileNotFoundError(f"data={data!r}: no such file; give a question.jsonl, such as {where}")
     found = 0
     for number, row in enumerate(json_lines(path, ("turns",)), start=1):
-        said, of = row["turns"], row.get("reference") or []
-        told = isinstance(said, list) and bool(said) and all(isinstance(each, str) and each.strip() for each in said)
+        turns, right = row["turns"], row.get("reference") or []
+        fits = isinstance(turns, list) and bool(turns) and all(isinstance(each, str) and each.strip() for each in turns)
         remedy = f'conversation {number} has no texts as its turns: give lines such as {{"turns": ["..."]}}'
-        require(told, "data", said, remedy)
-        require(not any(_NEXT in each for each in said), "data", data, f"conversation {number} has U+001E: remove it")
-        texts = isinstance(of, list) and all(each is None or isinstance(each, str) for each in of)
-        require(texts, "data", of, f"conversation {number} has no list of texts as its reference")
-        references = [each or "" for each in of]
+        require(fits, "data", turns, remedy)
+        require(not any(_NEXT in each for each in turns), "data", data, f"conversation {number} has U+001E: remove it")
+        texts = isinstance(right, list) and all(each is None or isinstance(each, str) for each in right)
+        require(texts, "data", right, f"conversation {number} has no list of texts as its reference")
+        references = [each or "" for each in right]
         if not any(references):
             continue
         found += 1
-        turns = tuple(said)
         padded = (*references, *([""] * len(turns)))[: len(turns)]
-        yield _Talk(f"{row.get('question_id', number)}", str(row.get("category", "turns")), turns, padded)
+        yield _Talk(f"{row.get('question_id', number)}", str(row.get("category", "turns")), tuple(turns), padded)
     remedy = "no conversation has a reference, and a judge that needs none, a large language model, is out of reach"
     require(found > 0, "data", data, remedy)

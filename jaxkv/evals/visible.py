@@ -1,7 +1,7 @@
-"""Visible attention: how much of full attention falls on rows that a policy can see, at each token of an answer."""
+"""The task `visible`: the share of full attention on rows that a policy can see, at each token of an answer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxkv.engine.session import Session
 from jaxkv.engine.sparse import choose
 from jaxkv.engine.tokens import Candidates
 from jaxkv.evals.asking import ids_of
-from jaxkv.evals.perplexity import fed
+from jaxkv.evals.perplexity import feed
 from jaxkv.evals.retrieval import TwoStage
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
@@ -40,8 +40,8 @@ class Visible(Task):
     what each policy would let it see.
 
     Attributes:
-        count: cases, of dictionaries of all sizes.
-        steps: first tokens of each answer at which it is measured.
+        count: samples, with dictionaries of all sizes.
+        steps: first tokens of each answer at which attention is measured.
         seed: of the draws.
     """
 
@@ -57,7 +57,7 @@ class Visible(Task):
         require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The cases; see `Task.samples`."""
+        """Samples of 2StageRetr, with dictionaries spread over all sizes."""
         sizes = TwoStage().sizes
         # Small dictionaries and large ones, however few there are.
         few = min(self.count, len(sizes))
@@ -66,7 +66,7 @@ class Visible(Task):
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Measures a batch; see `Task.run`."""
+        """Measures visible attention of a batch at the tokens that full attention draws."""
         prompts = [sum(ids_of(params.text, sample, raw=how.raw), []) for sample in samples]
         drawn = generate(params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False).tokens
         out = []
@@ -81,111 +81,108 @@ class Visible(Task):
 def visible_attention(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], *, key: int = 0
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """The share of full attention's probability that falls on rows which a policy can see.
+    """Measures the share of full attention's probability that falls on rows which a policy can see.
 
     Args:
         params: from `jaxkv.load`.
-        policy: the compression; one that chooses what it reads is given full attention's queries.
+        policy: the compression; one that chooses which rows it reads is given full attention's queries.
         prompt: token ids.
-        answer: those that follow it, n.
+        answer: the n token ids that follow.
         key: seed of a policy that draws.
 
     Returns:
-        At each token of the answer the share, averaged over layers and query heads; and rows kept, or read, of the
-        prompt per kv head and layer, averaged.
+        The share at each token of the answer, averaged over layers and query heads; and the prompt's rows kept, or
+        read, per kv head and layer, averaged.
 
     Raises:
         ValueError: for no tokens; for a policy that drops rows and chooses among the others; on a mesh, for one that
             chooses what it reads.
     """
-    for name, given in (("prompt", prompt), ("answer", answer)):
-        require(len(given) >= 1, name, given, "give at least 1 token")
+    for name, ids in (("prompt", prompt), ("answer", answer)):
+        require(len(ids) >= 1, name, ids, "give at least 1 token")
     policy = policy.for_model(params.config.layers, params.filter_layers)
-    flat, axes = params.flat, params.axes
-    ids, steps = [*prompt, *answer], len(answer)
-    copies, slots = 1 + missing(1, axes), bucket(len(ids))
+    whole, steps, axes = [*prompt, *answer], len(answer), params.axes
+    copies, slots = 1 + missing(1, axes), bucket(len(whole))
     padded = np.zeros((copies, slots), np.int32)
-    padded[:, : len(ids)] = ids
-    length = place(np.full(copies, len(ids), np.int32), "B", axes)
-    look, queries = _look(params, policy, prompt, answer, slots, key)
+    padded[:, : len(whole)] = whole
+    length = place(np.full(copies, len(whole), np.int32), "B", axes)
+    choice = _choice(params, policy, len(prompt), len(answer), slots)
+    source = _held(params, policy, prompt, answer, slots, key) if choice is None else choice
     shares, rows = [], []
-    tokens, needs = place(padded, "B S", axes), Needs(queries=queries)
-    for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
-        mine = look(index, out)
-        sets = place(np.broadcast_to(np.moveaxis(mine, 0, -1), (copies, *mine.shape[1:], steps)), "B K S n", axes)
+    tokens = place(padded, "B S", axes)
+    needs = Needs(queries=steps if choice is None else steps + choice.reading.window - 1)
+    for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
+        seen = source.layer(index, out) if isinstance(source, _Choice) else source[:, index]
+        sets = place(np.broadcast_to(np.moveaxis(seen, 0, -1), (copies, *seen.shape[1:], steps)), "B K S n", axes)
         q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
         every = host(paid(q, out.k, positions, sets, axes=axes))[0]
         shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
-        rows.append(mine[0, :, : len(prompt)].sum(axis=-1).mean())
+        rows.append(seen[0, :, : len(prompt)].sum(axis=-1).mean())
     return np.stack(shares).astype(np.float64).mean(axis=0), float(np.mean(rows))
-
-
-def _look(
-    params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
-) -> tuple[Callable[[int, LayerOut], Bool[np.ndarray, "n K S"]], int]:
-    """What is seen of a layer at each token, `bool[n, K, S]`, and how many last queries it takes to say so."""
-    parts, layers = policy.parts(), params.config.layers
-    reading = parts.reading(layers, bucket(len(prompt)))
-    if reading is None or not reading.filters:
-        held = _held(params, policy, prompt, answer, slots, key)
-        return lambda index, out: held[:, index], len(answer)
-    name = type(policy).__name__
-    require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
-    require(parts.scorer is None, "policy", name, "it drops rows and chooses among the others: give one alone")
-    assert parts.read is not None
-    budget = int(parts.read.tokens(np.asarray([len(prompt)]), layers)[0])
-    return _Chooser(reading, len(prompt), len(answer), budget, slots).look, len(answer) + reading.window - 1
 
 
 def _held(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """What a cache holds, and the token itself, as each token of the answer is read."""
+    """Mask of the rows that a policy's cache holds, and of the token itself, at each token of the answer."""
     config = params.config
     now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
-    out = np.repeat(np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2)
+    masks = np.repeat(np.repeat(seen[:, None, None], config.layers, axis=1), config.kv_heads, axis=2)
     if everything:
-        return out
+        return masks
     session = Session(params, policy, key=key)
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
-        # Keys and values, which weigh more, stay where they are.
+        # Keys and values, which weigh more, stay on the device.
         positions = [host(pool.pos)[0] for pool in cache.pools]
         for layer, sequence, head, pool, rows in cache.spans():
             if sequence == 0:
-                out[step, layer, head, positions[pool][rows]] = True
+                masks[step, layer, head, positions[pool][rows]] = True
         if step + 1 < len(answer):
-            cache = fed(session, cache, [token], donate=True)
-    return out
+            cache = feed(session, cache, [token], donate=True)
+    return masks
 
 
-class _Chooser:
-    """What filter layers choose by full attention's queries, and the layers above them see, one after the other."""
+def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
+    """The choice of a policy with filter layers, which must drop no rows; None without filter layers."""
+    parts, layers = policy.parts(), params.config.layers
+    reading = parts.reading(layers, bucket(prompt))
+    if reading is None or not reading.filters:
+        return None
+    name = type(policy).__name__
+    require(params.axes is None, "mesh", "given", f"{name} is measured on one device: leave it out")
+    require(parts.scorer is None, "policy", name, "it drops rows and chooses among the others: give one alone")
+    assert parts.read is not None
+    budget = int(parts.read.tokens(np.asarray([prompt]), layers)[0])
+    return _Choice(reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
 
-    def __init__(self, reading: Reading, prompt: int, steps: int, budget: int, slots: int):
-        self.reading, self.prompt, self.steps, self.budget = reading, prompt, steps, budget
-        self.slots, self.window = slots, reading.window
-        self.chosen: dict[int, np.ndarray] = {}
 
-    def look(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
-        """What is seen of a layer at each step; a filter layer chooses first."""
-        now = self.prompt + np.arange(self.steps)[:, None]
-        position = np.arange(self.slots)
+class _Choice:
+    """Rows that filter layers choose by full attention's queries; layers are asked for from the lowest to the last."""
+
+    def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
+        self.reading, self.prompt, self.steps, self.budget, self.slots = reading, prompt, steps, budget, slots
+        self.masks: dict[int, np.ndarray] = {}
+
+    def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
+        """Mask of the rows of layer `index` that are seen at each token; a filter layer chooses them first."""
+        now, position = self.prompt + np.arange(self.steps)[:, None], np.arange(self.slots)
         if index in self.reading.filters:
-            self.chosen[index] = np.stack([self._choose(out, step) for step in range(self.steps)])
+            self.masks[index] = np.stack([self._choose(out, step) for step in range(self.steps)])
         source = self.reading.sources[index]
         seen = position <= now
         if source != WHOLE:
             behind = now if self.reading.include_generated else self.prompt
-            seen = seen & (self.chosen[source] | (position >= behind))
+            seen = seen & (self.masks[source] | (position >= behind))
         return np.repeat(seen[:, None], out.k.shape[1], axis=1)
 
-    def _choose(self, out: LayerOut, step: int) -> np.ndarray:
+    def _choose(self, out: LayerOut, step: int) -> Bool[np.ndarray, " S"]:
+        """Mask of the rows that a filter layer chooses for the token of a step."""
         reading, now = self.reading, self.prompt + step
         # The newest query first, as weights go by age.
-        stretch = slice(step, step + self.window)
-        q, at = out.q[:, :, :, stretch][:, :, :, ::-1], out.q_positions[:, stretch][:, ::-1]
+        window = slice(step, step + reading.window)
+        q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
         weights = jnp.asarray(reading.selector.weights(reading.window))[None]
         k = out.k.reshape(1, -1, out.k.shape[-1])
         below = jnp.asarray([now if reading.include_generated else self.prompt], jnp.int32)

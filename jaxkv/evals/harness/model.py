@@ -1,8 +1,7 @@
-"""The model "jaxkv" of lm-evaluation-harness: requests of its tasks answered over compressed caches."""
+"""The model "jaxkv" of lm-evaluation-harness: answers its requests over compressed caches."""
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +14,7 @@ from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
 from jaxkv.evals.arguments import seed_of
-from jaxkv.evals.perplexity import fed
+from jaxkv.evals.perplexity import feed
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
@@ -23,29 +22,24 @@ from jaxkv.policies.registry import as_policy
 from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
+from jaxkv.text.tokenizer import Text
 
 try:
-    from lm_eval.api.model import LM
+    from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError:
     raise ImportError("this adapter needs lm-evaluation-harness: pip install 'jaxkv[harness]'") from None
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _KNOWN = ("until", "do_sample", "temperature", "top_k", "top_p", "min_p", *_LENGTHS)
+# Values of sampling arguments that let every token through.
+_NO_CUT: dict[str, tuple[Any, ...]] = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
 _Item = TypeVar("_Item")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Pair:
-    """A context and what is judged behind it, as ids; the request that it answers."""
-
-    context: list[int]
-    continuation: list[int]
-    request: int
-
-
 @register_model("jaxkv")
-class JaxKVLM(LM):
+class JaxKVLM(TemplateLM):
     """A jaxkv model whose caches a policy compresses, for lm-evaluation-harness.
 
     Contexts are prefilled and compressed. Answers are drawn on top of the compressed cache, and continuations read on
@@ -75,8 +69,8 @@ class JaxKVLM(LM):
             batch_size: requests run together; contexts of a policy that draws run one by one.
             max_gen_toks: tokens of an answer where the harness' task does not say.
             seed: for policies and samplings that draw.
-            max_batch_size: not looked at: no batch size is searched for.
-            device: not looked at: JAX chooses, by JAX_PLATFORMS.
+            max_batch_size: ignored: no batch size is searched for.
+            device: ignored: JAX chooses, by JAX_PLATFORMS.
             options: fields of a policy that is only named, such as budget=256 and window=16.
 
         Raises:
@@ -94,142 +88,142 @@ class JaxKVLM(LM):
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
 
     @property
+    def text(self) -> Text:
+        """The model's tokenizer."""
+        assert self.params.text is not None
+        return self.params.text
+
+    @property
     def max_length(self) -> int:
-        """Positions of the model."""
+        """Number of positions of the model."""
         return self.params.config.max_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness' caches are told apart by."""
+        """Name that tells the harness' caches of different models apart."""
         return self.params.name.replace("/", "__")
 
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the eos token, or of the bos token where there is none."""
+        ids = [*self.text.eos_ids, *([] if self.text.bos_id is None else [self.text.bos_id])]
+        require(bool(ids), "model", self.params.name, "no bos or eos token to begin an empty context with")
+        return ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Id of the token in place of an empty context: bos, or eos where there is none."""
+        return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """Token ids of a text, with those in front of every text unless `add_special_tokens` is False."""
+        return self.text.encode(string, bos=add_special_tokens is not False)
+
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders a conversation; see `LM.apply_chat_template`."""
-        assert self.params.text is not None
-        return self.params.text.chat(chat_history, generation_prompt=add_generation_prompt)
+        """Renders a conversation as text, with the opening of the answer if `add_generation_prompt`."""
+        return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers drawn up to a stop string; see `LM.generate_until`."""
-        told: dict[int, str] = {}
+        """Answers to contexts, each drawn up to a stop string; see `LM.generate_until`."""
+        answers: dict[int, str] = {}
         asked = [request.args for request in requests]
-        # Those that are drawn alike go together, the longest first: what does not fit is known at once.
+        # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.
         order = sorted(range(len(asked)), key=lambda at: (repr(asked[at][1]), -len(asked[at][0])))
         with tqdm(total=len(asked), disable=disable_tqdm, desc="jaxkv, generate_until") as bar:
-            for _, alike in itertools.groupby(order, key=lambda at: repr(asked[at][1])):
-                for batch in _batches(list(alike), self._side_by_side):
-                    texts = self._drawn([asked[at][0] for at in batch], asked[batch[0]][1], batch[0])
+            for _, equal in itertools.groupby(order, key=lambda at: repr(asked[at][1])):
+                for batch in _batches(list(equal), self._contexts_together):
+                    texts = self._draw([asked[at][0] for at in batch], asked[batch[0]][1], number=batch[0])
                     for at, text in zip(batch, texts, strict=True):
-                        told[at] = text
+                        answers[at] = text
                         self.cache_hook.add_partial("generate_until", asked[at], text)
                     bar.update(len(batch))
-        return [told[at] for at in range(len(asked))]
+        return [answers[at] for at in range(len(asked))]
 
-    def _drawn(self, contexts: Sequence[str], given: Mapping[str, Any], number: int) -> list[str]:
-        stops, new, sampling = _drawing(given, self.max_gen_toks)
+    def _draw(self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int) -> list[str]:
+        """Answers to a batch of contexts, drawn by the harness' generation arguments; `number` is of its request."""
+        stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
         require(room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer")
         # A prompt that is too long loses its beginning, as in the harness' own models.
-        ids = [self._encoded(text)[-room:] or [self._first] for text in contexts]
-        of: dict[str, Any] = {"policy": self.policy, "max_new_tokens": new, "sampling": sampling, "stop": stops}
+        ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         key = self._key(ids[0])
-        # Answers that are drawn by chance are others each time, in whichever batch: a task may ask for several.
+        # A task may ask the same several times: answers drawn by chance differ by request, in whichever batch.
         key = key if isinstance(sampling, Greedy) else seed_of(key, f"request {number}")
-        out = generate(self.params, ids, **of, key=key, progress=False)
+        lm, policy = self.params, self.policy
+        out = generate(
+            lm, ids, policy=policy, max_new_tokens=new, sampling=sampling, stop=stop, key=key, progress=False
+        )
         assert isinstance(out.text, list)
         return out.text
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-probabilities of continuations, and whether greedy drawing gives them; see `LM.loglikelihood`."""
-        asked = [request.args for request in requests]
-        pairs = [self._pair(number, *of) for number, of in enumerate(asked)]
-        found = self._judged(pairs, disable_tqdm)
-        for of, result in zip(asked, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", of, result)
-        return found
-
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of whole texts, token by token on one cache; see `LM.loglikelihood_rolling`."""
-        asked = [request.args for request in requests]
-        pairs = [
-            pair
-            for number, (text,) in enumerate(asked)
-            for pair in self._windows(number, self._encoded(text, bos=False))
-        ]
-        found = np.zeros(len(asked))
-        for pair, (value, _) in zip(pairs, self._judged(pairs, disable_tqdm), strict=True):
-            found[pair.request] += value
-        for of, result in zip(asked, found.tolist(), strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", of, result)
-        return found.tolist()
+        texts = [request.args[0] for request in requests]
+        windows = [self._windows(self.tok_encode(text, add_special_tokens=False)) for text in texts]
+        pairs = [pair for each in windows for pair in each]
+        values = iter(self._judge(pairs, disable_tqdm))
+        sums = [float(sum(next(values)[0] for _ in each)) for each in windows]
+        for text, value in zip(texts, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
+        return sums
 
-    @property
-    def _side_by_side(self) -> int:
-        """Contexts that run together: those of a policy that draws would share their draws."""
-        return 1 if self.policy.parts().draws else self.batch_size
+    def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Contexts and continuations of a text in parts of the model's length; each token is judged once."""
+        windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+        return list(map(make_disjoint_window, windows))
 
-    def _key(self, ids: Sequence[int]) -> int:
-        """The seed; of a policy that draws a context's own, however often it is asked about."""
-        return seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **options: Any,
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and True if greedy drawing gives it; see `TemplateLM`."""
+        pairs = []
+        for (_, text), context, continuation in requests:
+            require(bool(continuation), "continuation", text, "it adds no token to its context")
+            room = self.max_length - len(continuation) + 1
+            require(room >= 1, "continuation", text[:40], f"longer than the model's {self.max_length} positions")
+            # A context of spaces alone is the continuation's.
+            pairs.append((context[-room:] or [self.prefix_token_id], continuation))
+        results = self._judge(pairs, disable_tqdm)
+        for (texts, *_), result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
 
-    def _encoded(self, text: str, *, bos: bool = True) -> list[int]:
-        assert self.params.text is not None
-        return self.params.text.encode(text, bos=bos)
-
-    @property
-    def _first(self) -> int:
-        """What stands before a text that nothing stands before."""
-        text = self.params.text
-        assert text is not None
-        firsts = [*([] if text.bos_id is None else [text.bos_id]), *text.eos_ids]
-        require(bool(firsts), "model", self.params.name, "no bos or eos token to begin an empty context with")
-        return firsts[0]
-
-    def _pair(self, number: int, context: str, continuation: str) -> _Pair:
-        """Ids of both: spaces between them belong to the continuation, whose tokens are those that it adds."""
-        cut = len(context.rstrip())
-        context, continuation = context[:cut], context[cut:] + continuation
-        if context:
-            before = self._encoded(context)
-            behind = self._encoded(context + continuation)[len(before) :]
-        else:
-            before, behind = [self._first], self._encoded(continuation, bos=False)
-        require(bool(behind), "continuation", continuation, "it adds no token to its context")
-        room = self.max_length - len(behind) + 1
-        require(room >= 1, "continuation", continuation[:40], f"longer than the model's {self.max_length} positions")
-        return _Pair(context=before[-room:], continuation=behind, request=number)
-
-    def _windows(self, number: int, ids: list[int]) -> Iterator[_Pair]:
-        """A text in parts of the model's length: each token is judged once, the last part's with what fits before."""
-        most, whole = self.max_length, [self._first, *ids]
-        for first in range(0, len(ids), most):
-            end = min(first + most, len(ids))
-            begin = max(0, end - most)
-            yield _Pair(context=whole[begin : first + 1], continuation=ids[first:end], request=number)
-
-    def _judged(self, pairs: Sequence[_Pair], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """Pairs in their order: those of one context on one cache, the others side by side."""
+    def _judge(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and True if greedy drawing gives it, in the order of the pairs."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
-        for at, pair in enumerate(pairs):
-            by_context.setdefault(tuple(pair.context), []).append(at)
-        # Those of one context share its cache, however many they are.
+        for at, (context, _) in enumerate(pairs):
+            by_context.setdefault(tuple(context), []).append(at)
+        # Continuations of one context share its cache, however many they are; the others run side by side.
         groups = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
-        alone.sort(key=lambda at: -len(pairs[at].context) - len(pairs[at].continuation))
-        groups += [list(batch) for batch in _batches(alone, self._side_by_side)]
+        alone.sort(key=lambda at: -sum(map(len, pairs[at])))
+        groups += [list(batch) for batch in _batches(alone, self._contexts_together)]
         for group in tqdm(groups, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
-            contexts = [pairs[at].context for at in group]
+            contexts = [pairs[at][0] for at in group]
             contexts = contexts[:1] if all(each == contexts[0] for each in contexts) else contexts
-            values, greedy = self._scored(contexts, [pairs[at].continuation for at in group])
+            values, greedy = self._score(contexts, [pairs[at][1] for at in group])
             found |= {at: (float(values[row]), bool(greedy[row])) for row, at in enumerate(group)}
         return [found[at] for at in range(len(pairs))]
 
-    def _scored(
+    @property
+    def _contexts_together(self) -> int:
+        """Number of contexts in a batch; 1 for a policy that draws, as contexts of a batch would share its draws."""
+        return 1 if self.policy.parts().draws else self.batch_size
+
+    def _key(self, ids: Sequence[int]) -> int:
+        """The seed; of a policy that draws one of the context's own, however often it is asked about."""
+        return seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
+
+    def _score(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Sums of log-probabilities, and whether each token was the likeliest, on top of compressed contexts.
+        """Sums of log-probabilities of continuations, and True where each token was the likeliest one.
 
-        One context is prefilled once, and its continuations read on top of it, a batch of them at a time.
+        One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
         session, count = Session(self.params, self.policy, key=self._key(contexts[0])), len(continuations)
         # The last token is not read; where positions are short, the first one makes room.
@@ -245,53 +239,56 @@ class JaxKVLM(LM):
 def _read(
     session: Session, cache: KVCache, continuations: Sequence[list[int]], *, shared: bool
 ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-    """Reads continuations token by token, as if each had been drawn; the cache is given up where it is not shared."""
+    """Reads continuations token by token, as if each had been drawn; donates the cache unless it is `shared`."""
     count, longest = len(continuations), max(map(len, continuations))
     values, greedy = np.zeros(count), np.ones(count, bool)
     for at in range(longest):
         there = np.asarray([at < len(each) for each in continuations])
         tokens = np.asarray([each[at] if at < len(each) else 0 for each in continuations], np.int32)
         assert cache.logits is not None
-        # Of a context that all share there is one row; on a mesh the batch may be filled up.
+        # A context that all share has one row of logits; on a mesh the batch may be padded.
         logits = jnp.broadcast_to(cache.logits[: cache.batch], (count, cache.config.vocab))
-        value, likeliest = (host(each) for each in _told(logits, tokens))
+        value, likeliest = (host(each) for each in _of_token(logits, tokens))
         values += np.where(there, value, 0)
         greedy &= likeliest | ~there
         if at + 1 < longest:
-            # Those at their end read nothing.
+            # Continuations that have ended read nothing.
             part = [each[at : at + 1] if at + 1 < len(each) else [] for each in continuations]
             new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * count)
-            cache = fed(session, cache, new, donate=at > 0 or not shared)
+            cache = feed(session, cache, new, donate=at > 0 or not shared)
     return values, greedy
 
 
 @jax.jit
-def _told(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+def _of_token(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Log-probability of one token for each sequence, and True where it is the likeliest."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return value, logits.argmax(axis=1) == tokens
 
 
-def _batches(of: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
-    return [of[first : first + size] for first in range(0, len(of), size)]
+def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
+    """Parts of at most `size` items, in order."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _drawing(given: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
-    """Stop strings, new tokens and sampling of a task's generation arguments."""
-    unknown = [name for name in given if name not in _KNOWN]
+def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
+    """Stop strings, new tokens (by default `usual`) and sampling of a task's generation arguments."""
+    unknown = [name for name in arguments if name not in _KNOWN]
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
-    until = given.get("until") or ()
+    until = arguments.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    new = next((int(given[name]) for name in _LENGTHS if given.get(name) is not None), usual)
-    said = given.get("temperature")
-    temperature = float(said or 0.0)
-    if not given.get("do_sample", temperature > 0) or (temperature == 0 and said is not None):
+    new = next((int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), usual)
+    heat = arguments.get("temperature")
+    temperature = float(heat or 0.0)
+    if not arguments.get("do_sample", temperature > 0) or (temperature == 0 and heat is not None):
         return stops, new, Greedy()
-    # Values that let everything through are none.
-    let = {"top_k": (None, 0, -1), "top_p": (None, 1), "min_p": (None, 0)}
-    active = [name for name, through in let.items() if given.get(name) not in through]
-    require(len(active) < 2, "generation_kwargs", active, "one cut at a time: give one of them")
-    if not active:
-        return stops, new, Temperature(temperature=temperature or 1.0)
-    (name,) = active
-    cuts: dict[str, Any] = {"top_k": TopK, "top_p": TopP, "min_p": MinP}
-    return stops, new, cuts[name](temperature=temperature or 1.0, **{name[-1]: given[name]})
+    cuts = [name for name, through in _NO_CUT.items() if arguments.get(name) not in through]
+    require(len(cuts) < 2, "generation_kwargs", cuts, "one cut at a time: give one of them")
+    temperature = temperature or 1.0
+    if "top_k" in cuts:
+        return stops, new, TopK(k=arguments["top_k"], temperature=temperature)
+    if "top_p" in cuts:
+        return stops, new, TopP(p=arguments["top_p"], temperature=temperature)
+    if "min_p" in cuts:
+        return stops, new, MinP(p=arguments["min_p"], temperature=temperature)
+    return stops, new, Temperature(temperature=temperature)

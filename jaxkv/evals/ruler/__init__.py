@@ -1,4 +1,4 @@
-"""RULER's tasks: prompts of any length, made here, that ask for what stands somewhere in them.
+"""RULER's tasks: prompts of any length, made here, whose answers stand somewhere in them.
 
 References:
     Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?", and

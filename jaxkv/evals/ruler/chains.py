@@ -1,4 +1,4 @@
-"""Variable tracking: variables that are assigned one another, in a chain that begins with a number."""
+"""RULER's variable tracking: variables assigned to one another, in a chain that begins with a number."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,10 +18,10 @@ TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
 
 
 class Chain(NamedTuple):
-    """What chance decides of a text.
+    """Random draws of one text: variables and places of their assignments.
 
     Attributes:
-        names: the variables, of which the first is assigned the value and each other the one before it.
+        names: the variables; the first is assigned the value, each other the one before it.
         value: the number.
         places: the haystack's unit that each assignment stands before, ascending.
         size: units of the haystack.
@@ -35,11 +35,11 @@ class Chain(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chains(Recipe):
-    """RULER's variable tracking, of one chain in noise.
+    """Variable tracking of one chain in noise.
 
     Attributes:
         hops: assignments of a variable to another.
-        shot: units of the haystack of the solved example in front; 0 for none.
+        shot: size of the haystack of the solved example in front; 0 for none.
     """
 
     hops: int = 4
@@ -47,39 +47,22 @@ class Chains(Recipe):
 
     @property
     def least(self) -> int:
-        """As many places as there are assignments."""
+        """Number of assignments, each of which has a place of its own."""
         return self.hops + 1
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt; see `Recipe.make`."""
+        """A prompt in `size` lines of noise, with the solved example in front."""
         shot = self.draw(self.shot, rng, short=True) if self.shot else None
         return self.write(self.draw(size, rng), shot)
 
     def draw(self, size: int, rng: np.random.Generator, *, short: bool = False) -> Chain:
-        """Draws names, the value and places.
-
-        Args:
-            size: units of the haystack.
-            rng: the source of randomness.
-            short: names of the solved example.
-
-        Returns:
-            The draws, for `write`.
-        """
+        """Draws variables, the number and places; `short` names are for the solved example."""
         names = self.wording.variables(rng, self.hops + 1, short=short)
         places = sorted(rng.permutation(size)[: self.hops + 1].tolist())
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
 
     def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
-        """Writes the prompt that the draws decide.
-
-        Args:
-            chain: from `draw`.
-            shot: of the solved example.
-
-        Returns:
-            The prompt.
-        """
+        """The prompt of a draw, behind the solved example `shot`."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -95,12 +78,13 @@ class Chains(Recipe):
         )
 
     def _hide(self, chain: Chain) -> str:
+        """The haystack with the assignments in it."""
         # RULER ends these lines with a space.
         end = "" if self.wording.tight else " "
         first, *others = chain.names
-        told = [f"VAR {first} = {chain.value}"]
-        told += [f"VAR {name} = VAR {before}{end}" for before, name in zip(chain.names, others, strict=False)]
+        assignments = [f"VAR {first} = {chain.value}"]
+        assignments += [f"VAR {name} = VAR {before}{end}" for before, name in zip(chain.names, others, strict=False)]
         lines = [self.wording.noise[each % len(self.wording.noise)] for each in range(chain.size)]
-        for line, place in zip(reversed(told), reversed(chain.places), strict=True):
+        for line, place in zip(reversed(assignments), reversed(chain.places), strict=True):
             lines.insert(place, line)
         return "\n".join(lines)

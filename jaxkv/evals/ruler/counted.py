@@ -1,4 +1,4 @@
-"""Words to count: the ten most common of a list, and the three most frequent of a coded text."""
+"""RULER's words to count: the ten most common of a list, and the three most frequent of a coded text."""
 
 import dataclasses
 import math
@@ -23,14 +23,14 @@ _FREQUENT = (
     " Answer: According to the coded text above, the three most frequently appeared words are:",
 )
 TEMPLATES = (*_COMMON, *_FREQUENT)
-# Stands for nothing, and more often than all else.
+# Noise: the most frequent word, which is no answer.
 DOTS = "..."
 # Counts of the second, third and fourth word differ from the next one's from here on.
 _LEAST_CODED = 74
 
 
 class Listed(NamedTuple):
-    """What chance decides of a list: the common words, and all entries in order."""
+    """Random draws of a list: the common words, and all entries in order."""
 
     common: tuple[str, ...]
     entries: tuple[str, ...]
@@ -38,13 +38,13 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common(Recipe):
-    """RULER's extraction of common words; the haystack's unit is a different word.
+    """Extraction of common words; the haystack's unit is a different word.
 
     Attributes:
-        often: how often each common word occurs.
-        seldom: how often each other word does.
-        words: how many are common.
-        shot: different words, and how often the common and the others occur, of a solved example; None for none.
+        often: occurrences of each common word.
+        seldom: occurrences of each other word.
+        words: number of common words.
+        shot: different words, `often` and `seldom` of a solved example; None for none.
     """
 
     often: int = 30
@@ -54,46 +54,28 @@ class Common(Recipe):
 
     @property
     def least(self) -> int:
-        """One word that is not common."""
+        """Number of common words and one other."""
         return self.words + 1
 
     @property
     def most(self) -> int | float:
-        """As many as the wording has."""
+        """Number of words that the wording has."""
         return self.wording.words_to_count
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt; see `Recipe.make`."""
+        """A prompt with a list of `size` different words, behind the solved example."""
         shot = self.draw(*self.shot, rng) if self.shot else None
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
     def draw(self, size: int, often: int, seldom: int, rng: np.random.Generator) -> Listed:
-        """Draws a list.
-
-        Args:
-            size: different words.
-            often: how often the common ones occur.
-            seldom: how often the others do.
-            rng: the source of randomness.
-
-        Returns:
-            The list, for `write`.
-        """
+        """Draws a list of `size` different words in random order."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[: self.words], drawn[self.words :]
         entries = common * often + others * seldom
         return Listed(tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist()))
 
     def write(self, drawn: Listed, shot: Listed | None = None) -> Prompt:
-        """Writes the prompt that the draws decide.
-
-        Args:
-            drawn: from `draw`.
-            shot: of the solved example.
-
-        Returns:
-            The prompt.
-        """
+        """The prompt of a draw, behind the solved example `shot`."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -109,7 +91,7 @@ class Common(Recipe):
 
 
 class Coded(NamedTuple):
-    """What chance decides of a coded text: the words by rank, dots first, and the text's words in order."""
+    """Random draws of a coded text: the words by rank, dots first, and the text's words in order."""
 
     ranks: tuple[str, ...]
     text: tuple[str, ...]
@@ -117,7 +99,7 @@ class Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frequent(Recipe):
-    """RULER's extraction of frequent words: ranks occur as a zeta distribution with an exponent of 2 says.
+    """Extraction of frequent words, whose counts by rank follow a zeta distribution with exponent 2.
 
     Attributes:
         vocabulary: different words, the dots included.
@@ -127,37 +109,22 @@ class Frequent(Recipe):
 
     @property
     def least(self) -> int:
-        """Enough to tell the fourth word from the fifth."""
+        """Smallest size at which the fourth word is more frequent than the fifth."""
         return _LEAST_CODED
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt; see `Recipe.make`."""
+        """A prompt with a coded text of about `size` words."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Coded:
-        """Draws a text.
-
-        Args:
-            size: its words, but for those that rounding down takes.
-            rng: the source of randomness.
-
-        Returns:
-            The text, for `write`.
-        """
+        """Draws a text of `size` words, less those that rounding counts down takes."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
         text = [word for word, often in zip(ranks, times.tolist(), strict=True) for _ in range(often)]
         return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
     def write(self, drawn: Coded) -> Prompt:
-        """Writes the prompt that the draws decide.
-
-        Args:
-            drawn: from `draw`.
-
-        Returns:
-            The prompt.
-        """
+        """The prompt of a draw."""
         opening, question, prefix = _FREQUENT
         first, second, third = drawn.ranks[1:4]
         return Prompt(
@@ -170,4 +137,5 @@ class Frequent(Recipe):
 
 
 def _numbered(words: tuple[str, ...]) -> str:
+    """Words in one line, with their numbers in front."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))

@@ -1,4 +1,4 @@
-"""RULER's metrics, of one answer: scripts/eval/synthetic/constants.py and scripts/eval/evaluate.py."""
+"""RULER's metrics of one answer, of its scripts/eval/synthetic/constants.py and scripts/eval/evaluate.py."""
 
 import re
 from collections.abc import Sequence
@@ -7,33 +7,17 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def cleaned(prediction: str) -> str:
-    """An answer as the metrics read it: control characters are line ends, and there is no space around it."""
+    """Text with control characters as line feeds, and without space at either end."""
     return _CONTROL.sub("\n", prediction.strip()).strip()
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """The share of the references that occur in the answer, whatever the case.
-
-    Args:
-        prediction: what the model said.
-        references: what is right, at least one.
-
-    Returns:
-        A share in [0, 1].
-    """
-    said = cleaned(prediction).lower()
-    return sum(each.lower() in said for each in references) / len(references)
+    """Share of the references that occur in the prediction, in any case."""
+    text = cleaned(prediction).lower()
+    return sum(each.lower() in text for each in references) / len(references)
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """Whether any of the references occurs in the answer, whatever the case.
-
-    Args:
-        prediction: what the model said.
-        references: what is right, at least one.
-
-    Returns:
-        1.0 or 0.0.
-    """
-    said = cleaned(prediction).lower()
-    return float(any(each.lower() in said for each in references))
+    """1 if any of the references occurs in the prediction, in any case, else 0."""
+    text = cleaned(prediction).lower()
+    return float(any(each.lower() in text for each in references))

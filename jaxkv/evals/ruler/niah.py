@@ -1,4 +1,4 @@
-"""Needles in a haystack: keys with values between sentences that are noise, an essay, or more needles."""
+"""RULER's needles in a haystack: keys with values between sentences of noise, of an essay, or of more needles."""
 
 import dataclasses
 from typing import NamedTuple
@@ -35,12 +35,12 @@ class Needle(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What chance decides of a prompt; with `asked` exchanged, it is another question about the same haystack.
+    """Random draws of a prompt; another `asked` is another question about the same haystack.
 
     Attributes:
-        needles: the needles, as they stand in the text.
+        needles: the needles, in the order of the text.
         asked: the keys asked for, in the question's order.
-        values: the values of each of them, in the answer's order.
+        values: the values of each of these keys, in the answer's order.
         haystack: sentences or paragraphs.
     """
 
@@ -61,7 +61,7 @@ class Needles(Recipe):
         keys: needles with a key of their own.
         values: needles for each key.
         queries: keys that are asked for.
-        depth: where the needles stand, from 0 to 1; None draws it.
+        depth: of the needles, in [0, 1]; None draws it.
     """
 
     haystack: str = "noise"
@@ -74,23 +74,15 @@ class Needles(Recipe):
 
     @property
     def least(self) -> int:
-        """As many places as there are needles."""
+        """Number of needles."""
         return max(self.keys, self.queries) * self.values
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt; see `Recipe.make`."""
+        """A prompt with a haystack of `size` units."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Draw:
-        """Draws keys, values, their order, their places and what is asked for.
-
-        Args:
-            size: units of the haystack.
-            rng: the source of randomness.
-
-        Returns:
-            The draws, for `write`.
-        """
+        """Draws keys, values, their order and places, the haystack, and the keys asked for."""
         count = max(self.keys, self.queries)
         keys = self.wording.draw(rng, self.key_kind, count)
         flat = self.wording.draw(rng, self.value_kind, count * self.values)
@@ -101,18 +93,15 @@ class Needles(Recipe):
         stand = [pairs[which] for which in order]
         needles = tuple(Needle(key, value, place) for (key, value), place in zip(stand, places, strict=True))
         asked = rng.permutation(count)[: self.queries].tolist()
-        chosen = tuple(keys[each] for each in asked), tuple(values[each] for each in asked)
-        return Draw(needles, *chosen, tuple(haystack))
+        return Draw(
+            needles=needles,
+            asked=tuple(keys[each] for each in asked),
+            values=tuple(values[each] for each in asked),
+            haystack=tuple(haystack),
+        )
 
     def write(self, draw: Draw) -> Prompt:
-        """Writes the prompt that the draws decide.
-
-        Args:
-            draw: from `draw`.
-
-        Returns:
-            The prompt.
-        """
+        """The prompt of a draw."""
         many = len(draw.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
@@ -128,13 +117,14 @@ class Needles(Recipe):
         )
 
     def _haystack(self, size: int, rng: np.random.Generator, keys: list[str]) -> list[str]:
+        """`size` sentences of an essay, of noise, or of needles with other keys."""
         if self.haystack == "essay":
             return self.wording.essay(rng, size)
         if self.haystack == "noise":
             return [self.wording.noise[each % len(self.wording.noise)] for each in range(size)]
         others: list[str] = []
         while len(others) < size:
-            # What is asked for has one value.
+            # A key that is asked for has no second value.
             others += [key for key in self.wording.draw(rng, self.key_kind, size + len(keys)) if key not in keys]
         values = self.wording.draw(rng, self.value_kind, size)
         return [
@@ -143,6 +133,7 @@ class Needles(Recipe):
         ]
 
     def _places(self, size: int, count: int, rng: np.random.Generator) -> list[int]:
+        """The haystack's unit that each needle stands before, ascending."""
         if self.depth is not None:
             return [round(self.depth * size)] * count
         if self.haystack == "essay":
@@ -150,25 +141,26 @@ class Needles(Recipe):
         return sorted(rng.permutation(size)[:count].tolist())
 
     def _hide(self, draw: Draw) -> str:
-        told = [NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value) for each in draw.needles]
+        """The haystack with the needles in it."""
+        hidden = [NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value) for each in draw.needles]
         if self.haystack == "essay":
             begins = [0, *(each.place for each in draw.needles), len(draw.haystack)]
             parts = [" ".join(draw.haystack[begins[0] : begins[1]])]
-            for at, needle in enumerate(told, start=1):
+            for at, needle in enumerate(hidden, start=1):
                 parts += [needle, " ".join(draw.haystack[begins[at] : begins[at + 1]])]
-            # RULER writes a space on either side of nothing too.
+            # RULER writes a space on either side of an empty part too.
             return " ".join(part for part in parts if part or not self.wording.tight)
         lines = list(draw.haystack)
-        for needle, where in zip(reversed(told), reversed(draw.needles), strict=True):
+        for needle, where in zip(reversed(hidden), reversed(draw.needles), strict=True):
             lines.insert(where.place, needle)
         return "\n".join(lines)
 
 
 def places_at(depths: list[int], size: int) -> list[int]:
-    """Where depths lie, in percent, as RULER rounds them: sentences of so many that the needles stand before."""
+    """Sorted indices of the sentences, of `size`, at depths in percent, rounded as RULER does."""
     return sorted(int(size * (depth / 100)) for depth in depths)
 
 
 def _listed(words: tuple[str, ...]) -> str:
-    """`a`, `a, and b`, `a, b, and c`: as RULER asks for them."""
+    """Words as a list in English, as RULER writes it: `a`, `a, and b`, `a, b, and c`."""
     return ", ".join(words[:-1]) + ", and " + words[-1] if len(words) > 1 else words[0]

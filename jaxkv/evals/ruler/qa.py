@@ -1,4 +1,4 @@
-"""Questions over documents: the one that answers, or the few, among others of the same data set."""
+"""RULER's questions over documents: those with the answer among others of the same data set."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ _ORDER = "Answer the question based on the given documents. Only give me the ans
 _OPENING = f"{_ORDER}\n\nThe following are given documents.\n\n"
 _QUESTION = f"\n\n{_ORDER}\n\nQuestion: {{asked}}"
 _PREFIX = " Answer:"
-# RULER's names of the files, and what they are.
+# RULER's file names, and the addresses of the files.
 FILES = {
     "qa_1": ("squad.json", "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
     "qa_2": ("hotpotqa.json", "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json"),
@@ -25,13 +25,13 @@ FILES = {
 
 
 class Asked(NamedTuple):
-    """A question.
+    """A question, its answers, and the indices of its documents.
 
     Attributes:
         text: the question.
-        answers: any of them is right.
-        context: documents that answer it, as places among all.
-        near: documents of the same article, which are taken before all others.
+        answers: right answers, any of which counts.
+        context: indices of the documents with the answer.
+        near: indices of documents of the same article, which are taken before all others.
     """
 
     text: str
@@ -41,12 +41,7 @@ class Asked(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """What a file holds.
-
-    Attributes:
-        questions: in the file's order.
-        documents: sorted, each once.
-    """
+    """Questions of a file in its order, and its documents, sorted and each once."""
 
     questions: tuple[Asked, ...]
     documents: tuple[str, ...]
@@ -54,37 +49,24 @@ class DataSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Recipe):
-    """RULER's two question-answering tasks; the haystack's unit is a document.
-
-    Attributes:
-        data: questions and documents.
-    """
+    """Question answering over the documents of a data set; the haystack's unit is a document."""
 
     data: DataSet
 
     @property
     def least(self) -> int:
-        """As many documents as a question comes with."""
+        """Most documents that a question needs."""
         return max(len(each.context) for each in self.data.questions)
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt; see `Recipe.make`."""
+        """A prompt with question `index` of the file and `size` documents."""
         have = len(self.data.questions)
         require(index < have, "count", index + 1, f"the file has {have} questions: ask for so many at most")
         asked = self.data.questions[index]
         return self.write(asked, self.draw(asked, size, rng))
 
     def draw(self, asked: Asked, size: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """Draws documents.
-
-        Args:
-            asked: the question.
-            size: documents.
-            rng: the source of randomness.
-
-        Returns:
-            Their places among all, in the prompt's order; all and some again where there are too few.
-        """
+        """Indices of `size` documents in random order, the question's among them; repeated if there are too few."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]
@@ -97,19 +79,11 @@ class Documents(Recipe):
         return tuple(_some(chosen, len(chosen), rng))
 
     def write(self, asked: Asked, order: Sequence[int]) -> Prompt:
-        """Writes the prompt that the draws decide.
-
-        Args:
-            asked: the question.
-            order: from `draw`.
-
-        Returns:
-            The prompt.
-        """
-        told = [f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)]
+        """The prompt of a question over documents in this order."""
+        texts = [f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)]
         stand = [at for at, each in enumerate(order) if each in asked.context]
         return Prompt(
-            context=_OPENING + "\n\n".join(told),
+            context=_OPENING + "\n\n".join(texts),
             question=_QUESTION.format(asked=asked.text),
             prefix=_PREFIX,
             answers=asked.answers,
@@ -119,18 +93,9 @@ class Documents(Recipe):
 
 
 def read(folder: str | None, name: str) -> DataSet:
-    """Reads a task's file.
+    """Questions and documents of a task's file, "qa_1" of SQuAD 2.0 or "qa_2" of HotpotQA with distractors.
 
-    Args:
-        folder: where it lies.
-        name: "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA, distractor setting).
-
-    Returns:
-        Questions and documents.
-
-    Raises:
-        FileNotFoundError: where it is missing, saying what to put where.
-        ValueError: for a file of another format.
+    A missing file is a FileNotFoundError that says what to put where; a file of another format is refused.
     """
     file, address = FILES[name]
     path = None if folder is None else Path(folder).expanduser() / file
@@ -149,7 +114,7 @@ def read(folder: str | None, name: str) -> DataSet:
 
 @functools.lru_cache(maxsize=2)
 def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
-    """A file as it was when it had this size and was last changed then."""
+    """A file's questions and documents, read again where its size or time of change differs."""
     content = json.loads(path.read_text("utf-8-sig"))
     found = _squad(content) if name == "qa_1" else _hotpot(content)
     texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
@@ -161,6 +126,7 @@ def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
 
 
 def _squad(content: dict[str, Any]) -> DataSet:
+    """Answerable questions of SQuAD 2.0; documents are paragraphs."""
     articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
     documents = sorted({text for texts in articles for text in texts})
     places = {text: at for at, text in enumerate(documents)}
@@ -177,6 +143,8 @@ def _squad(content: dict[str, Any]) -> DataSet:
 
 
 def _hotpot(content: list[dict[str, Any]]) -> DataSet:
+    """Questions of HotpotQA; documents are articles with their titles."""
+
     def document(title: str, lines: list[str]) -> str:
         return f"{title}\n{''.join(lines)}"
 
@@ -190,4 +158,5 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
 
 
 def _some(places: Sequence[int], count: int, rng: np.random.Generator) -> list[int]:
+    """`count` of the places, drawn without repetition, in random order."""
     return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

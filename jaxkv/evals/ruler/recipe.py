@@ -1,4 +1,4 @@
-"""What makes a kind of prompt, and how large a haystack fits a number of tokens."""
+"""Recipes, which make prompts of one kind and any size, and the size that fits a number of tokens."""
 
 import abc
 import dataclasses
@@ -13,15 +13,15 @@ from jaxkv.evals.ruler.wording import Wording
 
 
 class Prompt(NamedTuple):
-    """One prompt.
+    """One prompt, in its three parts, and its right answers.
 
     Attributes:
-        context: all up to the end of the haystack.
+        context: text up to the end of the haystack.
         question: the rest of the user's text.
         prefix: the answer's first words.
-        answers: what is right.
-        target: how a right answer goes on after the prefix.
-        depth: where the answer stands in the haystack, from 0 to 1, the mean of several places; None for everywhere.
+        answers: right answers.
+        target: continuation of a right answer behind the prefix.
+        depth: of the answer in the haystack, in [0, 1], the mean of several places; None if it is everywhere.
     """
 
     context: str
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All that the model reads before it answers."""
+        """The whole prompt, with the answer's first words."""
         return self.context + self.question + self.prefix
 
 
@@ -42,56 +42,37 @@ Counter = Callable[[Prompt], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(abc.ABC):
-    """How prompts of one kind are made, of any size.
-
-    Attributes:
-        wording: the words.
-        new_tokens: tokens that an answer may take.
-    """
+    """Base of recipes: makes prompts of one kind and any size, with answers of at most `new_tokens`."""
 
     wording: Wording
     new_tokens: int
 
     @property
     def least(self) -> int:
-        """Units of the smallest haystack."""
+        """Size of the smallest haystack."""
         return 1
 
     @property
     def most(self) -> int | float:
-        """Units of the largest haystack: there are words for no more."""
+        """Size of the largest haystack that the wording has words for."""
         return math.inf
 
     @abc.abstractmethod
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a prompt.
+        """A prompt whose haystack has `size` units: words, sentences or documents.
 
-        Args:
-            size: units of the haystack: words, sentences, documents.
-            rng: the source of randomness.
-            index: which of the samples it is, for those that read them from a file.
-
-        Returns:
-            The prompt.
+        `index` is the number of the sample, for recipes that read samples from a file.
         """
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """The largest haystack with which a prompt and its answer take no more than some tokens.
+    """Size of the largest haystack whose prompt and answer take at most `length` tokens, to a 400th part.
 
-    Args:
-        recipe: what makes the prompts.
-        length: tokens, those of the answer included.
-        count: a prompt's tokens.
-
-    Returns:
-        Units, for `Recipe.make`.
-
-    Raises:
-        ValueError: where not even the smallest fits.
+    A `length` that not even the smallest haystack fits is refused.
     """
 
     def taken(size: int) -> int:
+        """Tokens of a prompt of this size and its answer."""
         return count(recipe.make(size, np.random.default_rng(0))) + recipe.new_tokens
 
     low = recipe.least
@@ -101,9 +82,9 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
     )
     high = low + 1
     while taken(high) <= length:
-        # Beyond the most, making one says what is short of.
+        # Making a prompt above the largest size names the words that are missing.
         low, high = high, int(recipe.most) if high < recipe.most < 2 * high else 2 * high
-    # A four-hundredth part is less than what samples differ by.
+    # A four-hundredth part is less than the difference between samples.
     while high - low > max(1, low // 400):
         middle = (low + high) // 2
         low, high = (middle, high) if taken(middle) <= length else (low, middle)
@@ -112,14 +93,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Prompts of one kind and length.
-
-    Attributes:
-        recipe: what makes them.
-        length: tokens of the longest, those of the answer included.
-        count: a prompt's tokens.
-        size: units of a haystack.
-    """
+    """Prompts of one recipe and length: `size` is the haystack's, `length` the most tokens with the answer."""
 
     recipe: Recipe
     length: int
@@ -128,22 +102,11 @@ class Cell:
 
     @classmethod
     def of(cls, recipe: Recipe, length: int, count: Counter) -> "Cell":
-        """Finds the size."""
+        """The cell whose haystack is as large as fits."""
         return cls(recipe, length, count, fit(recipe, length, count))
 
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a prompt that fits.
-
-        Args:
-            rng: the source of randomness.
-            index: which of the samples it is.
-
-        Returns:
-            The prompt.
-
-        Raises:
-            ValueError: where not even the smallest haystack fits this sample.
-        """
+        """A prompt that fits, with a smaller haystack where sample `index` needs one; refused if none fits."""
         seed = int(rng.integers(2**63))
         size = self.size
         while True:

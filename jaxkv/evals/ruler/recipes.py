@@ -1,4 +1,4 @@
-"""RULER's tasks by name, as its scripts/synthetic.yaml configures them."""
+"""Recipes of RULER's tasks by name, as its scripts/synthetic.yaml configures them."""
 
 import dataclasses
 import string
@@ -23,7 +23,7 @@ _NIAH: dict[str, dict[str, Any]] = {
     "niah_multivalue": {"haystack": "essay", "values": 4},
     "niah_multiquery": {"haystack": "essay", "queries": 4},
 }
-# Made from nothing but words; the others ask questions of files.
+# Made from words alone; the others read questions from files.
 MADE = (*_NIAH, "vt", "cwe", "fwe")
 NAMES = (*MADE, *FILES)
 # RULER's: tokens of a solved example of variable tracking, and from where on lists are long.
@@ -32,21 +32,10 @@ _LONG = 4096
 
 
 def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None) -> Recipe:
-    """How a task's prompts are made.
+    """The recipe of one of RULER's tasks, for prompts and answers of `length` tokens, for `Cell.of`.
 
-    Args:
-        name: one of `NAMES`.
-        wording: the words.
-        length: tokens of the prompts and their answers, which some tasks depend on.
-        count: a prompt's tokens.
-        data: the folder with the files of the tasks that ask questions of them.
-
-    Returns:
-        The recipe, for `Cell.of`.
-
-    Raises:
-        ValueError: for another name, or one that the small wording has no words for.
-        FileNotFoundError: where a file is missing, saying what to put where.
+    `data` is the folder of the files of qa_1 and qa_2; without them it is a FileNotFoundError that names them. Unknown
+    tasks, and those that the small wording has no words for, are refused.
     """
     require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
     small = wording.name == "small"
@@ -58,7 +47,7 @@ def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data:
         return _common(wording, length)
     if name == "fwe":
         new = 10 if small else 50
-        # At least a fifth word, which the three are more frequent than.
+        # At least a fifth word, so that the answer's three are more frequent than another.
         different = max(5, (length - new) // 50)
         return Frequent(
             wording=wording, new_tokens=new, vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different
@@ -68,19 +57,16 @@ def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data:
 
 
 def small_vocabulary() -> tuple[str, ...]:
-    """Every word, digit and mark that prompts and answers of the small wording are made of, without space between.
-
-    Returns:
-        The pieces, sorted; `pieces` of any such text lie among them.
-    """
+    """Sorted words, digits and marks that prompts and answers of the small wording consist of."""
     templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES, *counted.TEMPLATES)
-    # What slots are called is no word of a prompt's.
+    # Names of the templates' fields are no words of a prompt.
     fixed = [text for template in templates for text, *_ in string.Formatter().parse(template)]
     found = pieces(" ".join([*fixed, "number numbers uuid uuids 0123456789 , and . - ="]))
     return tuple(sorted({*found, *SMALL_WORDS, *(word.upper() for word in SMALL_WORDS)}))
 
 
 def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
+    """The recipe of a task with needles."""
     recipe = Needles(wording=wording, new_tokens=128, **settings)
     if wording.name == "official":
         return recipe
@@ -90,11 +76,13 @@ def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
 
 
 def _tracking(wording: Wording, length: int, count: Counter) -> Chains:
+    """The recipe of variable tracking with a solved example in front."""
     alone = Chains(wording=wording, new_tokens=0)
     return Chains(wording=wording, new_tokens=30, shot=fit(alone, min(_SHOT_TOKENS, length), count))
 
 
 def _common(wording: Wording, length: int) -> Common:
+    """The recipe of common words."""
     if wording.name == "small":
         # So few words that they have to occur more often as lists grow.
         often, seldom = (6, 1) if length < 1024 else (12, 2) if length < 2560 else (30, 3)

@@ -1,4 +1,4 @@
-"""RULER as a task of `jaxkv eval`."""
+"""The task `ruler`, with functions that the task `needle` shares: lengths, wordings, samples of prompts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Ruler(QuestionTask):
         check_grid(self)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The cases, by task and length; see `Task.samples`."""
+        """Samples by task and length."""
         lengths = lengths_for(params, self.lengths, usual=(4096,))
         wording, count, made = read_wording(self), counter(params), []
         for name in self.tasks:
@@ -79,20 +79,13 @@ class Ruler(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """The share of the references found; for questions over documents, whether any is."""
+        """Share of the right answers that occur; for questions over documents 1 if any occurs."""
         metric = string_match_part if sample.group in FILES else string_match_all
         return metric(prediction, sample.answers)
 
 
 def check_grid(settings: Any) -> None:
-    """Refuses what no grid of lengths has.
-
-    Args:
-        settings: with `lengths`, `count`, `wording`, `haystack` and `seed`.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Refuses settings that make no samples, and a haystack for a wording that takes none."""
     require(settings.count >= 1, "count", settings.count, "make at least 1 sample")
     lengths = settings.lengths
     if lengths is not None:
@@ -106,19 +99,9 @@ def check_grid(settings: Any) -> None:
 
 
 def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of the prompts, in tokens.
+    """Prompt lengths in tokens: `given`, or for None the `usual` ones that the model has positions for.
 
-    Args:
-        params: the model.
-        given: lengths that were asked for; None takes the usual ones that the model has positions for, or as many
-            tokens as it has positions where that is none of them.
-        usual: the task's own.
-
-    Returns:
-        The lengths.
-
-    Raises:
-        ValueError: for lengths asked for that the model has no positions for.
+    Where the model is shorter than all usual lengths, its number of positions. Longer lengths are refused.
     """
     most = params.config.max_positions
     if given is None:
@@ -128,17 +111,9 @@ def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Se
 
 
 def read_wording(settings: Any) -> Wording:
-    """The wording that a task's settings name.
+    """The wording that a task's settings name, with the text of their haystack file.
 
-    Args:
-        settings: with `wording` and `haystack`.
-
-    Returns:
-        The wording.
-
-    Raises:
-        FileNotFoundError: for a file that is not there.
-        ValueError: for one that holds no text.
+    A missing file is a FileNotFoundError; one without text is refused.
     """
     if settings.haystack is None:
         return wording_of(settings.wording)
@@ -154,14 +129,7 @@ def read_wording(settings: Any) -> Wording:
 
 
 def counter(params: LanguageModel) -> Counter:
-    """Counts the tokens of prompts as they are asked, a chat template's included.
-
-    Args:
-        params: the model.
-
-    Returns:
-        The function.
-    """
+    """A function that counts the tokens of a prompt, the chat template's included."""
 
     def count(prompt: Prompt) -> int:
         return sum(map(len, ids_of(params.text, as_sample("count", "count", prompt, 1))))
@@ -170,18 +138,7 @@ def counter(params: LanguageModel) -> Counter:
 
 
 def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: Any) -> Sample:
-    """A prompt as a sample.
-
-    Args:
-        name: its id.
-        group: its row.
-        prompt: the prompt.
-        new_tokens: tokens of its answer.
-        **tags: what pictures are drawn over; the depth is added where the prompt has one.
-
-    Returns:
-        The sample.
-    """
+    """A prompt as the sample of this id and group; its depth is added to the tags."""
     if prompt.depth is not None:
         tags.setdefault("depth", round(prompt.depth, 4))
     return Sample(

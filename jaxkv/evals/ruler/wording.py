@@ -1,4 +1,4 @@
-"""The words that prompts are made of: RULER's own, and a few hundred that a tiny model can be trained on."""
+"""The words of prompts: RULER's own, and a few hundred that a tiny model can be trained on."""
 
 import abc
 import functools
@@ -18,8 +18,8 @@ from jaxkv._errors import require
 
 # RULER's, scripts/data/synthetic/niah.py.
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-# Nouns, none of which is a part of another, of a colour's name, or of what the templates say: answers are looked for as
-# parts of what was said.
+# Nouns, none of which is a part of another, of a colour's name, or of a template's word: a score looks for answers as
+# parts of the prediction.
 SMALL_WORDS: tuple[str, ...] = tuple(
     (
         "acorn airport anchor apple apron arch arrow axe badge bakery ball bamboo banana band barn barrel basin "
@@ -53,27 +53,27 @@ _SENTENCE = re.compile(r"(?<=[.!?])" + _TITLES + r"[\"\u2019\u201d)]*\s+(?=[\"\u
 
 
 def pieces(text: str) -> list[str]:
-    """A text's words, digits and punctuation marks, without the space between them."""
+    """Words, digits and punctuation marks of a text, without the space between them."""
     return _PIECE.findall(text)
 
 
 def sentences(text: str) -> list[str]:
-    """A text's sentences: they end with a mark and quotes, and the next begins with a capital.
+    """Sentences of a text, which end with a mark and quotes where the next one begins with a capital.
 
-    RULER asks NLTK's Punkt, whose parameters are data of their own; on English prose nearly all of these are its too.
+    RULER uses NLTK's Punkt, whose parameters are data of their own; on English prose nearly all of these are its too.
     """
     ends = [each.end() for each in _SENTENCE.finditer(text)]
     return [text[begin:end].rstrip() for begin, end in itertools.pairwise([0, *ends, len(text)])]
 
 
 class Wording(abc.ABC):
-    """What keys, values, variables and haystacks are made of.
+    """Base of wordings: draws keys, values, variables and haystacks.
 
     Attributes:
-        name: what `wording` calls it.
-        tight: no spaces and empty sentences that carry nothing.
-        noise: units of the haystack of noise, in turn.
-        words_to_count: different ones that there are.
+        name: the wording's value in settings.
+        tight: True leaves out spaces and empty parts that carry no meaning.
+        noise: units of the haystack of noise, used in turn.
+        words_to_count: number of different words that `plain` has.
     """
 
     name: ClassVar[str]
@@ -82,53 +82,44 @@ class Wording(abc.ABC):
     words_to_count: ClassVar[int | float] = math.inf
 
     def draw(self, rng: np.random.Generator, kind: str, count: int) -> list[str]:
-        """Draws keys or values.
-
-        Args:
-            rng: the source of randomness.
-            kind: "words", "numbers" or "uuids".
-            count: how many.
-
-        Returns:
-            The strings: words are all different while there are so many, others as chance has it.
-        """
+        """`count` keys or values of a kind, "words", "numbers" or "uuids"; words distinct while there are enough."""
         return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
 
     @abc.abstractmethod
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Words, different while there are so many."""
+        """`count` words, distinct while there are enough."""
 
     @abc.abstractmethod
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Numbers."""
+        """`count` numbers, as texts."""
 
     @abc.abstractmethod
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Long strings without a meaning."""
+        """`count` long strings without a meaning."""
 
     @abc.abstractmethod
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Words to count, all different."""
+        """`count` distinct words to be counted."""
 
     @abc.abstractmethod
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Coded words, all different."""
+        """`count` distinct words without a meaning."""
 
     @abc.abstractmethod
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Names of variables, all different; `short` ones stand in solved examples."""
+        """`count` distinct names of variables; `short` ones are for solved examples."""
 
     @abc.abstractmethod
     def amount(self, rng: np.random.Generator) -> str:
-        """What a variable is assigned."""
+        """The number that a variable is assigned, as text."""
 
     @abc.abstractmethod
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """A text that means something, as sentences, of so many units."""
+        """Sentences of a meaningful text of `size` units."""
 
 
 class Small(Wording):
-    """Keys are nouns of a short list, values four digits, and every text is made of a few hundred words."""
+    """Words for tiny models: nouns of a short list, numbers of four digits, texts of a few hundred words."""
 
     name = "small"
     tight = True
@@ -136,40 +127,40 @@ class Small(Wording):
     words_to_count = len(SMALL_WORDS)
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Nouns; beyond the list's length some occur again."""
+        """`count` nouns; beyond the list's length some occur again."""
         drawn: list[int] = []
         while len(drawn) < count:
             drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
         return [SMALL_WORDS[each] for each in drawn]
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Four digits, of which the first is not 0."""
+        """`count` numbers of four digits, of which the first is not 0."""
         return [str(each) for each in rng.integers(1000, 10000, count).tolist()]
 
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Twice four digits with a hyphen."""
+        """`count` strings of four digits, a hyphen and four digits."""
         return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Nouns."""
+        """`count` distinct nouns; refuses more than the list has."""
         few = "the small wording has no more words: ask for fewer tokens, or take the official one"
         require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
         return self.words(rng, count)
 
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Nouns."""
+        """`count` distinct nouns; refuses more than the list has."""
         return self.plain(rng, count)
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Nouns in capitals."""
+        """`count` nouns in capitals."""
         return [each.upper() for each in self.words(rng, count)]
 
     def amount(self, rng: np.random.Generator) -> str:
-        """Four digits."""
+        """A number of four digits."""
         return self.numbers(rng, 1)[0]
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """So many sentences, of the list's nouns."""
+        """`size` sentences with nouns of the list."""
         forms = rng.integers(0, len(SENTENCES), size).tolist()
         nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
         return [
@@ -179,32 +170,29 @@ class Small(Wording):
 
 
 class Official(Wording):
-    """RULER's own words: adjectives with nouns, seven digits, version 4 UUIDs, variables of five letters.
-
-    Attributes:
-        text: what the haystack of an essay is cut from, from its beginning; a longer one repeats it.
-    """
+    """RULER's own words: adjectives with nouns, seven digits, version 4 UUIDs, variables of five letters."""
 
     name = "official"
     tight = False
     noise = (" ".join(NOISE),)
 
     def __init__(self, text: str | None = None):
-        """Takes the haystack's text; the one that jaxkv brings for None."""
-        self._given = text
+        """Takes the text that haystacks are cut from and repeat; None for the novel that comes with jaxkv."""
+        self._text = text
 
     @functools.cached_property
     def _units(self) -> list[str]:
-        return (shipped("essay.txt.gz") if self._given is None else self._given).split()
+        """Words of the text."""
+        return (shipped("essay.txt.gz") if self._text is None else self._text).split()
 
     def passage(self, size: int, start: int = 0) -> str:
-        """So many words of the text from one of them on, and from the beginning again where it ends."""
+        """`size` words of the text from word `start` on, and from the beginning again where it ends."""
         at = start % len(self._units)
         times = -(-(at + size) // len(self._units))
         return " ".join((self._units * times)[at : at + size])
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """An adjective, a hyphen and a noun."""
+        """`count` distinct words of an adjective, a hyphen and a noun."""
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
@@ -212,53 +200,55 @@ class Official(Wording):
         return list(drawn)
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Nouns, adjectives and verbs; where the lists end, an adjective and a noun."""
+        """`count` nouns, adjectives and verbs; beyond the lists, adjectives with nouns."""
         every = _every_word()
         drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return drawn + self.words(rng, count - len(drawn))
 
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Six small letters."""
+        """`count` distinct words of six small letters."""
         return _letters(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Seven digits, of which the first is not 0."""
+        """`count` numbers of seven digits, of which the first is not 0."""
         return [str(each) for each in rng.integers(10**6, 10**7, count).tolist()]
 
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """UUIDs of version 4."""
+        """`count` UUIDs of version 4."""
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """Five capital letters; three in solved examples."""
+        """`count` distinct names of five capital letters; `short` ones of three."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
     def amount(self, rng: np.random.Generator) -> str:
-        """Five digits."""
+        """A number of five digits."""
         return str(int(rng.integers(10000, 99999)))
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """So many words of the text, as sentences."""
+        """The first `size` words of the text, as sentences."""
         return sentences(self.passage(size))
 
 
 def shipped(name: str) -> str:
-    """A text that comes with jaxkv; the README beside it says from where."""
+    """Text of a gzip file in `ruler/data`, whose README names its source."""
     return gzip.decompress((resources.files("jaxkv.evals.ruler") / "data" / name).read_bytes()).decode("utf-8")
 
 
 @functools.cache
 def word_lists() -> dict[str, list[str]]:
-    """The lists that RULER draws words from: "nouns", "adjectives" and "verbs"."""
+    """Lists of words that RULER draws from: "nouns", "adjectives" and "verbs"."""
     return json.loads(shipped("words.json.gz"))
 
 
 @functools.cache
 def _every_word() -> list[str]:
+    """All words of the lists, sorted, each once."""
     return sorted(set().union(*word_lists().values()))
 
 
 def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> list[str]:
+    """`count` distinct strings of `size` random letters."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
@@ -266,18 +256,7 @@ def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> 
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
-    """A wording by its name.
-
-    Args:
-        name: "official" or "small".
-        text: what essays are cut from.
-
-    Returns:
-        The wording.
-
-    Raises:
-        ValueError: for another name, or a text where sentences are made of the list's words.
-    """
+    """The wording "official", whose essays are cut from `text`, or "small", which takes no text."""
     require(name in ("official", "small"), "wording", name, "take 'official', or 'small' for tiny models")
     if name == "small":
         require(text is None, "wording", name, "its haystacks are made of its own words: take 'official' with a text")
