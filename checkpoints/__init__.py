@@ -1,4 +1,4 @@
-"""Model files without a model: fetching, converting, and reading them as named numpy arrays, whole or in parts."""
+"""Checkpoints without a model: fetching and converting them, and reading tensors as numpy arrays, whole or in parts."""
 
 from .converting import convert
 from .fetching import cache_dir, fetch

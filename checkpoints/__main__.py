@@ -1,4 +1,4 @@
-"""`python -m jaxkv.checkpoints convert SRC DST`."""
+"""Command line `python -m jaxkv.checkpoints convert SRC DST`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from .converting import DTYPES, convert
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: the arguments; those of the process if None.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which has been told on stderr.
-    """
+    """Runs the command line; exit code 0, 2 after an error that is printed on stderr, or 130 after an interrupt."""
     options = _parser().parse_args(argv)
     try:
         print(convert(options.source, options.target, dtype=options.dtype))
@@ -30,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m jaxkv.checkpoints", description="Model files without a model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = (

@@ -1,4 +1,4 @@
-"""One way to refuse: name the field, the value and the remedy."""
+"""Refusals: ValueErrors that name the field, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -8,33 +8,14 @@ _LONGEST = 1000
 
 
 def require(condition: bool, field: str, value: Any, remedy: str) -> None:
-    """Raises a ValueError unless `condition` holds.
-
-    Args:
-        condition: what must be true.
-        field: the argument, file or key at fault.
-        value: what it was.
-        remedy: what is wrong and what to do instead.
-
-    Raises:
-        ValueError: `field=value: remedy`.
-    """
+    """Raises a ValueError `field=value: remedy` unless `condition` holds."""
     if not condition:
         raise refusal(field, value, remedy)
 
 
 def refusal(field: str, value: Any, remedy: str) -> ValueError:
-    """Makes the error without raising it, so that it can be chained to a cause.
-
-    Args:
-        field: the argument, file or key at fault.
-        value: what it was.
-        remedy: what is wrong and what to do instead.
-
-    Returns:
-        The ValueError, not raised.
-    """
+    """ValueError `field=value: remedy`, not raised, so that a cause can be chained to it."""
     shown = str(value) if hasattr(value, "__fspath__") else repr(value)
-    if len(shown) > _LONGEST:  # what comes from a file may be of any length
+    if len(shown) > _LONGEST:  # values from files may have any length
         shown = f"{shown[:_LONGEST]}..."
     return ValueError(f"{field}={shown}: {remedy}")

@@ -1,4 +1,4 @@
-"""Chat templates: where a checkpoint keeps its own, and rendering them within bounds of time and memory."""
+"""Chat templates: finds the one of a checkpoint, and renders it in a process bounded in time, memory and output."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ from typing import Any
 from ._errors import require
 from .json_files import read_json, read_text
 
-# What Python needs to start, and to know the time.
+# Environment variables that Python needs to start and to know the time zone.
 _ENVIRONMENT = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
-# A template takes a thousandth of that; a busy machine may take long to start Python.
+# Templates take milliseconds; a busy machine may take seconds to start Python.
 _SECONDS, _SECONDS_PER_BYTE = 10.0, 1e-6
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Finds the chat template of a folder in Hugging Face's layout.
+    """Jinja source of the chat template of a folder in Hugging Face's layout, or None.
 
-    Args:
-        folder: the folder.
-        settings: its `tokenizer_config.json`.
-
-    Returns:
-        Jinja source, or None.
+    `settings` is the content of its `tokenizer_config.json`.
 
     Raises:
-        ValueError: where it is no text, nor a list of texts with names.
+        ValueError: where the template is neither a string nor a list of strings with names.
     """
     if (folder / "chat_template.jinja").is_file():
         return read_text(folder / "chat_template.jinja")
@@ -52,26 +47,23 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 class TemplateTimeout(ValueError):
-    """A template ran for longer than any needs, or the machine had no time for it."""
+    """A template ran for longer than templates need, or the machine was too busy to run it."""
 
 
 class ChatTemplate:
-    """A chat template, rendered by a process of its own, whose time, memory and output are bounded.
+    """A chat template, rendered in a process of its own with bounded time, memory and output.
 
-    A template is code from elsewhere. The process starts with the first text asked for, serves the later ones, and ends
-    with this object or when it has nothing to do; copies and pickles leave it out.
+    A template is untrusted code. The process starts at the first text, serves the later ones, and ends with this object
+    or after it has been idle; copies and pickles have none.
     """
 
     def __init__(self, source: str):
-        """Takes the source; nothing is compiled or run yet.
-
-        Args:
-            source: Jinja source.
-        """
+        """Keeps the Jinja source; compiles and runs nothing yet."""
         self._source = source
         self._begin()
 
     def _begin(self) -> None:
+        """Sets the object up without a process."""
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._end: Any = None
@@ -84,17 +76,11 @@ class ChatTemplate:
         self._begin()
 
     def render(self, **variables: Any) -> str:
-        """Renders the template.
-
-        Args:
-            **variables: what it sees, as far as JSON holds it: "messages", "add_generation_prompt", special tokens.
-
-        Returns:
-            The text.
+        """Text that the template renders from variables that JSON can hold: messages, special tokens, ...
 
         Raises:
-            TypeError: for a variable that JSON does not hold.
-            ValueError: where the template refuses, fails, or takes more time or memory than any template needs.
+            TypeError: for a variable that JSON cannot hold.
+            ValueError: where the template refuses, fails, or takes more time or memory than templates need.
         """
         request = {"source": self._source, "variables": variables}
         with self._lock:
@@ -104,10 +90,11 @@ class ChatTemplate:
         return answer["text"]
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer of the process, with "text" or "error"; starts a new process if the old one has ended."""
         body = json.dumps(request, default=_plain)
         seconds = _SECONDS + _SECONDS_PER_BYTE * len(body)
         line = f'{{"seconds": {seconds}, {body[1:]}\n'.encode()
-        # One that idled too long has ended, or somebody ended it; a process that has forked has none of its own.
+        # The process may have ended (idle, killed), or belong to the parent of this fork: then a new one is started.
         for worker in (self._worker, None):
             if worker is None:
                 worker = self._start()
@@ -121,6 +108,7 @@ class ChatTemplate:
         return {"error": "it brought its process down"}
 
     def _start(self) -> _Worker:
+        """New process in place of an earlier one."""
         if self._end is not None:
             self._end()
         worker = self._worker = _Worker()
@@ -129,17 +117,17 @@ class ChatTemplate:
 
 
 class _Worker:
-    """One process that renders."""
+    """A process that renders templates: sends requests as lines of JSON and kills it when it is late."""
 
     def __init__(self) -> None:
-        # Where Jinja lies, and nothing else of the path: no module of a user's stands in for the standard library's.
+        # Only Jinja's folders are on its path, so that no user's module shadows the standard library's.
         specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
         folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin}
         script = Path(__file__).with_name("template_worker.py")
         command = [sys.executable or "python3", "-I", "-S", str(script), *sorted(folders)]
         pipe = subprocess.PIPE
         try:
-            # Nothing of the caller's is the template's business: no tokens in the environment, no folder to write to.
+            # The template sees nothing of the caller's: no access tokens in the environment, no folder to write to.
             kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=kept, cwd=os.path.abspath(os.sep)
@@ -151,11 +139,11 @@ class _Worker:
 
     @property
     def mine(self) -> bool:
-        """Whether this process started it; a fork would talk to its parent's."""
+        """True if this process started the worker; a forked child must not talk to its parent's."""
         return self._owner == os.getpid()
 
     def ask(self, line: bytes, seconds: float) -> bytes | None:
-        """Sends a request and waits for its answer; None, and the end of the process, where none comes in time."""
+        """Answer to one request; None, with the process ended, if none comes in time."""
         self.late = False
         timer = threading.Timer(seconds, self._give_up)
         timer.daemon = True
@@ -165,9 +153,9 @@ class _Worker:
             self._process.stdin.write(line)
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
-        except (OSError, ValueError):  # it has ended, and its pipes with it
+        except (OSError, ValueError):  # the process has ended
             answer = b""
-        except BaseException:  # an interrupt: its answer would be taken for the next one's
+        except BaseException:  # after an interrupt the answer would be taken for the next request's
             self.end()
             raise
         finally:
@@ -178,11 +166,12 @@ class _Worker:
         return answer
 
     def _give_up(self) -> None:
+        """Kills the process after its time is over."""
         self.late = True
         self._process.kill()
 
     def end(self) -> None:
-        """Ends the process and frees what it held here."""
+        """Kills the process and closes its pipes."""
         if not self.mine:
             return
         self._process.kill()
@@ -191,11 +180,12 @@ class _Worker:
                 if pipe is not None:
                     pipe.close()
             except OSError:
-                pass  # what was not sent is not wanted any more
+                pass  # unsent bytes are not needed any more
         self._process.wait()
 
 
 def _plain(value: Any) -> Any:
+    """Mapping as a dict, for JSON; refuses other types."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is neither text nor a number, a list or an object")

@@ -1,4 +1,4 @@
-"""From any checkpoint to a folder of Orbax': a tensor at a time, going on where an earlier run was stopped."""
+"""`convert`: writes any checkpoint as an Orbax folder, a tensor at a time, and resumes where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from ._errors import refusal, require
 from .fetching import bar, fetch
 from .gguf_tokenizer import GgufTokenizer
-from .json_files import write_json
+from .json_files import read_json, write_json
 from .named_models import manifest, names
 from .orbax_files import (
     MANIFEST,
@@ -39,9 +39,9 @@ from .tensor import dtype_of
 from .whole_files import remove_unfinished
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Which conversion this is, and a line for each tensor that is done.
+# What is converted and how; and one JSON line for each tensor that is written.
 _JOURNAL, _DONE = "conversion.json", "done.jsonl"
-# A folder's files beside its weights that say how text becomes tokens and where answers end.
+# Files beside the weights: tokenizer, chat template, generation settings.
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", MANIFEST)
 
@@ -53,13 +53,13 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes a checkpoint as a folder of Orbax', which `jaxkv.load` reads as any other.
+    """Writes a checkpoint as an Orbax folder, which `jaxkv.load` reads like any other.
 
-    A tensor is in memory at a time. Until the last one is written everything lies in `target` + ".partial", which
-    nothing loads; a conversion that was stopped goes on there, having checked what it finds.
+    One tensor is in memory at a time. Until the last one is written everything lies in `target` + ".partial", which
+    nothing loads; a conversion that was stopped resumes there, after checking what it finds.
 
     Args:
-        source: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, a hub id, or a folder of Orbax'.
+        source: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, a hub id, or an Orbax folder.
         target: the folder to write; nothing may be there.
         dtype: float32, bfloat16 or float16; by default each tensor keeps its own, which is float32 for a GGUF's.
         progress: show a bar on stderr, where that is a terminal.
@@ -76,7 +76,7 @@ def convert(
     require(known, "dtype", dtype, f"give one of {', '.join(DTYPES)}, or leave it out")
     folder = Path(target).expanduser()
     require_free(folder, "target")
-    # The next run would look for the source there, and find what this one has left.
+    # Otherwise the next run would take the result of this one for its source.
     require(not _is_at(source, folder), "target", folder, "the source is called so: choose another folder")
     part = folder.with_name(folder.name + UNFINISHED)
     checkpoint = open_checkpoint(fetch(source, progress=progress))
@@ -115,6 +115,7 @@ def convert(
 
 
 def _is_at(source: str | os.PathLike[str], folder: Path) -> bool:
+    """True if the source is the path `folder`."""
     try:
         return Path(source).expanduser().resolve() == folder.resolve()
     except (TypeError, ValueError):
@@ -123,7 +124,7 @@ def _is_at(source: str | os.PathLike[str], folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _writing(part: Path) -> Iterator[None]:
-    """Says what to do where nothing more can be written; what has been stays, and a later run goes on."""
+    """Turns an OSError inside the block into a refusal that says how to resume; files written so far stay."""
     try:
         yield
     except OSError as error:
@@ -132,7 +133,7 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _identity(checkpoint: Checkpoint) -> str:
-    """Tells a checkpoint from others, without reading its weights."""
+    """Hash that tells a checkpoint from others by config, file sizes and times, and tensors; reads no weights."""
     path = checkpoint.path
     files = sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)) if path.is_dir() else [path]
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -142,43 +143,37 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Makes the unfinished folder, or finds out what an earlier run of the same conversion has written there."""
+    """Entries of the tensors that an earlier run of the same conversion wrote; makes the folder for a first run."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refusal("target", part, f"no folder can be made there ({reason(error)}): choose another") from error
     remedy = "an unfinished conversion of something else: remove it, or choose another target"
-    # The manifest is the last that is written: with it only the folder's name is wrong.
-    whole = (part / MANIFEST).is_file()
-    if not whole and not (part / _JOURNAL).is_file():
+    # The manifest is written last: with it only the folder's name is wrong.
+    found = next((part / name for name in (MANIFEST, _JOURNAL) if (part / name).is_file()), None)
+    if found is None:
         require(not any((part / TENSORS).iterdir()), "target", part, remedy)
         remove_unfinished(part)
         write_json(part / _JOURNAL, dict(identity))
         return {}
-    journal = _lenient(part / (MANIFEST if whole else _JOURNAL))
-    require({key: journal.get(key) for key in identity} == identity, "target", part, remedy)
-    remove_unfinished(part)  # of a run that was killed: they would come along
-    if whole:
-        return described(part, journal.get(TENSORS), WEIGHTS)
+    try:
+        said = read_json(found)
+    except ValueError:  # cut off, or somebody else's
+        said = {}
+    require({key: said.get(key) for key in identity} == identity, "target", part, remedy)
+    remove_unfinished(part)  # they would come along into the finished folder
+    if found.name == MANIFEST:
+        return described(part, said.get(TENSORS), WEIGHTS)
     done: dict[str, Entry] = {}
-    lines = (part / _DONE).read_text("utf-8").splitlines() if (part / _DONE).is_file() else []
-    for line in lines:
-        try:
+    for line in (part / _DONE).read_text("utf-8").splitlines() if (part / _DONE).is_file() else []:
+        # The last line of a run that was stopped may be cut off: its tensor is written again.
+        with contextlib.suppress(ValueError):
             done |= described(part, json.loads(line), WEIGHTS)
-        except ValueError:
-            continue  # the last line of a run that was stopped: what it told of is written again
     return done
 
 
-def _lenient(path: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
 def _is_good(part: Path, entry: Entry) -> bool:
+    """True if a tensor is there and matches its checksum."""
     try:
         read_array(part / TENSORS / entry.name, entry)
     except ValueError:
@@ -187,18 +182,19 @@ def _is_good(part: Path, entry: Entry) -> bool:
 
 
 def _write(part: Path, name: str, array: np.ndarray) -> Entry:
+    """Writes a tensor and a line about it in the journal; returns its entry."""
     place = part / TENSORS / name
-    _remove(place)  # an earlier run ended before it could note it, or somebody has changed it
+    _remove(place)  # written by a run that ended before it noted it, or changed since
     try:
         write_arrays(place, {name: array})
-    except (OSError, ValueError) as error:  # TensorStore's own, where a disk is full, are of both kinds
+    except (OSError, ValueError) as error:  # where a disk is full, TensorStore raises either
         for stray in place.parent.glob(f"{name}.orbax-checkpoint-tmp*"):
             _remove(stray)
         raise OSError(reason(error)) from error
     entry = Entry.of(name, array, WEIGHTS)
     place.mkdir(exist_ok=True)  # of an array without elements
     with (part / _DONE).open("a", encoding="utf-8") as file:
-        # A line of its own, also behind one that was cut off.
+        # The leading newline ends a line that was cut off.
         file.write("\n" + json.dumps({name: entry.json()}) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -206,6 +202,7 @@ def _write(part: Path, name: str, array: np.ndarray) -> Entry:
 
 
 def _remove(path: Path) -> None:
+    """Removes a file or a folder with all that it holds, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -213,9 +210,9 @@ def _remove(path: Path) -> None:
 
 
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
-    """Everything but the weights: the config, and what the tokenizer is made of."""
+    """Writes everything but weights and manifest (config, tokenizer files), and removes half-written tensors."""
     for stray in (part / TENSORS).iterdir():
-        if stray.name not in checkpoint.stored:  # begun by a run that was stopped
+        if stray.name not in checkpoint.stored:  # half-written by a run that was stopped
             _remove(stray)
     if checkpoint.path.is_dir():
         beside = {each for pattern in _BESIDE for each in checkpoint.path.glob(pattern) if each.is_file()}
@@ -227,4 +224,5 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
 
 
 def _is_float(dtype: np.dtype) -> bool:
+    """True for floating-point dtypes, 8 bits included."""
     return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")

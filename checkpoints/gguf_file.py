@@ -1,4 +1,4 @@
-"""GGUF files: metadata as a Hugging Face config, tensors under Hugging Face names, dequantised one at a time."""
+"""GGUF files as checkpoints: a Hugging Face config, and tensors under Hugging Face names, dequantised when read."""
 
 import functools
 import math
@@ -37,12 +37,12 @@ _IN_LAYER = {
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Tables of the rotary embedding: configuration, not weights.
 _TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
-# Numbers that are dequantised at once: no tensor is in memory twice.
+# Elements dequantised at once, so that no tensor is in memory twice.
 _AT_ONCE = 1 << 20
 
 
 class GgufFile:
-    """An open GGUF file.
+    """An open GGUF file: config, tensors and vocabulary.
 
     Attributes:
         path: the file.
@@ -52,10 +52,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        """Reads the metadata; no weights yet.
-
-        Args:
-            path: the file.
+        """Reads the metadata; weights are read later.
 
         Raises:
             ValueError: where the file is missing, truncated or corrupt, or its architecture is not built.
@@ -79,7 +76,7 @@ class GgufFile:
         self.tokenizer = self._read_tokenizer()
 
     def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Dequantises the rows that are asked for, and those of their heads that lie between them in the file."""
+        """Part of a tensor, dequantised; only the rows of the heads concerned are read."""
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
@@ -90,19 +87,20 @@ class GgufFile:
         return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
     def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
-        """How many heads a tensor has whose halves lie row by row in one another; None for all others."""
+        """Head count of a query or key projection whose halves llama.cpp interleaves; None for all other tensors."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
-            # One of another shape is refused by whoever gets it.
+            # A tensor of another shape is refused where it is loaded.
             if self._arch == "llama" and f".self_attn.{part}." in name and tensor.shape[:1] == (heads * head_dim,):
                 return heads if head_dim % 2 == 0 else None
         return None
 
     def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int) -> np.ndarray:
+        """Rows first to last - 1 of a tensor in the file's order, float32."""
         from gguf import quants
 
         try:
-            # The one row of a vector is cut after it has been dequantised: its blocks run through it.
+            # A vector's quantisation blocks run along its only axis: it is cut after dequantising.
             if len(tensor.shape) < 2:
                 return np.asarray(np.atleast_1d(quants.dequantize(tensor.data, tensor.kind))[first:last], np.float32)
             array = np.empty((last - first, *tensor.shape[1:]), np.float32)
@@ -116,21 +114,24 @@ class GgufFile:
             raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _get(self, key: str, default: Any = None, *, kind: type) -> Any:
+        """Metadata value of a key, its type checked, or `default`."""
         value = self._metadata.get(key)
         if value is None:
             return default
-        # A whole number serves where a real one is asked for, a boolean for neither.
+        # An integer passes for a float; a boolean passes for neither.
         sound = type(value) in ((int, float) if kind is float else (kind,))
         require(sound, key, value, f"{_KINDS[kind]} is expected; convert the model again")
         return value
 
     def _list(self, key: str, kind: type) -> tuple[Any, ...]:
+        """Metadata list of a key as a tuple, the type of its items checked."""
         values = self._get(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
         require(sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again")
         return tuple(values)
 
     def _hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
+        """Number of the architecture's key, such as `llama.block_count`; refuses lists that differ between layers."""
         key = f"{self._arch}.{key}"
         value = self._metadata.get(key)
         if isinstance(value, list):
@@ -139,28 +140,23 @@ class GgufFile:
             value = value[0]
         else:
             value = self._get(key, default, kind=kind)
-        require(
-            type(value) in (int, kind), key, value, f"the metadata must give {_KINDS[kind]}; convert the model again"
-        )
+        remedy = f"the metadata must give {_KINDS[kind]}; convert the model again"
+        require(type(value) in (int, kind), key, value, remedy)
         return value
 
     def _read_config(self) -> dict[str, Any]:
+        """Metadata under the keys of a Hugging Face `config.json`."""
         arch, heads, embed = self._arch, self._hyper("attention.head_count"), self._hyper("embedding_length")
         require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
         head_dim = self._hyper("attention.key_length", embed // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             value = self._hyper(key, head_dim)
-            require(
-                value == head_dim, f"{arch}.{key}", value, f"only heads where it equals head_dim={head_dim} are built"
-            )
+            remedy = f"only heads where it equals head_dim={head_dim} are built"
+            require(value == head_dim, f"{arch}.{key}", value, remedy)
         experts = self._hyper("expert_count", 0)
         require(experts == 0, f"{arch}.expert_count", experts, "mixtures of experts are read from safetensors only")
-        require(
-            "model.embed_tokens.weight" in self.tensors,
-            "tensor",
-            "token_embd.weight",
-            f"missing from {self.path}; download it again",
-        )
+        given = "model.embed_tokens.weight" in self.tensors
+        require(given, "tensor", "token_embd.weight", f"missing from {self.path}; download it again")
         config = {
             "model_type": arch,
             "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
@@ -171,23 +167,23 @@ class GgufFile:
             "num_key_value_heads": self._hyper("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
-            # float32 in the file: back to the decimal it was written from.
+            # float32 in the file: rounded back to the decimal that it was written from.
             "rms_norm_eps": _decimal(self._hyper("attention.layer_norm_rms_epsilon", kind=float)),
             "rope_theta": _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float)),
             "rope_scaling": self._read_rope_scaling(head_dim),
             "max_position_embeddings": self._hyper("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
         }
-        if arch != "qwen2":  # whose projections always carry biases
+        if arch != "qwen2":  # its projections always carry biases
             config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.tensors
         config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in self.tensors
         window = self._get(f"{arch}.attention.sliding_window", kind=int)
         if window:
             config |= {"sliding_window": window, "use_sliding_window": True}
-            if arch != "llama":  # of Qwen's all layers, and not those above the 28 that are its class' default
+            if arch != "llama":  # windows in all layers, not only above transformers' default of 28
                 config["max_window_layers"] = 0
         ids = self._ids()
-        # Null where there is none: left out they would be the defaults of the family's class in transformers.
+        # Null where the file has none: keys left out mean the defaults of transformers' config class.
         config |= {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad")}
         if None not in (ids["eos"], ids["eot"]) and ids["eos"] != ids["eot"]:
             config["eos_token_id"] = [ids["eos"], ids["eot"]]
@@ -203,20 +199,19 @@ class GgufFile:
         return ids
 
     def _read_rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        """Hugging Face's `rope_scaling` object, or None for unscaled rotations."""
         arch = self._arch
         kind = self._get(f"{arch}.rope.scaling.type", kind=str)
-        # By its new name or its old one; a factor without a type means linear, as it does to llama.cpp.
+        # The factor has a new and an old key; without a type it means linear, as in llama.cpp.
         factor = self._get(f"{arch}.rope.scaling.factor", kind=float)
         factor = self._get(f"{arch}.rope.scale_linear", kind=float) if factor is None else factor
         kind = "linear" if kind is None and factor not in (None, 0.0, 1.0) else kind
         factors = self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
         if factors is not None and not np.allclose(factors, 1):
-            require(
-                kind in (None, "none"), f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built"
-            )
-            return _llama3_scaling(
-                np.asarray(factors, np.float64), _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float))
-            )
+            plain = kind in (None, "none")
+            require(plain, f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built")
+            theta = _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float))
+            return _llama3_scaling(np.asarray(factors, np.float64), theta)
         if kind in (None, "none"):
             return None
         require(kind in ("linear", "yarn"), f"{arch}.rope.scaling.type", kind, "jaxkv reads linear, yarn and llama3")
@@ -224,13 +219,10 @@ class GgufFile:
         require(factor is not None, f"{arch}.rope.scaling.factor", factor, remedy)
         scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(factor)}
         if kind == "yarn":
-            scaling["original_max_position_embeddings"] = self._hyper(
-                "rope.scaling.original_context_length", self._hyper("context_length")
-            )
-            extra = self._get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float)
-            require(
-                extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, "only YaRN's own attention factor is built"
-            )
+            original = self._hyper("rope.scaling.original_context_length", self._hyper("context_length"))
+            scaling["original_max_position_embeddings"] = original
+            extra, remedy = self._get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float), "only YaRN's own is built"
+            require(extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, remedy)
             for key in ("beta_fast", "beta_slow"):
                 value = self._get(f"{arch}.rope.scaling.yarn_{key}", kind=float)
                 if value is not None:
@@ -238,6 +230,8 @@ class GgufFile:
         return scaling
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
+        """Vocabulary of the file, or None."""
+
         def get(key: str, kind: type) -> Any:
             return self._get(f"tokenizer.ggml.{key}", kind=kind)
 
@@ -267,27 +261,22 @@ _ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "
 
 
 def undo_permutation(array: Float[np.ndarray, "rows *rest"], heads: int) -> Float[np.ndarray, "rows *rest"]:
-    """Puts a llama-arch query or key projection back in Hugging Face's order of rows.
+    """Query or key projection `[heads * D, ...]` of arch "llama" with its rows in Hugging Face's order.
 
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to
     GGUF interleaves the two halves of each head; this takes them apart again.
-
-    Args:
-        array: a weight [heads * D, E] or a bias [heads * D].
-        heads: query heads or kv heads.
-
-    Returns:
-        The array with its rows reordered.
     """
     pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
 
 
 def _is_table(name: str) -> bool:
+    """True for a tensor that holds tables of the rotary embedding: configuration, not weights."""
     return _TABLES.fullmatch(name) is not None
 
 
 def _hf_name(name: str) -> str:
+    """Hugging Face name of a tensor; refuses tensors of parts that are not built."""
     if name in _TOP:
         return _TOP[name]
     match = _LAYER.fullmatch(name)
@@ -303,8 +292,9 @@ def _decimal(value: float) -> float:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """`rope_scaling` object of Llama 3.1 to 3.3 that reproduces the divisors in `rope_freqs`; refuses others."""
     # The file holds only each frequency's divisor. Llama 3.1 to 3.3 share every constant but the factor, which is
-    # the largest divisor; whatever does not reproduce under them is refused rather than guessed at.
+    # the largest divisor; divisors that these constants do not reproduce are refused.
     low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)
     wavelengths = 2 * math.pi * theta ** (np.arange(factors.size) / factors.size)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)

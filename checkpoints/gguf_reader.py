@@ -1,4 +1,4 @@
-"""The parts of a GGUF file, metadata and tensors; every length in it is checked before anything is made of it."""
+"""Reader of GGUF's binary format: metadata and where tensors lie; every length in it is checked before it is used."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _SCALARS = {
     11: np.int64,
     12: np.float64,
 }
-# Several times what the largest vocabularies and deepest models take.
+# Limits several times above the largest vocabularies and deepest models.
 _MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = 256 << 20, 8 << 20, 1 << 16, 1 << 20, 4
 
 
 class _Corrupt(Exception):
-    """What is wrong with the file, without its name."""
+    """What is wrong with the file; the caller adds its name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """One tensor as it lies in the file.
+    """Place and type of a tensor in the file.
 
     Attributes:
         name: llama.cpp's name.
         kind: a `gguf.GGMLQuantizationType`.
         shape: its axes, the slowest first.
         path: the file.
-        at: the tensor's first byte.
-        dtype: of what is stored, bytes where rows are quantised.
-        stored: the axes of that.
+        at: offset of the tensor's first byte.
+        dtype: dtype of the stored array; bytes where rows are quantised.
+        stored: shape of the stored array.
     """
 
     name: str
@@ -59,27 +59,17 @@ class GgufTensor:
 
     @property
     def data(self) -> np.ndarray:
-        """All of it: floats of its shape, or the bytes of its quantised rows."""
+        """The whole stored array: floats, or the bytes of quantised rows."""
         return self._read(0, math.prod(self.stored)).reshape(self.stored)
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Some rows of it.
-
-        Args:
-            first: the first one.
-            last: the one behind the last.
-
-        Returns:
-            Floats, or bytes.
-
-        Raises:
-            ValueError: where the file has become shorter.
-        """
+        """Rows first to last - 1 of the stored array; a ValueError where the file has become shorter."""
         row = math.prod(self.stored[1:])
         return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        # Read and not mapped: a mapping keeps every page that was read in the process' memory.
+        """`count` elements of the stored array from element `first` on."""
+        # Read, not mapped: a mapping keeps all pages that were read in the process' memory.
         found = np.fromfile(self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize)
         remedy = f"the file ends within {self.name!r}, and did not when it was opened; download it again"
         require(len(found) == count, "file", self.path, remedy)
@@ -87,13 +77,7 @@ class GgufTensor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Reads a file's metadata and finds its tensors.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Metadata by key, as Python's own values, and tensors by name.
+    """Metadata by key as plain Python values, and tensors by name.
 
     Raises:
         ValueError: where the file is missing, truncated or corrupt.
@@ -114,7 +98,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 
 
 class _Cursor:
-    """A place in the file; what lies beyond its end cannot be read."""
+    """Position in the mapped file; refuses to read beyond its end."""
 
     def __init__(self, data: np.ndarray, path: Path):
         self.path = path
@@ -124,22 +108,27 @@ class _Cursor:
         self._end = min(len(data), _MOST_BYTES)
 
     def take(self, size: int) -> memoryview:
+        """The next `size` bytes."""
         if self.at + size > self._end:
             raise _Corrupt(f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata")
         self.at += size
         return self._view[self.at - size : self.at]
 
     def many(self, dtype: Any, count: int) -> list[Any]:
+        """The next `count` little-endian numbers as Python's."""
         kind = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self.take(count * kind.itemsize), kind).tolist()
 
     def whole(self, size: int) -> int:
+        """The next unsigned integer, of `size` bytes."""
         return int.from_bytes(self.take(size), "little")
 
     def text(self) -> str:
+        """The next string."""
         return str(self.take(self.whole(8)), "utf-8")
 
     def count(self, most: int, what: str) -> int:
+        """The next count, of at most `most`."""
         count = self.whole(8)
         if count > most:
             raise _Corrupt(f"{count:,} {what}, at most {most:,} are read")
@@ -147,6 +136,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
+    """Metadata by key, and the number of tensors."""
     if bytes(cursor.take(4)) != _MAGIC:
         raise _Corrupt("GGUF magic invalid")
     version = cursor.whole(4)
@@ -163,6 +153,7 @@ def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
+    """The next metadata value, of a kind by its number."""
     if kind in _SCALARS:
         return cursor.many(_SCALARS[kind], 1)[0]
     if kind == _STRING:
@@ -178,6 +169,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
+    """Tensors by name, in the order of the file's list; refuses overlapping ones."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _Corrupt(f"an alignment of {alignment!r}, which is no power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -200,6 +192,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
 
 
 def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
+    """Tensor at byte `at`, and its size in bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}

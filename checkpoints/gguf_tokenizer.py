@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries: as plain data, and built with the `tokenizers` library."""
+"""The vocabulary of a GGUF file as plain data, and the `tokenizers.Tokenizer` built from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
 _QWEN2 = (_WORDS + r"\p{N}" + _REST,)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-# Regular expressions by llama.cpp's names, applied one after the other; matches and what lies between them are words.
+# Regular expressions by llama.cpp's names, applied in turn; matches and the text between them are words.
 _PRE = {
     "default": _DEFAULT,
     "gpt-2": (_GPT2,),
@@ -32,7 +32,7 @@ _PRE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTokenizer:
-    """A GGUF's vocabulary, as it stands in the file.
+    """A GGUF's vocabulary, as the file holds it.
 
     Attributes:
         model: kind of tokenizer: "gpt2" is byte-level BPE, "llama" is sentencepiece BPE.
@@ -46,8 +46,8 @@ class GgufTokenizer:
         eot: id of the end-of-turn token.
         pad: id of the padding token.
         unk: id of the unknown token.
-        add_bos: whether a prompt starts with `bos`; None where the file leaves it to the kind.
-        add_space_prefix: whether text gets a leading space; None where the file leaves it to the kind.
+        add_bos: True if a prompt starts with `bos`; None where the file leaves it to the kind.
+        add_space_prefix: True if text gets a leading space; None where the file leaves it to the kind.
         chat_template: Jinja source.
     """
 
@@ -68,7 +68,7 @@ class GgufTokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether a prompt starts with `bos`, llama.cpp's defaults for the kind applied."""
+        """True if a prompt starts with `bos`, by the file or by llama.cpp's default for the kind."""
         if self.add_bos is not None:
             return self.add_bos
         return self.model == "llama" or _PRE.get(self.pre or "") is _LLAMA3
@@ -89,7 +89,7 @@ class GgufTokenizer:
             tokenizer = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
         except ValueError:
             raise
-        # The Rust library raises plain Exception, say for a merge whose parts are not tokens.
+        # The Rust library raises plain Exception, for a merge whose parts are not tokens, say.
         except Exception as error:
             raise refusal("tokenizer.ggml.model", self.model, f"inconsistent vocabulary ({error})") from error
         tokenizer.add_special_tokens(self._added(special=True))
@@ -97,6 +97,7 @@ class GgufTokenizer:
         return tokenizer
 
     def _added(self, *, special: bool) -> list[Any]:
+        """Tokens that are matched whole in text: the special ones, or those that the model's maker added."""
         from tokenizers import AddedToken
 
         chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}
@@ -107,13 +108,14 @@ class GgufTokenizer:
 
 
 def _byte_level(spec: GgufTokenizer) -> Any:
+    """Byte-level BPE tokenizer ("gpt2")."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = spec.pre or "default"
     require(pre in _PRE, "tokenizer.ggml.pre", pre, f"pre-tokenizers that are built: {', '.join(sorted(_PRE))}")
     vocab = {token: index for index, token in enumerate(spec.tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in spec.merges)]
-    # Llama 3 takes a word that is a token as it is, whatever the merges say.
+    # Llama 3 keeps a word that is a token whole, whatever the merges say.
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=_PRE[pre] is _LLAMA3))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PRE[pre]]
     prefix = bool(spec.add_space_prefix)
@@ -126,16 +128,17 @@ def _byte_level(spec: GgufTokenizer) -> Any:
 
 
 def _sentencepiece(spec: GgufTokenizer) -> Any:
+    """Sentencepiece BPE tokenizer ("llama")."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(len(spec.scores) == len(spec.tokens), "scores", len(spec.scores), "sentencepiece needs one per token")
     longest = max(map(len, spec.tokens))
-    # Each is cut in every way, so the square of its length counts.
+    # Every way to cut each token in two is tried below: quadratic in its length.
     sane = sum(len(token) ** 2 for token in spec.tokens) < _MOST_CUTS and all(map(math.isfinite, spec.scores))
     require(sane, "tokens", f"{longest} characters", "tokens too long, or scores not finite: download the file again")
     vocab = {token: index for index, token in enumerate(spec.tokens)}
-    # Sentencepiece joins the neighbours whose union scores best; so every way to cut a piece in two pieces is a
-    # merge, ranked by the piece's score.
+    # Sentencepiece joins the neighbours whose union scores best: every cut of a piece into two pieces is a merge,
+    # ranked by the piece's score.
     ranked = sorted(
         (-spec.scores[index], index, cut, piece)
         for piece, index in vocab.items()

@@ -1,4 +1,4 @@
-"""JSON and text files of a checkpoint: from elsewhere, so of any size, depth and kind."""
+"""JSON and text files of a checkpoint, which are untrusted: of any size, depth and content."""
 
 from __future__ import annotations
 
@@ -10,35 +10,21 @@ from ._errors import refusal, require
 from .whole_files import write_whole
 
 AGAIN = "copy or download the file again"
-# Settings take kilobytes, the index of a large model a few megabytes; JSON takes up to thirty times that in memory.
+# Settings take kilobytes, the index of a large model megabytes; parsed JSON takes up to 30 times as much memory.
 _MOST_BYTES = 32 << 20
 
 
 def check_size(path: Path, most: int = _MOST_BYTES) -> None:
-    """Refuses a file that is too large to be what it should.
-
-    Args:
-        path: the file.
-        most: bytes.
-
-    Raises:
-        ValueError: naming the file.
-    """
+    """Refuses a file of more than `most` bytes."""
     size = path.stat().st_size
     require(size <= most, "file", path, f"{size:,} bytes, at most {most:,} are read; {AGAIN}")
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file in UTF-8, with or without a byte order mark.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Its text.
+    """Text of a UTF-8 file, without its byte order mark.
 
     Raises:
-        ValueError: where the file cannot be read, is not UTF-8, or is too large to be what it should.
+        ValueError: where it cannot be read, is not UTF-8, or is too large.
     """
     check_size(path)
     try:
@@ -50,16 +36,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The object.
+    """JSON object of a file.
 
     Raises:
-        ValueError: where the file is not a JSON object, or nests deeper than Python reads.
+        ValueError: where the file is not a JSON object, or nests too deeply.
     """
     text = read_text(path)
     try:
@@ -73,13 +53,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file, whole or not at all; a new one has the mode that the umask gives, an old one's successor its.
-
-    Args:
-        path: the file.
-        value: what goes into it.
-
-    Raises:
-        OSError: where it cannot be written; the old file is then as it was.
-    """
+    """Writes a JSON file whole or not at all; an OSError leaves the old one as it was."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Named models: where each comes from and what its bytes must hash to."""
+"""Named models: their manifests say where each comes from and what its files must hash to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WheelSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackagedFile:
-    """What a file of a packaged model must be.
+    """Hash and size of a file of a packaged model.
 
     Attributes:
         sha256: its hash.
@@ -67,7 +67,7 @@ class FolderSource:
 
     Attributes:
         folder: its name.
-        files: what each of its files must be, by name.
+        files: hash and size of each of its files, by name.
     """
 
     folder: str
@@ -75,7 +75,7 @@ class FolderSource:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Path of the folder."""
         return Path(str(resources.files(__package__) / "data" / self.folder))
 
     @property
@@ -91,11 +91,11 @@ class FolderSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One named model.
+    """A named model: source, licence and notes.
 
     Attributes:
-        name: what users call it.
-        source: where the bytes come from.
+        name: name that users load it by.
+        source: where its files come from.
         license: licence of the weights.
         notes: what a user should know before using it.
         hub_id: the model's home on the Hugging Face hub; information only, never fetched.
@@ -165,23 +165,20 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
+    """Manifests of all named models, by name."""
     folder = resources.files(__package__) / "manifests"
     parsed = (_parse(json.loads(file.read_text("utf-8"))) for file in folder.iterdir() if file.name.endswith(".json"))
     return {each.name: each for each in parsed}
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
+    """Manifest from its JSON."""
     source = dict(raw["source"])
     kind = source.pop("kind")
-    require(
-        kind in ("wheel", "folder"), "source.kind", kind, f"the manifest of {raw['name']} must name a wheel or folder"
-    )
-    found = WheelSource(**source) if kind == "wheel" else _folder(**source)
+    remedy = f"the manifest of {raw['name']} must name a wheel or folder"
+    require(kind in ("wheel", "folder"), "source.kind", kind, remedy)
+    if kind == "folder":
+        source["files"] = MappingProxyType({name: PackagedFile(**each) for name, each in source["files"].items()})
+    found = WheelSource(**source) if kind == "wheel" else FolderSource(**source)
     filters = raw.get("filter_layers")
     return Manifest(**{**raw, "source": found, "filter_layers": None if filters is None else tuple(filters)})
-
-
-def _folder(*, folder: str, files: dict[str, dict[str, Any]]) -> FolderSource:
-    return FolderSource(
-        folder=folder, files=MappingProxyType({name: PackagedFile(**each) for name, each in files.items()})
-    )

@@ -1,7 +1,8 @@
-"""Folders of arrays written by Orbax: what is in them, and reading any part of any array."""
+"""Folders of arrays written by Orbax (converted weights, saved caches): their manifests, and reads of array parts."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,7 +11,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +23,31 @@ from .json_files import read_json, write_json
 from .tensor import Index, StoredTensor, dtype_of
 
 MANIFEST = "jaxkv.json"
-# What a folder is called until it is whole.
+# Suffix of a folder's name until it is whole.
 UNFINISHED = ".partial"
 TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
 
-# Large enough to be read quickly, small enough for a device's part of a matrix to be read without the others.
+# Large enough for quick reads, small enough to read one device's part of a matrix without the others.
 _CHUNK_BYTES = 32 << 20
-# Names of files everywhere.
+# Names that every file system takes.
 _PLAIN = re.compile(r"\w[\w.-]{0,199}")
-# What Orbax leaves in a folder of arrays.
+# Files by which a folder written by Orbax is known.
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _MOST_AXES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a folder of arrays holds, and how errors speak of it.
+    """A kind of folder of arrays: name and version of its format, and the words that errors use for it.
 
     Attributes:
-        format: what its manifest calls it.
-        version: of the format, the only one that is read.
+        format: name in the manifest.
+        version: version of the format, the only one that is read.
         listed: the manifest's key of the arrays.
-        one: what one of them is called.
+        one: word for one array.
         writer: what writes such folders.
         reader: what reads them.
-        again: what to do about one that is not whole.
+        again: remedy for a folder that is damaged or half-written.
     """
 
     format: str
@@ -69,7 +70,7 @@ WEIGHTS = Kind(
 )
 CACHE = Kind(
     format="jaxkv cache",
-    # From 2 on a pool's keys and values are its store's.
+    # From version 2 on, keys and values are saved as fields of a pool's store.
     version=2,
     listed=ARRAYS,
     one="array",
@@ -82,12 +83,12 @@ _KINDS = {kind.format: kind for kind in (WEIGHTS, CACHE)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What a folder that `convert` has written holds besides its config.
+    """Content of a converted folder besides its config: tensors, vocabulary, filter layers.
 
     Attributes:
         stored: the tensors by name.
-        tokenizer: a GGUF's vocabulary, or None where the tokenizer lies in files of its own, or there is none.
-        filter_layers: those that choose best what the layers above them read, where they were known.
+        tokenizer: a GGUF's vocabulary, or None where tokenizer files, or none, lie in the folder.
+        filter_layers: layers that choose best what the layers above them read, or None.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -96,16 +97,10 @@ class Converted:
 
 
 def open_converted(folder: Path) -> Converted | None:
-    """Opens a folder that `convert` has written, reading what is said of its tensors only.
-
-    Args:
-        folder: any folder.
-
-    Returns:
-        What is in it; None for a folder of another kind.
+    """Content of a folder that `convert` wrote, metadata only; None for a folder of another kind.
 
     Raises:
-        ValueError: where it is half-written, lacks a tensor, or holds something else of Orbax'.
+        ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
     """
     unfinished = folder.resolve().name.endswith(UNFINISHED) and (folder / TENSORS).is_dir()
     if not (folder / MANIFEST).is_file() and not unfinished:
@@ -134,15 +129,7 @@ def open_converted(folder: Path) -> Converted | None:
 
 
 def require_whole(folder: Path, kind: Kind) -> None:
-    """Refuses what is no folder of arrays, or not yet one.
-
-    Args:
-        folder: what somebody wants to read.
-        kind: what it should hold.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuses a path that is not a complete folder of arrays; the manifest is not read."""
     remedy = f"give a folder that {kind.writer} has written"
     require(folder.exists(), "path", folder, f"no such folder: {remedy}")
     require(folder.is_dir(), "path", folder, f"a file: {remedy}")
@@ -153,33 +140,18 @@ def require_whole(folder: Path, kind: Kind) -> None:
 
 
 def require_free(folder: Path, field: str) -> None:
-    """Refuses a place that is taken, and a name that is for what is not whole yet.
-
-    Args:
-        folder: what somebody wants to write.
-        field: the argument that names it.
-
-    Raises:
-        ValueError: naming it.
-    """
-    taken = os.path.lexists(folder) or folder.name in ("", "..")  # these two are there, or will be
+    """Refuses a path that exists, or whose name is reserved for unfinished folders; `field` names the argument."""
+    taken = os.path.lexists(folder) or folder.name in ("", "..")  # names of folders that always exist
     require(not taken, field, folder, "something is there already: choose another folder, or remove it")
     remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
     require(not folder.name.endswith(UNFINISHED), field, folder, remedy)
 
 
 def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Reads the manifest of a folder of arrays.
-
-    Args:
-        folder: the folder.
-        kind: what it should hold.
-
-    Returns:
-        The JSON object.
+    """Manifest of a folder of arrays, as a JSON object.
 
     Raises:
-        ValueError: for a folder of the other kind, or of another version of the format.
+        ValueError: for a folder of another kind, or of another version of the format.
     """
     manifest = read_json(folder / MANIFEST)
     found, version = manifest.get("format"), manifest.get("version")
@@ -194,15 +166,7 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a manifest says of an array.
-
-    Attributes:
-        name: its name.
-        shape: its axes.
-        dtype: its dtype.
-        crc32: checksum of its bytes.
-        kind: what its folder holds.
-    """
+    """Manifest entry of an array: name, shape, dtype, checksum, and the kind of its folder."""
 
     name: str
     shape: tuple[int, ...]
@@ -212,36 +176,19 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray, kind: Kind) -> Entry:
-        """Describes an array.
-
-        Args:
-            name: its name.
-            array: the array.
-            kind: what its folder holds.
-
-        Returns:
-            The entry.
-        """
+        """Entry of an array, its checksum computed."""
         return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind)
 
     def json(self) -> dict[str, Any]:
-        """The entry as a manifest says it."""
+        """The entry as the manifest holds it."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
 def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
-    """Reads what a manifest says of its arrays.
-
-    Args:
-        folder: the manifest's.
-        said: shape, dtype and checksum by name.
-        kind: what the folder holds.
-
-    Returns:
-        The entries by name.
+    """Entries of a manifest's arrays, by name.
 
     Raises:
-        ValueError: where they are not that.
+        ValueError: where `said`, the manifest's value, is not that.
     """
     manifest = folder / MANIFEST
     require(isinstance(said, dict) and bool(said), kind.listed, said, f"none in {manifest}; {kind.again}")
@@ -260,22 +207,20 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a folder can be named after an array: its name is of letters, digits, dots and hyphens."""
+    """True if a name can be a folder's everywhere: letters, digits, dots and hyphens."""
     return _PLAIN.fullmatch(name) is not None
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays as one checkpoint of Orbax', whole or not at all.
+    """Writes arrays as one Orbax checkpoint, whole or not at all; `folder` must not exist.
 
-    Args:
-        folder: where to; it must not exist.
-        arrays: by name; those without elements have nothing that could be written, and are left out.
+    Arrays without elements are left out: there is nothing to write.
     """
     import orbax.checkpoint as ocp
 
     tree = {name: array for name, array in arrays.items() if array.size}
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
-    # Where JAX knows several processes, Orbax would wait for the others, who may have nothing to write.
+    # Otherwise, with several JAX processes, Orbax waits for the others, which may write nothing.
     me = ocp.multihost.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
@@ -285,64 +230,72 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=chunks))
 
 
-def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a manifest and arrays, whole or not at all.
+@contextlib.contextmanager
+def whole_folder(folder: Path, field: str) -> Iterator[Path]:
+    """Yields a folder to write into, which takes the place of `folder` at the end; nothing stays where the body fails.
 
-    Args:
-        folder: the folder to make.
-        kind: what it holds.
-        said: what the manifest says besides.
-        arrays: by name.
+    `field` is the argument that names the folder, for errors.
+
+    Raises:
+        ValueError: where something lies at `folder`, before or after the body, or no folder can be made there.
+    """
+    require_free(folder, field)
+    # Beside it, so that the last step is a rename. A short name: the folder's own may be as long as names can be.
+    part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
+    missing = [each for each in (part, *part.parents) if not os.path.lexists(each)]
+    try:
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.mkdir()
+            with contextlib.suppress(FileNotFoundError):
+                folder.lstat()  # refuses a name that is too long, say
+        except OSError as error:
+            raise refusal(field, folder, f"no folder can be made there ({reason(error)}): choose another") from error
+        yield part
+        require_free(folder, field)
+        os.rename(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        for parent in missing[1:]:
+            with contextlib.suppress(OSError):  # somebody else's files lie there by now
+                parent.rmdir()
+        raise
+
+
+def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a folder of arrays and its manifest, which also holds the items of `said`, whole or not at all.
 
     Raises:
         ValueError: where something lies there, or nothing can be written.
     """
-    require_free(folder, "path")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside it, so that the last step is a rename; who finds it half-written knows it by its name.
-        part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
-        part.mkdir()
-    except OSError as error:
-        raise refusal("path", folder, f"no folder can be made there ({reason(error)}): choose another") from error
-    try:
-        write_arrays(part / ARRAYS, arrays)
-        entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
-        write_json(part / MANIFEST, {"format": kind.format, "version": kind.version, **said, kind.listed: entries})
-        os.rename(part, folder)
-    except (OSError, ValueError) as error:  # TensorStore's own are of both kinds
-        remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"
-        raise refusal("path", folder, remedy) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with whole_folder(folder, "path") as part:
+        try:
+            write_arrays(part / ARRAYS, arrays)
+            entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
+            write_json(part / MANIFEST, {"format": kind.format, "version": kind.version, **said, kind.listed: entries})
+        except (OSError, ValueError) as error:  # TensorStore raises either
+            remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            raise refusal("path", folder, remedy) from error
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in a line."""
+    """First line of an error's message."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
-    """Reads an array, or a part of it without the others.
-
-    Args:
-        folder: of the arrays.
-        entry: what the manifest says of it.
-        index: which part of each axis; whole axes by default.
-
-    Returns:
-        The array.
+    """Array of a folder, or the part `index` of it without reading the rest.
 
     Raises:
-        ValueError: where it is missing or damaged, or not what the manifest says. A part that is damaged is not found
-            out unless TensorStore cannot read it: checksums are of whole arrays.
+        ValueError: where it is missing, damaged, or not what its entry says. Damage in a part is only found if
+            TensorStore cannot read it: checksums are of whole arrays.
     """
     import tensorstore
 
     one, again = entry.kind.one, entry.kind.again
     if not math.prod(entry.shape):
         return np.zeros(entry.shape, entry.dtype)[index]
-    # Orbax keeps arrays as TensorStore does, and restores parts only along the axes that they are stored with.
+    # Through TensorStore, the format underneath: Orbax restores parts only along the axes of stored shardings.
     base = {"driver": "file", "path": str(folder.absolute())}
     spec = {
         "driver": "zarr",
@@ -360,7 +313,7 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
     said = f"{entry.dtype.name}{list(entry.shape)}"
     remedy = f"{found[1].name}{list(found[0])} in {folder}, whose manifest says {said}; {again}"
     require(found == (entry.shape, entry.dtype), one, entry.name, remedy)
-    # Parts have no checksum of their own.
+    # Checksums are of whole arrays: parts are not checked.
     sound = bool(index) or _checksum(array) == entry.crc32
     remedy = f"damaged, or another's, in {folder}: its bytes are not those written; {again}"
     require(sound, one, entry.name, remedy)
@@ -368,6 +321,7 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
 
 
 def _checksum(array: np.ndarray) -> int:
+    """CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
 
 
@@ -377,6 +331,7 @@ _TEXTS, _FLAGS = ("model", "pre", "chat_template"), ("add_bos", "add_space_prefi
 
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
+    """Vocabulary of a GGUF from its JSON file, every field checked."""
     said = read_json(path)
     tokens = said.get("tokens")
     count = len(tokens) if isinstance(tokens, list) else 0

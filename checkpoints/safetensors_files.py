@@ -17,7 +17,7 @@ from ._errors import refusal, require
 from .json_files import AGAIN, read_json
 from .tensor import Index, StoredTensor
 
-# What the library's numpy reader makes arrays of.
+# Dtypes of which the library makes numpy arrays.
 _READ: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -33,20 +33,14 @@ _READ: dict[str, Any] = {
     "F32": np.float32,
     "F64": np.float64,
 }
-# Floats that it checks but has no arrays for.
+# 8-bit floats, which the library checks but makes no numpy arrays of.
 _EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Reads the header of a safetensors file, checked by the format's own library: each byte is one tensor's.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The tensors by name, in the order they lie in.
+    """Tensors of a safetensors file by name, in the order they lie in; the format's library checks the header.
 
     Raises:
         ValueError: where the file is missing, truncated or corrupt, or names a tensor twice.
@@ -65,7 +59,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         require(not twice, "file", path, f"its header names {twice[:3]} more than once; {AGAIN}")
         return dict(pairs)
 
-    # The library takes the last of two tensors of one name, without a word.
+    # Of two tensors of one name the library silently takes the last.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length), object_pairs_hook=unique)
@@ -86,23 +80,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read(path: Path, name: str, index: Index) -> np.ndarray:
-    # Opened for each: a mapping that stays keeps every page that was read in the process' memory.
+    """Part of a tensor, read by the format's library."""
+    # Opened for each tensor: an open mapping keeps all pages that were read in the process' memory.
     with safetensors.safe_open(path, "np") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
 def _read_eight_bits(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, index: Index) -> np.ndarray:
+    """Part of a tensor of 8-bit floats, for which the library has no numpy arrays."""
     return np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)[index]
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Finds every tensor of a folder, having checked every file's header.
-
-    Args:
-        folder: a folder in Hugging Face's layout.
-
-    Returns:
-        The tensors by name, in the order they lie in, file by file.
+    """Tensors of a folder in Hugging Face's layout by name, in the order they lie in; every file's header is checked.
 
     Raises:
         ValueError: where there are no safetensors, or a listed file or tensor is missing or truncated.
@@ -113,7 +103,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         require(sound and bool(weight_map), INDEX, folder, f"no weight_map of file names in it; {AGAIN}")
         found: dict[str, StoredTensor] = {}
         for file in sorted(set(weight_map.values())):
-            # An index is data from elsewhere: it may only name files that lie next to it.
+            # An index is untrusted: it may only name files in its own folder.
             require(Path(file).name == file, "weight_map", file, "shards must lie in the folder of the index")
             require((folder / file).is_file(), "shard", folder / file, f"{INDEX} lists it but it is missing; {AGAIN}")
             listed = {name for name, where in weight_map.items() if where == file}

@@ -1,4 +1,4 @@
-"""One view of a checkpoint, whichever files it lies in: a config, named arrays, a tokenizer."""
+"""`open_checkpoint`: one view (config, named arrays, tokenizer) of a checkpoint in any of the formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Checkpoint:
         stored: the tensors by their Hugging Face names, in the order they lie in; each is read when asked for: float32
             from a GGUF, in the stored dtype from elsewhere.
         tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
-        filter_layers: those that choose best what the layers above them read, where the files say so.
+        filter_layers: layers that choose best what the layers above them read, where the files say so.
     """
 
     path: Path
@@ -67,6 +67,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    """Checkpoint of a folder in Hugging Face's layout, with safetensors or converted to Orbax."""
     converted = orbax_files.open_converted(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
@@ -74,19 +75,16 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise refusal("folder", folder, f"no config.json in it; give {other}")
     config = read_json(folder / "config.json")
     if (folder / "generation_config.json").is_file():
-        # Chat models often name their end-of-turn tokens there only.
+        # Chat models often name their end-of-turn tokens only there.
         extra = read_json(folder / "generation_config.json").get("eos_token_id")
         eos = _as_list(config.get("eos_token_id"))
         eos += [each for each in _as_list(extra) if each not in eos]
         if eos:
             config["eos_token_id"] = eos
-    tokenizer: Path | GgufTokenizer | None = None
-    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        tokenizer = folder
+    tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
-        return Checkpoint(
-            path=folder, config=config, stored=safetensors_files.tensors(folder), tokenizer_spec=tokenizer
-        )
+        stored = safetensors_files.tensors(folder)
+        return Checkpoint(path=folder, config=config, stored=stored, tokenizer_spec=tokenizer)
     return Checkpoint(
         path=folder,
         config=config,
@@ -97,6 +95,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _as_list(value: Any) -> list[Any]:
+    """List of a value that is one item, several, or None."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

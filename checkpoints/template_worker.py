@@ -1,7 +1,7 @@
-"""Renders chat templates, in a process of its own: a template is code from elsewhere, and here it can do no harm.
+"""Script of the process that renders chat templates, where untrusted code can do no harm.
 
-Run as a script by `chat_template`, which names the folders of Jinja. Each line of standard input asks for one text,
-each line of standard output answers; both are JSON. Too much memory is an error, too much time the process's end.
+`chat_template` runs it and names Jinja's folders. Each line of standard input asks for one text, each line of standard
+output answers it, both as JSON. Too much memory is an error; too much time ends the process.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import sys
 from typing import Any
 
 _IDLE_SECONDS = 60
-# Whoever asks waits less long, and then ends this process; but may be gone itself.
+# The asking process kills this one earlier, unless it has ended itself.
 _GRACE_SECONDS = 5
-# Of address space: Python and Jinja take an eighth of it.
+# Limit of address space, of which Python and Jinja take an eighth.
 _BYTES, _BYTES_PER_INPUT = 1 << 30, 64
-# Templates add tool descriptions and the like to what they are given; none repeats it often.
+# Templates add text such as tool descriptions to their input; none repeats the input often.
 _OUTPUT, _OUTPUT_PER_INPUT = 4 << 20, 16
 _LONGEST_ERROR = 500
 
 
 def _bound_memory(size: int) -> None:
+    """Limits the address space of this process, with room for a request of `size` bytes."""
     try:
         import resource
     except ImportError:  # Windows: there, time alone is bounded
@@ -35,12 +36,13 @@ def _bound_memory(size: int) -> None:
 
 
 def _bound_time(seconds: float) -> None:
+    """Ends this process after so many seconds."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _compile(source: str) -> Any:
-    """Compiles a template as Hugging Face does, sandboxed."""
+    """Jinja template, compiled in a sandbox with the settings of Hugging Face."""
     import datetime
 
     import jinja2.ext
@@ -72,6 +74,7 @@ def _compile(source: str) -> Any:
 
 
 def _render(template: Any, variables: dict[str, Any], most: int) -> str:
+    """Text of a template; a MemoryError beyond `most` characters."""
     pieces, total = [], 0
     for piece in template.generate(**variables):
         pieces.append(piece)
@@ -82,7 +85,7 @@ def _render(template: Any, variables: dict[str, Any], most: int) -> str:
 
 
 def main() -> None:
-    """Answers until standard input ends or nothing has come for a while."""
+    """Answers requests until standard input ends or none has come for a while."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     sys.path += sys.argv[1:]
     compiled: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint, whichever file it lies in."""
+"""`StoredTensor`: a tensor of a checkpoint, whichever file format it lies in."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# Which part of each axis; axes that are left out are taken whole.
+# A part of an array, one slice per axis; axes left out are taken whole.
 Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor on disk: only its shape and dtype are in memory.
+    """A tensor on disk; only its shape and dtype are in memory.
 
     Attributes:
         shape: its axes, the slowest first.
-        dtype: of the arrays that are read.
-        read: makes the array of a part of it; `read(())` that of the whole.
+        dtype: dtype of the arrays that are read.
+        read: function that reads the part given by one slice per axis; `read(())` reads the whole.
     """
 
     shape: tuple[int, ...]
@@ -29,14 +29,7 @@ class StoredTensor:
 
 
 def dtype_of(name: Any) -> np.dtype | None:
-    """Finds a dtype, those that numpy itself lacks among them.
-
-    Args:
-        name: "float32" or "bfloat16", say, from a file perhaps.
-
-    Returns:
-        The dtype; None where there is none of this name.
-    """
+    """Dtype of a name such as "float32" or "bfloat16", which may come from a file; None for a name that is not one."""
     try:
         return np.dtype(getattr(ml_dtypes, name, name)) if isinstance(name, str) else None
     except TypeError:

@@ -9,7 +9,7 @@ import re
 import secrets
 from pathlib import Path
 
-# Short, for the file's own name may be as long as names can be.
+# Names of files that are being written.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
@@ -21,6 +21,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: where it cannot be written, naming the file.
     """
+    # A short name: the file's own may be as long as names can be.
     part = path.with_name(f".jaxkv.{secrets.token_hex(8)}.tmp")
     try:
         old = path.stat() if path.exists() else None
@@ -49,22 +50,22 @@ def _take_after(path: Path, old: os.stat_result) -> None:
         for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
             with contextlib.suppress(OSError):
                 os.chown(path, owner, group)
-    # Not setuid and its like: the owner may be another now.
+    # Without setuid and setgid bits: the owner may be another now.
     os.chmod(path, old.st_mode & 0o777)
 
 
 def sync_folder(folder: Path) -> None:
     """Writes a folder's list of names through to the disk: a file whose name is lost is lost with it."""
-    if os.name == "nt":  # folders are not opened there
+    if os.name == "nt":  # Windows does not open folders
         return
     try:
         number = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # one that takes files but does not list them
+    except PermissionError:  # a folder that takes files but does not list them
         return
     try:
         os.fsync(number)
     except OSError as error:
-        # Some file systems do not sync folders; that a disk fails is raised.
+        # Some file systems do not sync folders; failing disks are reported.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

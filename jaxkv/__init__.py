@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
     """Public name, or module of the package, imported at its first use."""
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
-    elif name.startswith("_") or importlib.util.find_spec(f"jaxkv.{name}") is None:
+    elif name.startswith("_") or not name.isidentifier() or importlib.util.find_spec(f"jaxkv.{name}") is None:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     else:
         value = importlib.import_module(f"jaxkv.{name}")

@@ -1,4 +1,4 @@
-"""From a name or a path to parameters: every tensor of the checkpoint finds its place, or is refused by name."""
+"""`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is placed or refused by name."""
 
 import functools
 import hashlib
@@ -27,24 +27,24 @@ from jaxkv.sharding.mesh import Axes, put
 from jaxkv.sharding.parameters import model_mesh, spec_of
 from jaxkv.text.tokenizer import Text
 
-# Buffers some exporters write; the rotation is computed from the config.
+# Buffers that some exporters write; rotations are computed from the config.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 _HEAD = "lm_head.weight"
-# Of one parameter.
+# The tensors of one parameter.
 _Parts = list[tuple[Source, StoredTensor]]
 
 
 class LanguageModel(nnx.Module):
-    """What `load` returns: a Flax decoder, with its tokenizer beside it.
+    """Result of `load`: a Flax decoder with its tokenizer.
 
     Attributes:
         decoder: the parameters, a Flax NNX module.
         text: tokenizer and chat template, or None where the checkpoint has none; it never enters jitted code.
-        name: what was loaded.
-        filter_layers: those that choose best what the layers above them read (OmniKV), where they have been found.
-        fingerprint: tells these weights from others of the same shape; caches carry it.
+        name: name or path that was loaded.
+        filter_layers: layers whose attention tells best what the layers above them attend to (OmniKV), or None.
+        fingerprint: hash that tells these weights from others of the same shape; caches carry it.
     """
 
     def __init__(self, decoder: Decoder, *, text: Text | None, name: str, filter_layers: tuple[int, ...] | None = None):
@@ -63,12 +63,12 @@ class LanguageModel(nnx.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """What the decoder is made of: sizes, switches and special ids, as its checkpoint gave them."""
+        """Sizes, family switches and special ids of the decoder, as its checkpoint gave them."""
         return self.decoder.config
 
     @property
     def axes(self) -> Axes | None:
-        """Of the mesh that the parameters lie on; None where they lie on one device."""
+        """Axes of the mesh that the parameters lie on; None for a single device."""
         return self.flat.axes
 
     def on(self, mesh: Mesh) -> "LanguageModel":
@@ -87,32 +87,32 @@ class LanguageModel(nnx.Module):
         axes = Axes(mesh=model_mesh(mesh, self.config))
         if axes == self.axes:
             return self
-        # With the parameters taken apart: a new model where one of them has been replaced.
-        moved = self.flat.moved.get(axes)
-        if moved is None:
+        # Kept with the split parameters, so that replacing one of them makes a new model.
+        there = self.flat.on_mesh.get(axes)
+        if there is None:
             hosts.require_same("LanguageModel.on", self, mesh)
             decoder = Decoder(self.config, dtype=self.dtype)
             _spread_over(self.decoder, decoder, axes.mesh)
-            moved = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
-            self.flat.moved = {axes: moved}
-        # They may have been found since.
-        moved.filter_layers = self.filter_layers
-        return moved
+            there = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
+            self.flat.on_mesh = {axes: there}
+        # The filter layers may have been found since.
+        there.filter_layers = self.filter_layers
+        return there
 
     @property
     def flat(self) -> Flat:
-        """The decoder taken apart for jitted code: once, and again only after a parameter has been replaced."""
+        """The decoder split for jitted code; split again only after a parameter has been replaced."""
         if self._flat is None or not self._flat.is_of(self.decoder):
             axes = next(filter(None, map(Axes.of, parameters(self.decoder))), None)
             if axes is not None:
-                # One that has been replaced may lie whole on a device, or on each of them: parts are told by place.
+                # A replaced parameter may lie whole on one device, or on each of them.
                 _spread_over(self.decoder, self.decoder, axes.mesh)
             self._flat = Flat(self.decoder)
         return self._flat
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of weights, activations and cache."""
+        """Dtype of weights, activations and cache."""
         return self.decoder.dtype
 
     @property
@@ -163,21 +163,19 @@ def load(
 
 
 def _dtype(given: Any) -> np.dtype:
+    """Dtype of the parameters; refuses any but float32, bfloat16 and float16."""
     try:
         name = jnp.dtype(given).name
-    except TypeError:  # no dtype at all
+    except TypeError:  # not a dtype
         name = given
     require(name in DTYPES, "dtype", name, f"give one of {', '.join(DTYPES)}")
     return jnp.dtype(name)
 
 
 def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
-    """Puts a checkpoint's tensors into a decoder's parameters, one at a time.
+    """Puts a checkpoint's tensors into a decoder's abstract parameters, one at a time.
 
-    Args:
-        decoder: parameters as shapes.
-        checkpoint: an open checkpoint.
-        mesh: devices that share the parameters, from `model_mesh`; None for the default device.
+    With `mesh`, a mesh of `model_mesh`, each device gets its part; otherwise the default device gets all.
 
     Raises:
         ValueError: naming the tensor that is missing, left over, misshapen or not finite.
@@ -190,7 +188,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
     missing, extra = sorted(places - names), sorted(names - places)
-    # The processes of a mesh wait for one another where they look at all of a parameter: once each has read its part.
+    # Processes of a mesh wait for one another when they check whole parameters, after each has read its part.
     with hosts.together("reading weights", mesh):
         require(not missing, "weights", missing[:4], "the checkpoint lacks these tensors; it may be another model's")
         require(not extra, "weights", extra[:4], "the config has no place for these tensors; it may be another model's")
@@ -207,7 +205,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
 
 
 def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
-    """Refuses parameters for which there is no room, before the first is read."""
+    """Refuses parameters that do not fit on their devices, before the first tensor is read."""
     if mesh is None:
         total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
         memory.check_bytes(total, "the model", remedy="give a narrower dtype, or a mesh of several devices")
@@ -223,15 +221,15 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
 
 
 def _read(parts: _Parts, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
-    """A parameter of this shape and dtype, on the default device or each device's part of it."""
+    """Parameter array read from its tensors, on the default device or as each device's part of it."""
     if mesh is None:
         return jnp.array(_part(parts, like.shape, like.dtype, (slice(None),) * len(like.shape)))
     return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
 
 
 def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
-    """Refuses tensors that are not, wherever the parameters lie that they are stacked in."""
-    # All are begun before the first is waited for.
+    """Refuses parameters with NaN or infinity, naming the tensors."""
+    # All are started before the first is waited for.
     finite = {of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()}
     bad: list[str] = []
     for of, rows in finite.items():
@@ -242,31 +240,31 @@ def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
 
 
 def _part(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads a part of a parameter, and nothing else of the tensors where their files allow it."""
-    spans = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
-    buffer = np.empty([len(each) for each in spans], dtype)
+    """Part of a parameter as a numpy array; reads nothing else of its tensors where the file format allows it."""
+    ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
+    buffer = np.empty([len(each) for each in ranges], dtype)
     for source, tensor in parts:
         depth = len(source.at)
-        if not all(at in span for at, span in zip(source.at, spans, strict=False)):
+        if not all(at in span for at, span in zip(source.at, ranges, strict=False)):
             continue
-        mine = buffer[tuple(at - span.start for at, span in zip(source.at, spans, strict=False))]
-        stretches = source.stretches(spans[depth:])
-        mine = mine.reshape([sum(last - first for first, last in axis) for axis in stretches])
-        for places in itertools.product(*map(_packed, stretches)):
+        mine = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
+        spans = source.spans(ranges[depth:])
+        mine = mine.reshape([sum(last - first for first, last in axis) for axis in spans])
+        for places in itertools.product(*map(_packed, spans)):
             there = tuple(slice(first, last) for first, last, _ in places)
             whole = all((each.start, each.stop) == (0, size) for each, size in zip(there, tensor.shape, strict=True))
             mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
     return buffer
 
 
-def _packed(stretches: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
-    """Stretches with where each goes, one behind the other."""
-    ends = itertools.accumulate(last - first for first, last in stretches)
-    return [(first, last, slice(end - last + first, end)) for (first, last), end in zip(stretches, ends, strict=True)]
+def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
+    """(first, end) spans, each with the slice that it fills when spans lie one behind the other."""
+    ends = itertools.accumulate(last - first for first, last in spans)
+    return [(first, last, slice(end - last + first, end)) for (first, last), end in zip(spans, ends, strict=True)]
 
 
 def _spread(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
-    """A parameter of which each device has its part; devices with the same part share what was read."""
+    """Sharded parameter; devices that hold the same part share one read."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -280,29 +278,31 @@ def _spread(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, where: Named
 
 @functools.cache
 def _finite(depth: int) -> Callable[[jax.Array], jax.Array]:
-    """Whether a parameter is, element by element of its first axes: tensors are stacked along these."""
+    """Function of a parameter: True for each element of its first `depth` axes whose values are all finite."""
     return lambda value: jnp.isfinite(value).all(axis=tuple(range(depth, value.ndim)))
 
 
 def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
-    """A function of one parameter whose result every process has, wherever the parameter lies."""
+    """Function of one parameter, jitted so that every process has the result wherever the parameter lies."""
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
     return _jitted(fn, mesh)
 
 
 @functools.cache
 def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """Jitted function; on a mesh its results are replicated."""
     return jax.jit(fn) if mesh is None else jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Before a block is made for each of the layers that a config claims."""
+    """Refuses a config that claims more layers than the checkpoint holds, before any block is made."""
     held = {match[1] for name in checkpoint.names if (match := _LAYER.match(name))}
     remedy = f"the checkpoint holds {len(held)} layers: mend its config.json, or get the checkpoint again"
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
 def _check_stored(source: Source, tensor: StoredTensor) -> None:
+    """Refuses a stored tensor that is not floating point or has another shape than the config asks for."""
     remedy = "weights are floating point; load the unquantised ones, or a GGUF"
     require(jnp.issubdtype(tensor.dtype, jnp.floating), f"{source.name}.dtype", tensor.dtype.name, remedy)
     remedy = f"the config asks for {source.shape}; the weights belong to another model"
@@ -310,7 +310,7 @@ def _check_stored(source: Source, tensor: StoredTensor) -> None:
 
 
 def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Whether the matrix that a tied model does not need is the one that it has."""
+    """Refuses an output matrix of a tied model that differs from the embedding."""
     remedy = (
         "it differs from the embedding, which tie_word_embeddings=true puts in its place: write "
         '"tie_word_embeddings": false into config.json to use it, or remove it from the weights'
@@ -322,15 +322,16 @@ def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
 
 
 def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
-    """Puts one decoder's parameters into another one, each device's part of them on a mesh of `model_mesh`."""
+    """Copies one decoder's parameters into another one, sharded over a mesh of `model_mesh`."""
     values = dict(named_parameters(source))
     for path, parameter in named_parameters(target):
         parameter.set_value(put(values[path].get_value(), NamedSharding(mesh, spec_of(path, mesh))))
 
 
 def _fingerprint(decoder: Decoder) -> str:
+    """Hash of the config, and of the first row and the sum of all bits of each parameter."""
     digest = hashlib.sha256(repr(decoder.config).encode())
-    # All are begun before the first is waited for.
+    # All are started before the first is waited for.
     for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
         for part in piece:
             digest.update(np.asarray(part).tobytes())
@@ -338,6 +339,6 @@ def _fingerprint(decoder: Decoder) -> str:
 
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A parameter's first row, and the sum of all its bits, which no order of adding changes."""
+    """First row of a parameter, and the sum of all its bits, which does not depend on the order of adding."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16 if leaf.dtype.itemsize == 2 else jnp.uint32)
     return leaf[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

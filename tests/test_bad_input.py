@@ -130,7 +130,7 @@ def test_corrupt_and_truncated_weights(tmp_path):
         ({"quantization_config": {"bits": 4}}, "quantization_config=.*unquantised weights, or a GGUF"),
         ({"num_attention_heads": 5}, "heads=5: give a multiple of kv_heads=2"),
         ({"vocab_size": None}, "vocab_size=None: the model's config must give it"),
-        ({"num_hidden_layers": 0}, "layers=0: give a positive integer"),
+        ({"num_hidden_layers": 0}, "layers=0: give an integer from 1"),
     ],
 )
 def test_configs_that_are_not_built(tmp_path, config, message):

@@ -186,10 +186,10 @@ def test_rotations(family):
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 5e5}}, "rope_scaling=.*another rotation"),
         ({"rope_theta": None}, "rope_theta=None: give a positive"),
         ({"rope_parameters": {"rope_theta": None}}, "rope_theta=None: give a positive"),
-        ({"rope_parameters": YARN | {"truncate": None}}, "truncate=None: give true or false"),
+        ({"rope_parameters": YARN | {"truncate": None}}, "truncate=None: give True or False"),
         (
             {"rope_parameters": YARN | {"original_max_position_embeddings": None}},
-            "original_max.*=None: give a positive",
+            "original_max.*=None: give an integer",
         ),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor=None: give a positive"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

@@ -103,3 +103,4 @@ def test_type_checkers_and_python_find_the_same_public_names():
     assert {*jaxkv.__all__} <= {*dir(jaxkv)} and jaxkv.policies.SnapKV is jaxkv.SnapKV
     with pytest.raises(AttributeError, match="no attribute 'snapkv'"):
         jaxkv.snapkv  # noqa: B018
+    assert not hasattr(jaxkv, "policies.snapkv.<locals>")

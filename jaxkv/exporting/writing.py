@@ -26,11 +26,12 @@ from jaxkv.arguments import as_model, as_sampling
 from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
 from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
+from jaxkv.checkpoints.orbax_files import whole_folder
 from jaxkv.engine.lengths import bucket, tokens_per_call
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
 from jaxkv.exporting.buckets import Limits, Table, require_exportable, require_positions, spec_of_bucket, table
-from jaxkv.exporting.place import as_folder, unfinished
+from jaxkv.exporting.place import as_folder
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
@@ -132,7 +133,7 @@ def export(
     )
     folder = as_folder(directory)
     # Written beside the place, so that the last step is a rename.
-    with unfinished(folder) as part:
+    with whole_folder(folder, "directory") as part:
         _write(part, job, _programs(part, job), weights)
     return folder
 

@@ -1,4 +1,4 @@
-"""Flax decoders. One decoder, families as switches of `ModelConfig`."""
+"""The Flax decoder that all model families share; a family is a set of switches in `ModelConfig`."""
 
 from jaxkv.models.decoder import Block, Decoder
 

@@ -1,4 +1,4 @@
-"""What a decoder is made of: `ModelConfig`."""
+"""`ModelConfig`: sizes and family switches of a decoder, made from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv.models.hub_keys import read
-from jaxkv.models.values import Experts, LayerSpec, Rope, check_numbers, whole
+from jaxkv.models.values import Experts, LayerSpec, Rope, check_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,19 +25,19 @@ class ModelConfig:
         kv_heads: kv heads, K.
         head_dim: D; even.
         norm_eps: epsilon of every norm.
-        rope: the rotary embedding, where all layers have one.
-        kinds: what layers are in turn, where they differ: layer i is `kinds[i % len(kinds)]`; empty for `rope` in all.
+        rope: the rotary embedding of all layers, unless `kinds` is given.
+        kinds: specs of layers that differ, repeated in turn: layer i has `kinds[i % len(kinds)]`; else empty.
         max_positions: longest sequence the model was made for, new tokens included.
         tied: the output matrix is the embedding.
         qkv_bias: query, key and value projections carry a bias (Qwen2).
-        out_bias: the attention's output projection carries one.
-        mlp_bias: the MLP's projections carry one.
+        out_bias: the attention's output projection carries a bias.
+        mlp_bias: the MLP's projections carry biases.
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
-        layer_norm: norms subtract the mean and add a bias (Falcon); RMS norms else.
-        parallel: the MLP reads what the block reads, not what attention has added to it (Falcon).
-        shared_norm: attention and a parallel MLP read one norm, not one each.
-        gated: the MLP is down(silu(gate) * up); down(gelu(up)) else (Falcon).
-        experts: the mixture that every block's MLP is, if it is one (Mixtral, Qwen3-MoE).
+        layer_norm: norms subtract the mean and add a bias (Falcon); otherwise they are RMS norms.
+        parallel: the MLP reads the input of the block, without the attention output (Falcon).
+        shared_norm: attention and a parallel MLP share one norm instead of one each.
+        gated: the MLP is down(silu(gate) * up); otherwise down(gelu(up)) (Falcon).
+        experts: the mixture of experts that every block's MLP is, or None (Mixtral, Qwen3-MoE).
         bos: id of the beginning-of-sequence token, if any.
         eos: ids that end a generation.
     """
@@ -90,17 +91,17 @@ class ModelConfig:
 
     @property
     def alternates(self) -> bool:
-        """Whether a block is RMS norm, attention, sum, RMS norm, dense gated MLP, sum: kernels add and norm for it."""
+        """True if every block is RMS norm, attention, sum, RMS norm, dense gated MLP, sum, as fused kernels need."""
         return self.gated and self.experts is None and not (self.layer_norm or self.parallel)
 
     def spec_of(self, layer: int) -> LayerSpec:
-        """What a layer is besides its weights.
+        """Static spec of a layer: its rotary embedding and its attention scale.
 
         Args:
-            layer: its index.
+            layer: index of the layer.
 
         Returns:
-            Its spec, equal for layers that are alike.
+            The spec; layers with equal specs share compiled programs.
         """
         return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
 
@@ -110,7 +111,7 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
     def on_one_of(self, kv: int, model: int) -> ModelConfig:
-        """What one device has of the model, of `kv` that share kv heads, and `model` that share all else."""
+        """Config of one device's part: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""
         return dataclasses.replace(
             self,
             kv_heads=self.kv_heads // kv,

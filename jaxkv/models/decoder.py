@@ -1,4 +1,4 @@
-"""The decoder as a Flax NNX module: parameters and the mathematics of one block, no cache and no loop."""
+"""The decoder as a Flax NNX module: parameters and the arithmetic of one block; no cache, no loop over layers."""
 
 import math
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.collectives import first, total
 from jaxkv.sharding.mesh import Axes
 
-# One block's (or the rest's) parameters as a flat tuple: what jitted functions take, 8x cheaper to pass than a module.
+# Parameters of a block, or of the ends, as a flat tuple: 8x cheaper to pass to jitted functions than a module.
 Leaves = tuple[Shaped[Array, "..."], ...]
 
 
 class Attention(nnx.Module):
-    """Projections of grouped-query attention, heads as an axis so that a mesh can split them.
+    """Projections of grouped-query attention; heads are axes, so that a mesh can split them.
 
     Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`; query head h belongs to kv head h // G.
     """
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One transformer block, opened up so that prefill and decoding can put their own attention in the middle."""
+    """One transformer block in two halves, before and after the attention that its callers run."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
@@ -53,7 +53,7 @@ class Block(nnx.Module):
         self.mlp = _mlp(config, dtype)
 
     def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """Hidden states as queries, keys and values are made of them."""
+        """Hidden states after the norm that precedes attention."""
         return self.attention_norm(x)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
@@ -61,29 +61,29 @@ class Block(nnx.Module):
         return rotate(self.unrotated_queries(normed), by, normed.dtype)
 
     def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
-        """Queries of N tokens before RoPE; float32 where no norm narrows them."""
+        """Queries of N tokens before RoPE; float32 unless a query norm narrows them."""
         attention, norm = self.attention, self.attention.q_norm
-        # Without a norm on the way, what is rotated in float32 anyway is narrowed once.
+        # Without a norm they stay float32, since the rotation computes in float32: narrowed once.
         q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
     def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Queries whose products with keys, times 1 / sqrt(D), are the layer's logits: attention knows that scale."""
+        """Queries scaled so that attention's logits, q.k / sqrt(D), have the layer's own scale."""
         if self.spec.scale is None:
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Keys, not yet rotated and float32 where nothing has narrowed them, and values of N tokens."""
+        """Keys and values of N tokens; keys are not rotated, and float32 unless a key norm narrows them."""
         attention, norm = self.attention, self.attention.k_norm
         kv = project(normed, attention.kv[...], _value(attention.kv_bias), wide=norm is None)
         k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
     def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Queries, and keys and values of one token each, none of them rotated, in parts that a kernel adds up."""
+        """Queries, and keys and values, of one token per row, unrotated, as n partial sums that a kernel adds up."""
         attention = self.attention
-        # Apart: of products of the same rows XLA makes one, and then copies of its halves.
+        # The barrier keeps XLA from merging both products into one whose halves it then copies.
         q, kv = (
             _parts(of, weight, bias)
             for of, weight, bias in (
@@ -98,7 +98,7 @@ class Block(nnx.Module):
         return self._scaled(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[None]
 
     def finish(self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"]) -> Float[Array, "B N E"]:
-        """Adds the attention's output and the MLP to the residual stream."""
+        """Hidden states after adding the attention output and the MLP to the residual stream."""
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
         if self.config.parallel:
             return self._finish_parallel(x, merged)
@@ -107,7 +107,7 @@ class Block(nnx.Module):
         return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
 
     def _finish_parallel(self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"]) -> Float[Array, "B N E"]:
-        """Of both products the devices' parts are added up at once, and biases once to what comes of it."""
+        """Hidden states after a parallel block: one sum over devices for attention and MLP, then the biases once."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
         added = total(project(merged, self.attention.out[...], wide=True) + self.mlp.part(normed), self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
@@ -115,8 +115,9 @@ class Block(nnx.Module):
         return (x.astype(jnp.float32) + added).astype(x.dtype)
 
 
-# Who looks into what these make has asked `config.alternates` what it is.
+# Typed Any: callers that look inside have asked `config.alternates` first.
 def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
+    """Norm of the family: LayerNorm or RMSNorm over E."""
     return (LayerNorm if config.layer_norm else RMSNorm)(config.embed, eps=config.norm_eps, dtype=dtype)
 
 
@@ -156,14 +157,14 @@ class Decoder(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What lies before the first block and after the last: embedding, final norm, output matrix."""
+    """Embedding, final norm and output matrix: what lies before the first block and after the last."""
 
     def __init__(self, decoder: Decoder):
         self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
         self.axes: Axes | None = None
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """Embeds token ids; out-of-range ids are the caller's to refuse."""
+        """Embeddings of token ids; ids outside the vocabulary are clipped, callers refuse them."""
         # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out
         # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
@@ -175,24 +176,24 @@ class Ends(nnx.Module):
         return total(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of one position per sequence; on a mesh those of the device's part of the vocabulary."""
+        """Float32 logits of one position per sequence; on a mesh, those of this device's part of the vocabulary."""
         return self.logits_of(self.norm(x))
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """`logits` of hidden states that are normed already."""
+        """Float32 logits of hidden states that have passed the final norm."""
         head = self.embedding if self.head is None else self.head
         return project(normed, head[...]).astype(jnp.float32)
 
 
 class Took(NamedTuple):
-    """Seconds of a batch: compiling, when its size was first met; running, the last time."""
+    """Seconds of a batch of one size: compiling at its first run, running at its latest."""
 
     compile_seconds: float
     running_seconds: float
 
 
 def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
-    """Every parameter with its path, `blocks.0.attention.q` say."""
+    """Yields every parameter of a module with its path, such as `blocks.0.attention.q`."""
     for name, part in enumerate(module) if isinstance(module, nnx.List) else vars(module).items():
         if isinstance(part, nnx.Param):
             yield f"{prefix}{name}", part
@@ -201,24 +202,24 @@ def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.P
 
 
 def parameters(module: Any) -> Iterator[Array]:
-    """Every parameter's array, as it stands now; much cheaper than to take the module apart."""
+    """Yields the current array of every parameter; much cheaper than splitting the module."""
     for _, parameter in named_parameters(module):
         yield parameter.get_value()
 
 
 class Flat:
-    """A decoder taken apart for jitted code: static graphs, and flat tuples of arrays.
+    """A decoder split for jitted code: hashable graph definitions, and flat tuples of arrays.
 
     Attributes:
-        ends: the leaves before and after the blocks.
+        ends: leaves of embedding, final norm and output matrix.
         blocks: one tuple of leaves per block, all of the same structure.
-        graphs: graph definitions of ends and of the first block, hashable, passed as static arguments.
-        config: the decoder's shape.
-        axes: of the mesh that its parameters lie on, if they do.
-        compiled: signatures of prefills that have run, so that their programs are compiled.
+        graphs: graph definitions of the ends and of the first block, passed as static arguments.
+        config: the decoder's configuration.
+        axes: axes of the mesh that the parameters lie on, or None.
+        compiled: signatures of prefills whose programs are compiled.
         took: seconds that batches of these signatures took in `generate`.
-        filled: signatures of batches that have been run filled up with copies instead.
-        moved: the whole model with these parameters on a mesh, once it was asked for.
+        filled: signatures of batches that were padded with copies to a size that is compiled.
+        on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
     """
 
     def __init__(self, decoder: Decoder):
@@ -226,7 +227,7 @@ class Flat:
         self.compiled: set[tuple] = set()
         self.took: dict[tuple, Took] = {}
         self.filled: set[tuple] = set()
-        self.moved: dict[Axes, Any] = {}
+        self.on_mesh: dict[Axes, Any] = {}
         self._source = tuple(parameters(decoder))
         ends_graph, ends = nnx.split(Ends(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
@@ -241,27 +242,27 @@ class Flat:
         )
 
     def graphs_of(self, layer: int) -> "Graphs":
-        """Static halves for one layer's programs: equal where layers are alike."""
+        """Static graph definitions for the programs of one layer; equal for layers with equal specs."""
         return self.graphs.of(self.config.spec_of(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a model, or what is pickled of it, leaves this behind: it takes its own arrays apart."""
+        """Pickles and copies as None: a copied model splits its own arrays anew."""
         return type(None), ()
 
     def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":
-        """The same decoder around other leaves, traced ones say."""
+        """The same decoder with other leaves, such as traced ones."""
         other = object.__new__(Flat)
         vars(other).update(vars(self), ends=ends, blocks=blocks)
         return other
 
     def is_of(self, decoder: Decoder) -> bool:
-        """Whether these are still the decoder's arrays: whoever trains it replaces them."""
+        """True if these are still the arrays of the decoder, which training replaces."""
         now = tuple(parameters(decoder))
         return len(now) == len(self._source) and all(a is b for a, b in zip(now, self._source, strict=True))
 
 
 class Graph:
-    """A module's static half; `bind` gives the module back around traced leaves."""
+    """Hashable static half of a split module: graph definition and tree structure."""
 
     def __init__(self, definition: Any, structure: Any):
         self._key = (definition, structure)
@@ -273,40 +274,40 @@ class Graph:
         return isinstance(other, Graph) and self._key == other._key
 
     def bind(self, leaves: Leaves) -> Any:
-        """The module with these parameters; cheap, meant for inside a trace."""
+        """The module with these leaves as its parameters; cheap, for use inside a trace."""
         definition, structure = self._key
         return nnx.merge(definition, jax.tree.unflatten(structure, leaves))
 
 
 class Graphs(tuple):
-    """Two `Graph`s, of the ends and of a block; the axes of the mesh that they run on, if they do; the block's spec."""
+    """Static description of a decoder: `Graph`s of ends and block, mesh axes or None, the block's spec."""
 
     def __new__(cls, ends: Graph, block: Graph, axes: Axes | None, spec: LayerSpec):
-        """Puts them together."""
+        """Makes the tuple (ends, block, axes, spec)."""
         return super().__new__(cls, (ends, block, axes, spec))
 
     @property
     def axes(self) -> Axes | None:
-        """Those of the mesh."""
+        """Axes of the mesh, or None on one device."""
         return self[2]
 
     @property
     def spec(self) -> LayerSpec:
-        """What the block is besides its weights."""
+        """Static spec of the block's layer."""
         return self[3]
 
     def of(self, spec: LayerSpec) -> "Graphs":
-        """The same for blocks of another spec."""
+        """The same graphs for a block with another spec."""
         return Graphs(self[0], self[1], self.axes, spec)
 
     def ends(self, leaves: Leaves) -> Ends:
-        """Embedding, final norm and output matrix around a device's parameters."""
+        """Module of embedding, final norm and output matrix with a device's parameters."""
         bound = self[0].bind(leaves)
         bound.axes = self.axes
         return bound
 
     def block(self, leaves: Leaves) -> Block:
-        """One block around a device's parameters, of which it knows shape and spec."""
+        """Module of one block with a device's parameters and the config of that part."""
         bound = self[1].bind(leaves)
         bound.spec = self.spec
         if self.axes is not None:

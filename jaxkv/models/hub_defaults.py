@@ -20,8 +20,8 @@ _QWEN = _COMMON | {
     "use_sliding_window": False,
 }
 
-# By the names that the family's own class has. None: no value, or one that is computed from other keys. Sizes that are
-# missing here (the vocabulary, widths, layers, query heads) have to be given: a model of guessed sizes helps nobody.
+# By the family's own names of keys. None: no value, or a value computed from other keys. Sizes that are missing here
+# (vocabulary, widths, layers, query heads) must be given: a model of guessed sizes is of no use.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "falcon": {
         "activation": "gelu",

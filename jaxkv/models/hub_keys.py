@@ -1,4 +1,4 @@
-"""Configs of Hugging Face, family by family: their keys as fields of `ModelConfig`."""
+"""Reads a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxkv._checks import flag, whole
 from jaxkv._errors import require
 from jaxkv.models.hub_defaults import DEFAULTS
-from jaxkv.models.values import READERS, Experts, LinearRope, Llama3Rope, Rope, YarnRope, flag, real, whole
+from jaxkv.models.values import READERS, Experts, LinearRope, Llama3Rope, Rope, YarnRope, positive
 
 # Keys of a Hugging Face config that change nothing about inference with these decoders.
 _IGNORED = frozenset(
@@ -26,7 +27,7 @@ _IGNORED = frozenset(
     use_mrope""".split()
 )
 
-# What each family is whatever its config says.
+# Switches of each family that no key of its config changes.
 _FAMILIES: dict[str, dict[str, bool]] = {
     "falcon": {"layer_norm": True, "gated": False},
     "llama": {},
@@ -36,7 +37,7 @@ _FAMILIES: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True},
 }
-# Keys that a family has by other names than Llama.
+# A family's own names of keys, by Llama's names.
 _CALLED = {
     "falcon": {
         "attention_bias": "bias",
@@ -46,23 +47,23 @@ _CALLED = {
         "num_key_value_heads": "num_kv_heads",
         "rms_norm_eps": "layer_norm_epsilon",
     },
-    # `intermediate_size` would be a dense block's, and blocks are mixtures all.
+    # `intermediate_size` is the width of dense blocks, of which there are none.
     "qwen3_moe": {"intermediate_size": "moe_intermediate_size"},
 }
-# Keys that change nothing about one family, and something about others.
+# Keys that change nothing in one family but something in others.
 _IGNORED_BY = {"qwen3_moe": {"intermediate_size"}}
 
 _ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
 
 
 class _Keys:
-    """A config's keys by the names that Llama has for them, and which of them have been asked for."""
+    """Keys of a config under Llama's names, with a record of the keys that have been read."""
 
     def __init__(self, raw: Mapping[str, Any], family: str):
         self.raw, self.family, self.taken = raw, family, {"model_type"}
 
     def called(self, key: str) -> str:
-        """What the family calls it."""
+        """The family's own name of a key."""
         return _CALLED.get(self.family, {}).get(key, key)
 
     def has(self, key: str) -> bool:
@@ -93,13 +94,9 @@ class _Keys:
 
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads a `config.json`; every key is used, known to be harmless, or refused; see `DEFAULTS` for keys left out.
+    """Fields of `ModelConfig` by name; every key is used, known to be harmless, or refused.
 
-    Args:
-        raw: the parsed JSON.
-
-    Returns:
-        The fields of `ModelConfig`.
+    Keys that are left out mean what `DEFAULTS` says.
 
     Raises:
         ValueError: for what jaxkv does not build, by name.
@@ -124,9 +121,9 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "hidden": keys.whole("intermediate_size", null=4 * embed if family == "falcon" else None),
         "heads": heads,
         "kv_heads": kv_heads,
-        # Qwen3's class takes no null, which would be 128 or the quotient.
+        # Null is refused for Qwen3: it could mean 128 or the quotient.
         "head_dim": keys.whole("head_dim", null=None if family == "qwen3" else embed // heads),
-        "norm_eps": real(keys.called("rms_norm_eps"), keys.take("rms_norm_eps")),
+        "norm_eps": positive(keys.called("rms_norm_eps"), keys.take("rms_norm_eps")),
         "rope": _read_rope(keys, max_positions),
         "max_positions": max_positions,
         "tied": keys.flag("tie_word_embeddings"),
@@ -161,14 +158,14 @@ def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
     require(count == layers, "layer_types", f"{count} entries", f"give as many as num_hidden_layers={layers}, or none")
     window, used = keys.take("sliding_window"), keys.flag("use_sliding_window")
     if keys.has("sliding_window"):
-        # Mistral's and Mixtral's classes have no such switch, and do not look at one.
+        # Mistral's and Mixtral's classes have no such switch and ignore it.
         used = used or not keys.has("use_sliding_window")
     else:
-        # Llama's and Falcon's have no windows, but transformers' caches keep no more rows than a window says.
+        # Llama's and Falcon's classes have no windows, but transformers' caches still drop rows beyond one.
         used = used or keys.take("use_sliding_window") is None
     windowed = used and window is not None
     if windowed and keys.has("max_window_layers"):
-        # Of Qwen2 and Qwen3 the layers below it attend to all positions, and all layers where layer_types says so.
+        # In Qwen2 and Qwen3 layers below max_window_layers attend to all positions, as do all full_attention layers.
         windowed = kinds is None and keys.whole("max_window_layers", least=0) < layers
     left_out = "" if keys.given("sliding_window") else ', or write "sliding_window": null where it attends to all'
     # A window as wide as the model's positions leaves nothing out.
@@ -179,7 +176,7 @@ def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
 def _bias(keys: _Keys, key: str) -> bool:
     """True if projections carry biases by `key`; refuses true of families that have none in transformers."""
     value = keys.flag(key)
-    # Qwen2's queries, keys and values always carry them.
+    # Qwen2's queries, keys and values always carry biases.
     fixed = keys.family == "qwen2" and key == "attention_bias"
     remedy = f"no {keys.family} has such biases in transformers: give false, or leave it out"
     require(not value or fixed or keys.has(key), key, value, remedy)
@@ -187,7 +184,7 @@ def _bias(keys: _Keys, key: str) -> bool:
 
 
 def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """7B has one kv head and one norm a block, 40B groups of heads and two norms."""
+    """Fields of a Falcon: kv heads, parallel blocks, shared norm (7B: one kv head, one norm a block)."""
     alibi, post = keys.flag("alibi"), keys.flag("apply_residual_connection_post_layernorm")
     require(not alibi, "alibi", alibi, "attention biased by distance is not built; use a Falcon with rotary embeddings")
     require(not post, "apply_residual_connection_post_layernorm", post, "only sums of what was not normed are built")
@@ -208,15 +205,17 @@ def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a Mixtral: its experts."""
     return {"experts": Experts(count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok"))}
 
 
 def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a Qwen3-MoE: its experts."""
     step, dense = keys.take("decoder_sparse_step"), keys.take("mlp_only_layers")
     remedy = "blocks that differ from layer to layer are not built; use a model whose blocks all are mixtures"
     require(step == 1, "decoder_sparse_step", step, remedy)
     require(dense is None or dense == [], "mlp_only_layers", dense, remedy)
-    # transformers 5 writes the name that Mixtral has for it.
+    # transformers 5 writes Mixtral's name of the key.
     counts = {key: keys.whole(key) for key in ("num_experts", "num_local_experts") if keys.raw.get(key) is not None}
     counts = counts or {"num_experts": keys.whole("num_experts")}
     keys.taken |= {"num_experts", "num_local_experts"}
@@ -228,7 +227,7 @@ def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"experts": Experts(count=count, chosen=chosen, normalised=normalised)}
 
 
-# What a family's config says beyond the keys that all have.
+# Readers of keys that only one family has.
 _OWN: dict[str, Callable[[_Keys, Mapping[str, Any]], dict[str, Any]]] = {
     "falcon": _falcon,
     "mixtral": _mixtral,
@@ -237,14 +236,14 @@ _OWN: dict[str, Callable[[_Keys, Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _ids(key: str, value: Any) -> tuple[int, ...]:
-    """One id or several; -1 stands for none."""
+    """Token ids of a key that gives one id or several; -1 stands for none."""
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     return tuple(whole(key, each, least=0) for each in values if each != -1)
 
 
 def _read_rope(keys: _Keys, max_positions: int) -> Rope:
-    """The rotary embedding that transformers 5 writes as `rope_parameters` and 4 as `rope_scaling` and `rope_theta`."""
-    # All are asked for, so that none counts as unknown.
+    """Rotary embedding from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (transformers 4)."""
+    # Both are read first, so that neither counts as unknown.
     theta, partial = keys.take("rope_theta"), keys.take("partial_rotary_factor")
     outer = {"rope_theta": theta} | ({} if partial is None else {"partial_rotary_factor": partial})
     given: list[Mapping[str, Any]] = []
@@ -263,8 +262,8 @@ def _read_rope(keys: _Keys, max_positions: int) -> Rope:
 
 
 def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
-    """The rotary embedding of one object of keys, `rope_theta` among them."""
-    theta, partial = real("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
+    """Rotary embedding from one object of keys, which includes `rope_theta`."""
+    theta, partial = positive("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
     require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
     kind = keys.pop("rope_type", keys.pop("type", "default"))
     keys.pop("type", None)
@@ -284,7 +283,7 @@ def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
         given = keys.pop(key, default)
         needed = given is dataclasses.MISSING
         require(not needed, f"rope_scaling.{key}", None, f"rope type {kind!r} needs it")
-        # Null leaves YaRN's numbers to its defaults, and is none of the others' values.
+        # Null means the default for YaRN's optional numbers, and is refused for all others.
         null = given is None and field.type.startswith("float") and default is not dataclasses.MISSING
         values[field.name] = field.default if null else READERS[field.type](f"rope_scaling.{key}", given)
     require(not keys, "rope_scaling", sorted(keys), f"these keys are not supported for rope type {kind!r}")

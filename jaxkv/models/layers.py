@@ -1,4 +1,4 @@
-"""The pieces of a decoder: linear maps stored as rows [out, in], norms, dense MLPs."""
+"""Layers of the decoder: linear maps whose weights are stored as rows `[out, in]`, norms, dense MLPs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from jaxkv.sharding.mesh import Axes
 
 # Below this many rows XLA's bfloat16 products on a CPU with AMX fall back to scalar code (15x slower).
 MIN_ROWS_16BIT = 8
-# Products in parts, for a GPU of a hundred multiprocessors or so: of at most so many rows, which one tile holds; until
-# there are so many outputs in all parts; at most so many parts, and of each at least so many elements to sum over.
+# Split-K for GPUs of about a hundred multiprocessors: most rows (one tile) of a product that is split; outputs over
+# all parts at which splitting stops; most parts; least elements that each part sums over.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
 
 
 def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
-    """A parameter that has a shape and a dtype but no value yet."""
+    """Parameter with a shape and a dtype but no value yet."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -29,17 +29,10 @@ def project(
     wide: bool = False,
     over: Axes | None = None,
 ) -> Float[Array, "..."]:
-    """A linear map with its weight kept as rows of the output.
+    """Linear map of the last axis; products are summed in float32.
 
-    Args:
-        x: input rows, any float dtype.
-        weight: one row per output channel, in x's dtype; may have several output axes.
-        bias: added to the output, or None.
-        wide: leave the output in float32, for a caller that goes on computing with it.
-        over: a mesh whose devices have a part of E each; None if this one has it all.
-
-    Returns:
-        The output in x's dtype unless wide; products are summed in float32.
+    `weight` may have several output axes. Output in x's dtype, or float32 if `wide`; `over` sums it over the devices
+    of a mesh that hold a part of E each.
     """
     rows, outputs = x.shape[:-1], weight.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
@@ -55,17 +48,10 @@ def project(
 
 
 def products(x: Float[Array, "*rows E"], weight: Float[Array, "*out E"]) -> Float[Array, "n ..."]:
-    """`project` in n parts that are still to be added up, by a kernel that reads them anyway: for a GPU.
+    """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds up (split-K).
 
-    A product of few rows with few outputs leaves most of a GPU idle unless what it sums over is split; XLA does so too,
-    and then needs a kernel to add.
-
-    Args:
-        x: input rows, any float dtype.
-        weight: one row per output channel, in x's dtype; may have several output axes.
-
-    Returns:
-        The parts, float32 `[n, *rows, *out]`.
+    A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split; XLA splits it too,
+    and then needs a kernel of its own to add.
     """
     rows, outputs, width = x.shape[:-1], weight.shape[:-1], x.shape[-1]
     flat, matrix = x.reshape(-1, width), weight.reshape(-1, width)
@@ -75,8 +61,8 @@ def products(x: Float[Array, "*rows E"], weight: Float[Array, "*out E"]) -> Floa
             parts < _MOST_PARTS and 2 * parts * matrix.shape[0] <= _OUTPUTS and width % (2 * parts * _LEAST_PART) == 0
         ):
             parts *= 2
-    of = lambda a: a.reshape(-1, parts, width // parts)  # noqa: E731
-    out = lax.dot_general(of(flat), of(matrix), (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
+    flat, matrix = (each.reshape(-1, parts, width // parts) for each in (flat, matrix))
+    out = lax.dot_general(flat, matrix, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32)
     return out.reshape(parts, *rows, *outputs)
 
 
@@ -88,10 +74,10 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Norms the last axis of rows of any float dtype; the result has the parameter's."""
+        """Normalises the last axis; the result has the dtype of the scale parameter."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        # Narrowing to 16 bits is slow on a CPU: once, after the scale.
+        # Converting to 16 bits is slow on a CPU: done once, after the scale.
         return (wide * scale.astype(jnp.float32)).astype(scale.dtype)
 
 
@@ -104,7 +90,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Norms the last axis of rows of any float dtype; the result has the parameters'."""
+        """Normalises the last axis; the result has the dtype of the parameters."""
         wide, scale, bias = x.astype(jnp.float32), self.scale[...], self.bias[...]
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -112,27 +98,27 @@ class LayerNorm(nnx.Module):
 
 
 class DenseMLP(nnx.Module):
-    """down(hidden(x)), one for all tokens; what is hidden differs."""
+    """Base of MLPs down(hidden(x)) that all tokens share; subclasses say what `hidden` computes."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
         self.down = empty(width, hidden, dtype=dtype)
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
-        """Applies the MLP row by row; the result is float32, for the residual stream to be added to."""
+        """Output of the MLP in float32, to be added to the residual stream; summed over the devices of `over`."""
         return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """What this device's part of F makes of the result, without the bias, for who adds up the devices' himself."""
+        """Output of this device's part of F, float32, without the bias; the caller sums over devices."""
         return project(self.hidden(x), self.down[...], wide=True)
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """What is projected down, in x's dtype."""
+        """Activations that are projected down, in x's dtype."""
         raise NotImplementedError
 
 
 class GatedMLP(DenseMLP):
-    """down(silu(gate(x)) * up(x)); gate and up lie in one parameter `[2, F, E]`."""
+    """SwiGLU MLP down(silu(gate(x)) * up(x)); gate and up are one parameter `[2, F, E]`."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
         super().__init__(width, hidden, bias=bias, dtype=dtype)
@@ -140,15 +126,15 @@ class GatedMLP(DenseMLP):
         self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """What is projected down, in x's dtype."""
-        # Converting to 16 bits is slow on a CPU: once, after the gate, not three times around it.
+        """Activations silu(gate(x)) * up(x), in x's dtype."""
+        # Converting to 16 bits is slow on a CPU: done once, after the gate, instead of three times.
         both = project(x, self.gate_up[...], _value(self.gate_up_bias), wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
 class GeluMLP(DenseMLP):
-    """down(gelu(up(x))), the exact GELU; up is `[F, E]`."""
+    """MLP down(gelu(up(x))) with the exact GELU; up is `[F, E]`."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
         super().__init__(width, hidden, bias=bias, dtype=dtype)
@@ -156,10 +142,11 @@ class GeluMLP(DenseMLP):
         self.up_bias = empty(hidden, dtype=dtype) if bias else None
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """What is projected down, in x's dtype."""
+        """Activations gelu(up(x)), in x's dtype."""
         up = project(x, self.up[...], _value(self.up_bias), wide=True)
         return jax.nn.gelu(up, approximate=False).astype(x.dtype)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:
+    """Array of a parameter, or None for None."""
     return None if parameter is None else parameter[...]

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: default, linear, llama3 and yarn, in float32."""
+"""Rotary position embeddings (RoPE): frequencies of the default, linear, llama3 and yarn kinds, and the rotation."""
 
 import dataclasses
 import math
@@ -14,14 +14,7 @@ from jaxkv.models.values import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angles per position of each pair of channels, and the factor on cosine and sine.
-
-    Args:
-        rope: the embedding.
-        head_dim: D.
-
-    Returns:
-        `[D/2]` float64 radians per position, and the attention factor (1.0 but for YaRN).
+    """Radians per position of each channel pair, float64 `[D/2]`, and the factor on cosine and sine (1 except YaRN).
 
     References:
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3.
@@ -39,6 +32,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
+    """Frequencies of Llama 3.1's scaling: long wavelengths divided by the factor, with a ramp."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -46,8 +40,10 @@ def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Frequencies and attention factor of YaRN's interpolation by parts."""
+
     def channel(turns: float) -> float:
-        # The (fractional) pair of channels that makes `turns` turns within the original context.
+        # The (fractional) index of the channel pair that makes `turns` turns within the original context.
         wavelength = rope.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -66,56 +62,38 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Angles:
-    """What rotations by some positions take: cosine and sine of every pair of channels, times the attention factor.
+    """Cosine and sine of every channel pair at some positions, times the attention factor.
 
-    Made once for a prompt, a chunk or a step, and read by every layer and head: sines cost more than what they turn.
+    Made once for a prompt, a chunk or a step, and read by every layer and head: sines cost more than the rotations.
 
     Attributes:
         cos: `f32[B, N, D/2]`, or `[1, N, D/2]` where all sequences stand at the same positions.
-        sin: likewise.
+        sin: of the same shape.
     """
 
     cos: Float[Array, "#B N half"]
     sin: Float[Array, "#B N half"]
 
     def block(self, first: Int[Array, ""], size: int) -> "Angles":
-        """Those of `size` neighbouring rows from `first` on."""
+        """Angles of `size` neighbouring positions from index `first` on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
 
     def at(self, rows: Int[Array, "B N"]) -> "Angles":
-        """Those of some rows of a table that all sequences share, a row for each position."""
+        """Angles at indices `[B, N]` into a table `[1, positions, D/2]` that all sequences share."""
         return jax.tree.map(lambda a: a[0, rows], self)
 
 
 def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
-    """Angles of some positions, made once for all who turn by them.
-
-    Args:
-        positions: absolute positions; `[1, N]` where all sequences stand at the same ones.
-        rope: the embedding.
-        head_dim: D.
-
-    Returns:
-        Cosines and sines, float32.
-    """
+    """Float32 angles of absolute positions; `[1, N]` where all sequences stand at the same ones."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     turned = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     made = Angles(cos=jnp.cos(turned) * jnp.float32(factor), sin=jnp.sin(turned) * jnp.float32(factor))
-    # Without the barrier XLA fuses them into every rotation that reads them, and so makes them anew for every head.
+    # Without the barrier XLA fuses them into every rotation, and computes them anew for every head.
     return lax.optimization_barrier(made)
 
 
 def rotate(x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None) -> Float[Array, "B *heads N D"]:
-    """Turns each pair of channels (i, i + D/2) by its position's angle.
-
-    Args:
-        x: queries or keys, any float dtype.
-        by: the angles of the N positions, the same for all heads.
-        dtype: of the result; x's own by default.
-
-    Returns:
-        Rotated rows; the arithmetic is float32.
-    """
+    """Rotates each channel pair (i, i + D/2) of queries or keys by its position's angle, in float32, and casts."""
     heads = tuple(range(1, x.ndim - 2))
     cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -1,4 +1,4 @@
-"""Where a parameter's numbers lie in the checkpoints of its family: which tensors, and which part of each."""
+"""Where the numbers of each parameter lie in a family's checkpoints: which tensors, and which part of each."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ _FALCON_ENDS = {
     "norm.bias": "transformer.ln_f.bias",
     "head": "lm_head.weight",
 }
-# Our parameter -> the tensors that are stacked in it; a bias lies beside its weight.
+# Parameter -> tensors that are stacked in it; a bias has the name of its weight.
 _LLAMA = {
     "attention_norm.scale": ("input_layernorm",),
     "mlp_norm.scale": ("post_attention_layernorm",),
@@ -32,7 +32,7 @@ _FALCON = {
     "mlp.up": ("mlp.dense_h_to_4h",),
     "mlp.down": ("mlp.dense_4h_to_h",),
 }
-# What Mixtral and the others call a mixture, and in it the gate's, the upward and the downward projection.
+# Names of a mixture (Mixtral's, all others'), each with its gate, up and down projections.
 _MIXTURES = {
     "block_sparse_moe": ("w1", "w3", "w2"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -41,14 +41,14 @@ _MIXTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """What of a parameter lies in one tensor, and where.
+    """One tensor that holds all or a part of a parameter: its name, and how its axes map to the parameter's.
 
     Attributes:
-        name: the tensor's.
-        axes: the tensor's axes, each as those of ours that run through it, the slowest first.
-        at: which one of the parameter's first axes it is; nothing where it has them all.
-        pick: of each of those axes, from the first on, what belongs to the parameter: a number for one that the
-            parameter does not have; all of those that are left out.
+        name: name of the tensor.
+        axes: for each axis of the tensor, the sizes of the parameter's axes that it flattens, the slowest first.
+        at: index into the parameter's first axes, for a tensor that holds one slice of them; empty for all.
+        pick: which part of each of those axes belongs to the parameter, from the first axis on: an integer for an axis
+            that the parameter does not have, a range for a part; axes left out are taken whole.
     """
 
     name: str
@@ -58,20 +58,16 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's."""
+        """Shape of the tensor."""
         return tuple(math.prod(each) for each in self.axes)
 
-    def stretches(self, spans: list[range]) -> list[list[tuple[int, int]]]:
-        """Where a part of the parameter lies in the tensor.
+    def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
+        """(first, end) spans of a part of the parameter, for each axis of the tensor, as long as possible.
 
-        Args:
-            spans: of each of the parameter's axes behind `at`, which part.
-
-        Returns:
-            For each of the tensor's axes stretches, from one element to before another, as long as can be.
+        `part` gives it as one range for each of the parameter's axes behind `at`.
         """
         sizes = [size for axis in self.axes for size in axis]
-        rest, there = iter(spans), []
+        rest, there = iter(part), []
         for axis, size in enumerate(sizes):
             pick = self.pick[axis] if axis < len(self.pick) else range(size)
             if isinstance(pick, int):
@@ -80,28 +76,23 @@ class Source:
                 span = next(rest)
                 there.append(pick[span.start : span.stop])
         ends = itertools.accumulate(map(len, self.axes))
-        return [_stretches(there[end - len(axis) : end], axis) for axis, end in zip(self.axes, ends, strict=True)]
+        return [_flat_spans(there[end - len(axis) : end], axis) for axis, end in zip(self.axes, ends, strict=True)]
 
 
-def _stretches(spans: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where a part of several axes lies on the one that runs through them."""
+def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first, end) spans, on one flattened axis, of a part given as a range for each of the axes it flattens."""
     inner = math.prod(shape[1:])
-    below = _stretches(spans[1:], shape[1:]) if len(spans) > 1 else [(0, 1)]
+    below = _flat_spans(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
     if below == [(0, inner)]:
-        return [(spans[0].start * inner, spans[0].stop * inner)]
-    return [(each * inner + first, each * inner + last) for each in spans[0] for first, last in below]
+        return [(part[0].start * inner, part[0].stop * inner)]
+    return [(each * inner + first, each * inner + last) for each in part[0] for first, last in below]
 
 
 def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str, tuple[Source, ...]]:
-    """The tensors of each parameter that a model has.
+    """Tensors of each parameter of a decoder, by the parameter's path.
 
-    Args:
-        decoder: the parameters, as shapes or filled.
-        family: the checkpoint's `model_type`.
-        names: of the tensors that it has: mixtures are written in more than one way.
-
-    Returns:
-        Sources by the parameter's path; of one parameter all are at places of as many axes.
+    `names` are the tensors that the checkpoint has, since mixtures are written in more than one way. All sources of one
+    parameter have an `at` of the same length.
     """
     ends = _FALCON_ENDS if family == "falcon" else _LLAMA_ENDS
     found: dict[str, tuple[Source, ...]] = {}
@@ -121,12 +112,13 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
 
 
 def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:
-    """A tensor that has one axis for all of the output's axes, and one for the input's if it is no bias."""
+    """Source whose tensor flattens all output axes into one, with one more axis for the input unless it is a bias."""
     vector = name.endswith(".bias") or len(shape) == 1
     return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 
 
 def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source]:
+    """Yields the sources of a parameter that stacks whole tensors, by a table of their names."""
     kind = "bias" if inner.endswith("_bias") else "weight"
     of = table[inner.removesuffix("_bias")]
     for index, each in enumerate(of):
@@ -135,10 +127,11 @@ def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shap
 
 
 def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
+    """Yields the sources of a Falcon parameter; queries, keys and values share one fused tensor."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     part, _, name = inner.rpartition(".")
     if name.removesuffix("_bias") in ("q", "kv"):
-        # One tensor has every kv head's queries, then its key, then its value.
+        # One tensor holds, for every kv head, its queries, then its key, then its value.
         outputs = (config.kv_heads, config.group + 2, config.head_dim)
         fused = f"{prefix}self_attention.query_key_value.{kind}"
         axes = (outputs,) if kind == "bias" else (outputs, (config.embed,))
@@ -148,7 +141,7 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
         for index in range(2):
             yield Source(name=fused, axes=axes, at=(index,), pick=(range(config.kv_heads), config.group + index))
     elif part.endswith("_norm"):
-        # Two norms of the same hidden states are named otherwise than one, or one after the other.
+        # Two norms of the same hidden states have other names than a single norm, or two in sequence.
         both = config.parallel and not config.shared_norm
         names = ("ln_attn", "ln_mlp") if both else ("input_layernorm", "post_attention_layernorm")
         yield _plain(f"{prefix}{names[part == 'mlp_norm']}.{kind}", shape)
@@ -157,7 +150,8 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
 
 
 def _mixture(inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]) -> Iterator[Source]:
-    # As transformers 5 has them in memory: all experts in one tensor. The hub's files have a tensor for each.
+    """Yields the sources of a router or of all experts: one fused tensor, or a tensor per expert."""
+    # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"
     gate, up, down = _MIXTURES[called]

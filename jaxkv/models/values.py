@@ -1,40 +1,27 @@
-"""What a decoder's configuration is made of: checked numbers, RoPE variants, mixtures of experts."""
+"""What `ModelConfig` is made of: RoPE variants, the spec of a layer, mixtures of experts."""
 
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 from typing import Any
 
+from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
-from jaxkv._values import FARTHEST
 
 
-def whole(name: str, value: Any, *, least: int = 1) -> int:
-    """Takes an integer of any library's kind as Python's own; a boolean is none, nor is 4.0."""
-    sound = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    remedy = f"give {'a positive integer' if least else 'an integer'} from {least} to {FARTHEST}"
-    require(sound and least <= int(value) <= FARTHEST, name, value, remedy)
-    return int(value)
+def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
+    """Positive, finite number as a plain float; refuses anything else."""
+    return real(name, value, remedy, high=1e38, open_low=True)
 
 
-def real(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
-    """Takes a positive, finite number as a Python float."""
-    sound = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    # A Python integer may be too large for a float.
-    require(sound and 0 < value < 1e38, name, value, remedy)
-    return float(value)
-
-
-def flag(name: str, value: Any) -> bool:
-    """Takes true or false."""
-    require(isinstance(value, bool), name, value, "give true or false")
-    return bool(value)
-
-
-# By the type that a field is declared with.
-READERS: dict[Any, Callable[..., Any]] = {"int": whole, "float": real, "float | None": real, "bool": flag}
+# Check of a field by its declared type.
+READERS: dict[Any, Callable[..., Any]] = {
+    "int": whole,
+    "float": positive,
+    "float | None": positive,
+    "bool": flag,
+}
 _REMEDIES = {
     "theta": "give a positive base, 10000.0 for Llama 1 and 2",
     "factor": "give a scaling factor of at least 1",
@@ -42,7 +29,7 @@ _REMEDIES = {
 
 
 def check_numbers(value: Any) -> None:
-    """Keeps a dataclass' numbers, numpy's say, as Python's own of the same value: configs are compared and hashed."""
+    """Checks a frozen dataclass' numbers by their declared types, and stores plain Python ones."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -75,7 +62,7 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between them."""
+    """Llama 3.1's RoPE scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between them."""
 
     factor: float
     low_freq_factor: float
@@ -106,7 +93,9 @@ class YarnRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What one layer is besides its weights: layers of equal specs share compiled programs.
+    """Static description of a layer besides its weights: rotary embedding and attention scale.
+
+    Layers with equal specs share compiled programs.
 
     Attributes:
         rope: the rotary embedding of its queries and keys.
@@ -123,12 +112,12 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The MLPs of a mixture, of which each token is taken through a few.
+    """Sizes of a mixture of experts: experts per block, and experts per token.
 
     Attributes:
         count: X, experts in every block.
-        chosen: how many a token is taken through, those of the highest probability.
-        normalised: the chosen ones' probabilities are divided by their sum.
+        chosen: experts that each token is routed to, those of the highest router probability.
+        normalised: True if the chosen experts' probabilities are divided by their sum.
     """
 
     count: int

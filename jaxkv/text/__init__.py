@@ -1,1 +1,1 @@
-"""Text: tokenizers, and prompts as the model's chat template has them."""
+"""Text in and out of a model: tokenizers with chat templates (`tokenizer`), prompts to token ids (`prompts`)."""

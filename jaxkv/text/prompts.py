@@ -1,4 +1,4 @@
-"""From what a user gives (text, messages, ids, one or many) to token ids, with the conversation's turn kept."""
+"""Prompts to token ids: text, messages, ids, one or many; each with the conversation's turn after it."""
 
 import dataclasses
 import os
@@ -21,14 +21,13 @@ _BYTES = (bytes, bytearray, memoryview)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Prompts as ids.
+    """Prompts as token ids, with the conversation's turn after each.
 
     Attributes:
         ids: one list per sequence, none empty.
-        single: the user gave one prompt, not a list of prompts.
-        turns: where each sequence's conversation stands after its prompt.
-        unclosed: whether each sequence is text or messages whose turn was left open for what comes next; never ids,
-            of whose turns nothing is known.
+        single: True if the user gave one prompt, not a list of prompts.
+        turns: turn of each sequence's conversation after its prompt.
+        unclosed: for each sequence, True if it is text or messages whose user turn was left open; always False for ids.
     """
 
     ids: list[list[int]]
@@ -38,29 +37,22 @@ class Encoded:
 
     @property
     def turn(self) -> Turn | tuple[Turn, ...]:
-        """The turn of all sequences; where they differ, that of each."""
+        """Turn of all sequences if they agree; otherwise one turn per sequence."""
         return self.turns[0] if len(set(self.turns)) == 1 else self.turns
 
     @property
     def lengths(self) -> Int[np.ndarray, " B"]:
-        """Tokens of each prompt."""
+        """Token count of each prompt."""
         return np.asarray([len(ids) for ids in self.ids], np.int32)
 
     def with_copies(self, count: int) -> "Encoded":
-        """With so many more prompts like the last one."""
+        """The same batch with `count` more copies of its last prompt."""
         return dataclasses.replace(
             self, ids=self.ids + self.ids[-1:] * count, turns=self.turns + self.turns[-1:] * count
         )
 
     def padded(self, slots: int) -> Int[np.ndarray, "B S"]:
-        """Ids padded on the right with zeros.
-
-        Args:
-            slots: S.
-
-        Returns:
-            The ids as one array.
-        """
+        """Ids as one array `[B, slots]`, padded on the right with zeros."""
         out = np.zeros((len(self.ids), slots), np.int32)
         for row, ids in enumerate(self.ids):
             out[row, : len(ids)] = ids
@@ -76,14 +68,14 @@ def encode(
     raw: bool = False,
     close: bool,
 ) -> Encoded:
-    """Turns prompts into ids.
+    """Encodes prompts, each with the turn of the conversation after it.
 
     Args:
         prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
         text: the model's tokenizer; None allows token ids only.
-        config: for the vocabulary's size.
-        turn: where the conversation stands before; one for all sequences, or one for each.
-        raw: text is plain text, no message.
+        config: gives the vocabulary's size.
+        turn: turn of the conversation before the prompt; one for all sequences, or one for each.
+        raw: text is plain text, not a message.
         close: end the user's turn and open the answer's.
 
     Returns:
@@ -91,7 +83,7 @@ def encode(
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
-        TypeError: for anything that is no prompt.
+        TypeError: for anything that is not a prompt.
     """
     single, items = _split(prompt)
     require(bool(items), "prompt", prompt, "give at least one prompt")
@@ -115,7 +107,7 @@ def encode(
 
 
 def _refuse(given: Any) -> NoReturn:
-    """Says what to give in place of something that is no prompt."""
+    """Raises a TypeError that says what to give instead of a value that is not a prompt."""
     remedy = "give text, chat messages, token ids, or a list of them"
     if isinstance(given, _BYTES):
         remedy = 'bytes are neither text nor ids: give prompt.decode("utf-8"), or list(prompt)'
@@ -133,7 +125,7 @@ def _refuse(given: Any) -> NoReturn:
 
 
 def _listed(given: Any) -> str | list[Any]:
-    """Text as Python's own; arrays of ids or of text, and what else is in order, as lists."""
+    """Text as a plain str; arrays of ids or text, and other sequences, as lists."""
     if hasattr(given, "ndim") and hasattr(given, "dtype") and not isinstance(given, str):
         array = np.asarray(given)
         if array.dtype.kind not in "UOiu":
@@ -148,6 +140,7 @@ def _listed(given: Any) -> str | list[Any]:
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
+    """Whether the prompt is a single one, and the list of prompts."""
     # An empty array is one prompt without ids; an empty list is no prompt.
     empty = getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
     items = _listed(prompt)
@@ -157,6 +150,7 @@ def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
 
 
 def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+    """Ids of one prompt, and the turn after it."""
     items = _listed(item)
     if isinstance(items, str):
         return _encode_text(items, text, turn=turn, raw=raw, close=close)
@@ -168,6 +162,7 @@ def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: b
 
 
 def _is_id(value: Any) -> bool:
+    """True for an integer of Python, numpy or JAX that can be a token id."""
     if isinstance(value, int):
         return not isinstance(value, bool)
     scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0
@@ -175,6 +170,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
+    """Ids of a text as a user message, or as plain text, and the turn after it."""
     require(text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids")
     assert text is not None
     if not item:
@@ -194,6 +190,7 @@ def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: 
 def _encode_messages(
     items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool
 ) -> tuple[list[int], Turn]:
+    """Ids of chat messages, and the turn after them."""
     require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
     chats = text is not None and text.has_template
     require(chats, "prompt", items[:1], "the model has no chat template: give text")
@@ -208,7 +205,7 @@ def _encode_messages(
         return _encode_text(items[0]["content"], text, turn=turn, raw=raw, close=close)
     if close:
         return text.encode(text.chat(items, generation_prompt=True), bos=True), Turn.ANSWER
-    # The user's turn stays open: render with a mark behind the last message and cut there.
+    # The user's turn stays open: rendered with a mark behind the last message and cut there.
     marked = [*items[:-1], {**items[-1], "content": items[-1]["content"] + _MARK}]
     rendered = text.chat(marked, generation_prompt=False)
     require(rendered.count(_MARK) == 1, "prompt", "messages", "the chat template repeats or drops the last message")

@@ -1,4 +1,4 @@
-"""Text beside the model: tokenizer, chat template, and decoding of a stream of ids."""
+"""`Text`: a checkpoint's tokenizer and chat template; `StreamDecoder`: token ids to text as they come."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Message = Mapping[str, Any]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
-# The largest real ones, of 260,000 tokens, take 40 MB.
+# The largest vocabularies, of 260,000 tokens, take 40 MB.
 _MOST_TOKENIZER_BYTES = 256 << 20
-# More than one unfinished character can give; a longer run is the text's own.
+# More replacement characters than an incomplete character gives; a longer run is real text.
 _LONGEST_HELD = 8
 _SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq")
 
 
 class Turns(NamedTuple):
-    """What a chat template writes around the contents of a conversation.
+    """Text that a chat template writes around the contents of a conversation's messages.
 
     Attributes:
         opening: text before the user's content in a fresh conversation, a default system prompt included.
@@ -44,7 +44,7 @@ class Text:
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
-        has_template: whether the checkpoint carries a chat template.
+        has_template: True if the checkpoint carries a chat template.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Text:
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`.
-            specials: what templates see as "bos_token", "eos_token", "pad_token" and "unk_token".
+            specials: special tokens that templates see, by name: bos_token, eos_token, pad_token, unk_token.
             eos_ids: ids that end an answer, besides the eos token.
             adds_bos: whether a prompt starts with the bos token.
             template: Jinja source of the chat template.
-            origin: where it comes from, for error messages.
+            origin: file or folder of the tokenizer, for error messages.
         """
         self._tokenizer = tokenizer
         self._specials = dict(specials or {})
@@ -81,13 +81,13 @@ class Text:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: end of sequence and end of turn, for which the template runs when first asked."""
+        """Ids that end an answer: end of sequence and end of turn; the chat template runs at the first call."""
         if self._eos_ids is not None:
             return self._eos_ids
         try:
             end, known = self._turn_end(), True
         except ValueError as error:
-            # A machine that had no time for the template may have some at the next call.
+            # A template that timed out on a busy machine is tried again at the next call.
             end, known = None, not isinstance(error.__cause__, TemplateTimeout)
         found = tuple(dict.fromkeys([*self._ends, *([] if end is None else [end])]))
         self._eos_ids = found if known else None
@@ -95,13 +95,7 @@ class Text:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
-        """Builds the text side of a checkpoint.
-
-        Args:
-            checkpoint: an open checkpoint.
-
-        Returns:
-            The tokenizer and template, or None where the checkpoint carries no tokenizer.
+        """Tokenizer and chat template of an open checkpoint; None if it carries no tokenizer.
 
         Raises:
             ValueError: for a tokenizer of a kind that is not built, by name.
@@ -113,6 +107,7 @@ class Text:
 
     @classmethod
     def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> Text:
+        """Tokenizer and chat template of a GGUF's vocabulary."""
         ids = {"bos_token": spec.bos, "eos_token": spec.eos, "pad_token": spec.pad, "unk_token": spec.unk}
         return cls(
             spec.build(),
@@ -125,6 +120,7 @@ class Text:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Text:
+        """Tokenizer and chat template of a folder in Hugging Face's layout."""
         where = folder / "tokenizer_config.json"
         settings = _read_json(where)
         tokenizer = _load_tokenizer(folder)
@@ -145,30 +141,25 @@ class Text:
         adds_bos = settings.get("add_bos_token")
         require(adds_bos in (None, False, True), "add_bos_token", adds_bos, f"give true or false in {where}")
         if adds_bos is None:
-            # Then the tokenizer's own post-processor decides.
+            # The tokenizer's own post-processor decides.
             adds_bos = tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(specials.get("bos_token", ""))]
         template = read_template(folder, settings)
         return cls(tokenizer, specials=specials, eos_ids=ends, adds_bos=adds_bos, template=template, origin=str(folder))
 
     @property
     def begins_with(self) -> int | None:
-        """The id that every prompt starts with, if there is one."""
+        """Id that every prompt starts with, or None."""
         return self.bos_id if self._adds_bos else None
 
     def tokenizer_json(self) -> str | None:
-        """The tokenizer as a tokenizer.json holds it; None for one of another kind."""
+        """Text of the tokenizer as a `tokenizer.json`; None for a tokenizer that has no such form."""
         to_str = getattr(self._tokenizer, "to_str", None)
         return None if to_str is None else to_str()
 
     def encode(self, s: str, *, bos: bool) -> list[int]:
-        """Encodes text; special tokens written out in it are parsed as such.
+        """Token ids of a text; special tokens that are written out in it are parsed as such.
 
-        Args:
-            s: the text.
-            bos: start with the bos token, if this tokenizer is configured to and the text does not already.
-
-        Returns:
-            The ids.
+        With `bos`, the bos token comes first, if the tokenizer is configured to add it and the text lacks it.
 
         Raises:
             ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
@@ -181,26 +172,18 @@ class Text:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Decodes ids.
-
-        Args:
-            ids: the ids.
-            skip_special: leave special tokens out.
-
-        Returns:
-            The text.
-        """
+        """Text of token ids, by default without special tokens."""
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        """Renders a conversation with the chat template.
+        """Text of a conversation, rendered by the chat template; `encode` turns it into ids.
 
         Args:
             messages: dictionaries with "role" and "content".
             generation_prompt: end with the start of an assistant's answer.
 
         Returns:
-            The text, to be encoded with `encode`.
+            The text.
 
         Raises:
             TypeError: where a message is not a mapping.
@@ -226,20 +209,21 @@ class Text:
 
     @functools.cached_property
     def turns(self) -> Turns:
-        """What the chat template writes around contents; a ValueError where it cannot be taken apart."""
+        """Text that the chat template writes around contents; a ValueError if it does not render each message once."""
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
         opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
         return Turns(opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2])
 
     def _turn_end(self) -> int | None:
-        """The special token that the template puts after an answer: old files do not name it elsewhere."""
+        """Id of the special token that the template puts after an answer, or None; old files name it nowhere else."""
         after = self.turns.between.lstrip()
         first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         return first if added is not None and added.special else None
 
     def _split(self, rendered: str, count: int) -> list[str]:
+        """The count + 1 pieces of a rendered conversation between its sentinel contents."""
         pieces = []
         for sentinel in _SENTINELS[:count]:
             remedy = "it does not render each message once, so turns cannot be split; render with chat() instead"
@@ -250,59 +234,48 @@ class Text:
 
 
 class StreamDecoder:
-    """Decodes ids as they come, holding back characters whose bytes are not all there."""
+    """Decodes ids as they come, and holds back characters whose bytes are not complete."""
 
     def __init__(self, text: Text):
-        """Starts empty.
-
-        Args:
-            text: the tokenizer; special tokens are left out.
-        """
+        """Starts with no ids; special tokens are left out of the text."""
         self._text = text
-        # Decoders may treat the first token of a text differently (a leading space goes), so the ids given out last
-        # stay in front of the pending ones: the new text is what the pending ones add to them.
+        # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded
+        # last stay in front of the pending ones, and the new text is what the pending ids add.
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next ids.
-
-        Args:
-            ids: any number of ids.
-
-        Returns:
-            The text that is complete now, maybe empty.
-        """
+        """Adds ids and returns the text that is complete now, possibly empty."""
         self._pending += [int(each) for each in ids]
         added = self._added()
         held = len(added) - len(added.rstrip(_REPLACEMENT))
         return "" if 0 < held <= _LONGEST_HELD else self._release(added)
 
     def flush(self) -> str:
-        """Ends the stream.
-
-        Returns:
-            What was held back; unfinished characters come out as replacement characters.
-        """
+        """Ends the stream and returns the text held back; incomplete characters become replacement characters."""
         added = self._release(self._added())
         self._context = []
         return added
 
     def _added(self) -> str:
+        """Text that the pending ids add to the context."""
         before = self._text.decode(self._context)
         return self._text.decode(self._context + self._pending)[len(before) :]
 
     def _release(self, added: str) -> str:
+        """Moves the pending ids into the context if they gave text, which it returns."""
         if added:
             self._context, self._pending = self._pending, []
         return added
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """JSON object of a file; empty if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
 def _load_tokenizer(folder: Path) -> Any:
+    """`tokenizers.Tokenizer` of a folder, without truncation and padding; transformers converts older layouts."""
     file = folder / "tokenizer.json"
     if file.is_file():
         import tokenizers
@@ -312,15 +285,15 @@ def _load_tokenizer(folder: Path) -> Any:
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
     else:
         _check_sentencepiece(folder)
-        # Older layouts: transformers converts them, at the price of its import.
+        # Older layouts are converted by transformers, whose import takes seconds.
         import transformers
 
-        # Told nothing, it would ask on the terminal whether to run the folder's own code.
+        # By default it would ask on the terminal whether to run the folder's own code.
         with _guarded(folder):
             loaded: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         tokenizer = getattr(loaded, "backend_tokenizer", None)
         require(tokenizer is not None, "tokenizer", str(folder), "no fast tokenizer; save it with a tokenizer.json")
-    # The file may carry settings of a training run.
+    # Files may carry truncation and padding settings of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -330,19 +303,19 @@ def _load_tokenizer(folder: Path) -> Any:
 def _guarded(
     origin: Path | str, problem: str = "it cannot be read", remedy: str = "copy or download it again"
 ) -> Iterator[None]:
-    """Around a library that raises whatever it likes on a tokenizer from elsewhere."""
+    """Turns whatever a tokenizer library raises inside the block into a ValueError that names the tokenizer."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    # Rust raises plain Exception, and where it panics, what is not even that.
+    # Rust raises plain Exception, and BaseException where it panics.
     except BaseException as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"tokenizer={str(origin)!r}: {problem} ({first}); {remedy}") from error
 
 
 def _check_sentencepiece(folder: Path) -> None:
-    """Before transformers takes the model for another kind of file, and says so."""
+    """Refuses a sentencepiece model whose packages are missing, which transformers would misread."""
     for name in _SENTENCEPIECE:
         if (folder / name).is_file() and not (folder / "vocab.json").is_file():
             missing = [package for package in ("sentencepiece", "google.protobuf") if not _has(package)]
@@ -351,7 +324,8 @@ def _check_sentencepiece(folder: Path) -> None:
 
 
 def _has(package: str) -> bool:
+    """True if a package is installed."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package it lies in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
