@@ -21,11 +21,9 @@ from jaxkv.sharding.collectives import mean_of_devices
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """Key norms of each pool, and predicted evictions, handed from step to step for mergers that compare keys on a CPU.
+    """Key norms and predicted evictions, handed from step to step for mergers that compare keys on a CPU.
 
-    Attributes:
-        norms: Euclidean length of each key, one array per pool.
-        likely: rows predicted to be evicted next, -1 for none; None without prediction.
+    `norms` has an array per pool; `likely` are the rows predicted to be evicted next, -1 for none, or None.
     """
 
     norms: tuple[Float[Array, "B P"], ...]

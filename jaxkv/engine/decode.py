@@ -33,13 +33,7 @@ class Tails(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Logits and cache after a step, and arrays beside the cache for the next step.
-
-    Attributes:
-        logits: `f32[B, V]` of each sequence's last real token.
-        cache: with the new rows, unless the tails have them.
-        beside: tails, or scratch of mergers, as they were given; None if none were.
-    """
+    """Logits `f32[B, V]` of each sequence's last real token, the cache, and the tails or scratch that were given."""
 
     logits: Float[Array, "B V"]
     cache: Cache

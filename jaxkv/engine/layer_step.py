@@ -31,12 +31,7 @@ from jaxkv.models.rope import rotate
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tail:
-    """Float32 keys and values of one layer's rows drawn since its pool was last written.
-
-    Attributes:
-        k: `f32[B, K, T, D]` keys as the pool stores them.
-        v: `f32[B, K, T, D]` values.
-    """
+    """Float32 keys, as the pool stores them, and values of one layer's rows drawn since its pool was last written."""
 
     k: Float[Array, "B K T D"]
     v: Float[Array, "B K T D"]
@@ -107,12 +102,8 @@ class LayerRows:
 class Stepped(NamedTuple):
     """Hidden states, rows and by-products of one layer's step.
 
-    Attributes:
-        stream: hidden states for the next layer.
-        rows: the layer's rows with the new ones.
-        out: one number of each head's attention output, on which later writes can depend.
-        products: keys times the keys of rows predicted to be evicted, see `Received`; None without prediction.
-        chosen: positions that a filter layer chose; None for other layers.
+    `out` is one number of each head's attention output, on which later writes can depend; `products` are keys times the
+    keys of rows predicted to be evicted (see `Received`); `chosen` is a filter layer's choice.
     """
 
     stream: Stream

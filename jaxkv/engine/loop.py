@@ -153,11 +153,8 @@ def draw_of(
 class Drawn(NamedTuple):
     """One token drawn per sequence.
 
-    Attributes:
-        token: ids; V for an id outside of the vocabulary.
-        shown: ids as callers see them, -1 for sequences that had ended before.
-        done: mask of sequences that have ended now.
-        fed: 1 where the token runs through the model, 0 where the sequence has ended.
+    `token` is V for an id outside of the vocabulary; `shown` is -1 for sequences that had ended before; `done` masks
+    sequences that have ended now; `fed` is 1 where the token runs through the model.
     """
 
     token: Int[Array, " B"]

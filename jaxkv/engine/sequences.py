@@ -17,14 +17,7 @@ from jaxkv.sharding.mesh import settle_down
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Arrays of B sequences: cache, sampling state, samplers, and rows in tails.
-
-    Attributes:
-        cache: pools, segment tables, and policy state.
-        draw: logits, random key, end tokens and tokens left of each sequence.
-        sampling: sampler of each sequence.
-        written: rows that each sequence has in the tails; 0 without tails.
-    """
+    """Arrays of B sequences: cache, sampling state, sampler, and rows that each has in the tails."""
 
     cache: Cache
     draw: Draw
@@ -36,11 +29,8 @@ class Sequences:
 class Paused:
     """A sequence outside of any slot, new or taken out of one, to be inserted into a slot.
 
-    Attributes:
-        arrays: of one sequence; on a mesh of one in each group of devices.
-        key: random key for policies that draw when they compress again.
-        beyond: rows that the fullest segment holds beyond its limit, of the sequence in each group.
-        done: True if it draws no more tokens.
+    Arrays are of one sequence, on a mesh of one in each group, for each of which `beyond` counts rows of its fullest
+    segment beyond the limit. `key` is for policies that draw when they compress again; `done` if it draws no more.
     """
 
     arrays: Sequences

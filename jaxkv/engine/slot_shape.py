@@ -14,14 +14,7 @@ from jaxkv.policies.parts import Parts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotShape:
-    """Pool rows and token limits of every slot of a batch.
-
-    Attributes:
-        rows: P of each pool; on a mesh, of each device's part.
-        prompt: most tokens of a prompt.
-        question: most tokens read on top of a prompt.
-        new: most tokens drawn.
-    """
+    """The most rows of each pool (on a mesh, of each device's part), and tokens of prompt, question and answer."""
 
     rows: tuple[int, ...]
     prompt: int
@@ -37,12 +30,10 @@ class SlotShape:
 def slot_shape(
     parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, stretches: int = 1
 ) -> SlotShape:
-    """Shape of a slot with the most rows that any prompt up to the limit needs, its new tokens included.
+    """Shape of a slot with the rows that any prompt up to the limit needs, its new tokens included.
 
-    `stretches` is the number of devices that share each pool's heads.
-
-    Raises:
-        ValueError: for policies that read prompts in chunks or keep rows in host memory.
+    `stretches` is the number of devices that share a pool's heads. Raises ValueError for policies that read prompts in
+    chunks or keep rows in host memory.
     """
     reading = parts.reading(config.layers, bucket(prompt))
     remedy = "slots keep every row on the device: leave offload out, or answer one batch after the other"

@@ -67,14 +67,8 @@ class Slots:
     ):
         """Allocates the slots, and compiles every program that filling, drawing and emptying them calls.
 
-        Args:
-            session: model and policy.
-            count: number of slots; on a mesh a multiple of its groups.
-            max_prompt: the most tokens of a prompt.
-            max_new_tokens: the most tokens drawn for it.
-            max_question: the most tokens read on top of a prefilled prompt; 0 for none.
-            ends: number of ids that can end a sequence.
-            size: the most tokens that one run of the compiled loop draws.
+        A slot takes prompts, questions and answers of up to so many tokens, and up to `ends` ids that end its sequence;
+        one run of the compiled loop draws up to `size` tokens. On a mesh `count` is a multiple of its groups.
 
         Raises:
             ValueError: for a policy that keeps rows in host memory or reads prompts in chunks; for a number of slots
@@ -165,19 +159,11 @@ class Slots:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Paused:
-        """A sequence that draws tokens behind a prompt, to be inserted into a slot; the cache is unchanged.
+        """A sequence that draws tokens behind a cache from `prefill` or `extend`, to be inserted into a slot.
 
-        Args:
-            cache: from `prefill` or `extend`.
-            max_new_tokens: tokens to draw; the last one, like an end token, does not run through the model.
-            sampling: how to draw; Greedy() if None.
-            eos: ids that end the sequence.
-            key: random key or seed for the sampling; by default the session's.
-
-        Raises:
-            ValueError: for more tokens, or more end tokens, than the slots were made for; for a cache that these slots'
-                `prefill` did not make.
-            TypeError: for a user's own sampler.
+        The cache is unchanged. The last token drawn, like one of the ids `eos`, does not run through the model. Raises
+        ValueError for more tokens or end ids than the slots were made for, and for a cache that these slots' `prefill`
+        did not make; TypeError for a user's own sampler.
         """
         new = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
         self._require_fits(cache, new if self._parts.ongoing is None else 1)

@@ -25,12 +25,7 @@ Loaded = Float[Array, "B T 2 K D"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Positions that a filter layer has chosen.
-
-    Attributes:
-        positions: `i32[B, T]` ascending; from `count` on arbitrary existing positions.
-        count: `i32[B]` chosen positions.
-    """
+    """Ascending positions that a filter layer has chosen; from `count` on arbitrary existing ones."""
 
     positions: Int[Array, "B T"]
     count: Int[Array, " B"]

@@ -122,16 +122,12 @@ class Spec:
         return None
 
     @property
-    def compares_keys(self) -> bool:
-        """True if a merger compares an evicted row's key with the others."""
-        merge = None if self.ongoing is None or not self.ongoing.evicts else self.ongoing.merge
-        return merge is not None and "k" in merge.compares
-
-    @property
     def knows_norms(self) -> bool:
         """True if key norms are kept from step to step, for mergers that compare an evicted key with all others."""
         # A fused step appends rows by itself, without norms of their keys.
-        return self.compares_keys and self.backend.keeps_norms and not self.streams(1)
+        merge = self.ongoing.merge if self.ongoing is not None and self.ongoing.evicts else None
+        compares = merge is not None and "k" in merge.compares
+        return compares and self.backend.keeps_norms and not self.streams(1)
 
     @property
     def looks_ahead(self) -> bool:

@@ -34,13 +34,7 @@ Ring = Float[Array, "B K G R D"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Consecutive layers that one program runs.
-
-    Attributes:
-        layers: layer numbers, ascending.
-        loaded: True if their rows come from host memory.
-        ask: the filter layer that chooses at the end of the stretch; None for none.
-    """
+    """Consecutive layers that one program runs; their rows may be `loaded`, and it may `ask` the filter behind them."""
 
     layers: tuple[int, ...]
     loaded: bool
@@ -85,15 +79,9 @@ def _finish(
 
 
 class Inputs(NamedTuple):
-    """Arrays that a stretch reads: those of its n layers, and of the filter behind them if one is asked.
+    """Parameters, rings of last queries and numbers of a stretch's n layers, then of the filter behind them if asked.
 
-    Attributes:
-        blocks: parameters of the layers, then of the filter.
-        rings: last queries that they keep, if any, likewise.
-        layers: layer numbers, likewise.
-        filter: the filter's pool; None if none is asked.
-        loaded: chosen rows of the layers if they come from host memory.
-        chosen: the positions of these rows.
+    Beside them the filter's pool, chosen rows of the layers if they come from host memory, and their positions.
     """
 
     blocks: tuple[Leaves, ...]

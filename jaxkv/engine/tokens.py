@@ -27,13 +27,9 @@ class Candidates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """Positions and counts of a step's N new tokens, the same for all layers.
+    """Positions in the text of a step's N new tokens, of which `count` are real, the same for all layers.
 
-    Attributes:
-        positions: positions in the text.
-        count: real tokens among the N; 0 leaves a sequence's rows unchanged.
-        written: rows that each sequence has in its tails; None without tails.
-        candidates: tokens that filter layers choose from; None without filter layers.
+    `written` are rows that each sequence has in its tails; `candidates` what filter layers choose from.
     """
 
     positions: Int[Array, "B N"]
@@ -97,13 +93,7 @@ def pool_attention(
 
 
 class StepAngles(NamedTuple):
-    """RoPE angles of one layer in a step.
-
-    Attributes:
-        new: of the new tokens.
-        rows: of places within the cache, for pools that hold keys before RoPE; else None.
-        tail: of the tail's rows, for the same pools; else None.
-    """
+    """RoPE angles of one layer in a step: of the new tokens, and of rows that pools and tails hold before RoPE."""
 
     new: Angles
     rows: Angles | None = None
