@@ -25,10 +25,10 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 
 
-class Tails(NamedTuple):
+class Beside(NamedTuple):
     """Float rows of every layer beside pools that are only read, and how many of them each sequence has."""
 
-    layers: tuple[Tail, ...]
+    tails: tuple[Tail, ...]
     written: Int[Array, " B"]
 
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
     logits: Float[Array, "B V"]
     cache: Cache
-    beside: Tails | Scratch | None
+    beside: Beside | Scratch | None
 
 
 def step(
@@ -48,7 +48,7 @@ def step(
     count: Int[Array, " B"],
     *,
     spec: Spec,
-    beside: Tails | Scratch | None = None,
+    beside: Beside | Scratch | None = None,
 ) -> Step:
     """Runs N new tokens per sequence through the model.
 
@@ -56,16 +56,16 @@ def step(
     room for N rows behind every segment, unless a single token's row joins the tails in `beside`. Otherwise `beside` is
     the scratch from the step before, or None.
     """
-    tails = beside if isinstance(beside, Tails) else None
+    tails, written = beside if isinstance(beside, Beside) else ((), None)
     scratch = beside if isinstance(beside, Scratch) else None
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     x = outer.embed(tokens)
-    new = new_tokens(spec, tables, count, several, None if tails is None else tails.written)
+    new = new_tokens(spec, tables, count, several, written)
     pools, likely = faded(cache.pools, count, spec), likely_keys(cache, scratch)
     if likely is not None:
         x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
     stream, kinds = first_stream(x, spec), [spec.config.spec_of(layer) for layer in range(len(blocks))]
-    turned = step_angles(spec, kinds, new.positions, cache, tail=0 if tails is None else tails.layers[0].k.shape[2])
+    turned = step_angles(spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0)
     rings, dealt = [spec.ring_of(layer) for layer in range(len(blocks))], _dealt(cache, spec, new)
 
     def rows_of(layer: int) -> LayerRows:
@@ -75,7 +75,7 @@ def step(
             segments=segments_of(tables, layer),
             by=turned[layer],
             layer=layer,
-            tail=None if tails is None else tails.layers[layer],
+            tail=tails[layer] if tails else None,
             ring=None if ring is None or state is None else state.rings[ring],
             likely=None if likely is None else likely[layer],
             norms=None if scratch is None else scratch.norms[at],
@@ -98,8 +98,8 @@ def step(
         state = dataclasses.replace(state, rings=tuple(each.ring for each in after if each.ring is not None))
     last = after[-1:] if spec.layout.one_pool else after
     cache = cache.updated(pools=tuple(of_whole_groups([each.pool for each in last], spec)), state=state)
-    if tails is not None:
-        return Step(logits, cache, tails._replace(layers=tuple(each.tail for each in after if each.tail is not None)))
+    if written is not None:
+        return Step(logits, cache, Beside(tuple(each.tail for each in after if each.tail is not None), written + count))
     cache = cache.updated(length=tables.length + count[:, None], seen=tables.seen + count)
     if scratch is not None:
         norms = tuple(each.norms for each in last if each.norms is not None)

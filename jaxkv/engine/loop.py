@@ -14,7 +14,7 @@ from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.cache.pools import Pool, append
 from jaxkv.engine.bookkeeping import scratch_of
-from jaxkv.engine.decode import Tails, extend, step
+from jaxkv.engine.decode import Beside, extend, step
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
@@ -39,21 +39,19 @@ class Running:
     """Cache arrays, tails, and a loader of host memory, between runs of the token loop.
 
     Attributes:
-        cache: arrays of the cache; its pools are only read while there are tails.
-        tails: float rows beside each layer's pool; empty if the program writes pools.
-        written: rows of the tails that each sequence has.
+        cache: arrays of the cache.
+        beside: float rows beside pools that are only read; None if new rows join the pools.
         loader: source of rows that wait in host memory, no array; None if all rows are on the device.
     """
 
     cache: Cache
-    tails: tuple[Tail, ...]
-    written: Int[Array, " B"]
+    beside: Beside | None = None
     loader: Loader | None = None
 
     def rewound(self, rows: Int[Array, " B"]) -> "Running":
         """Drops the last rows of each sequence, at most those of the last `decode`."""
-        if self.tails:
-            return dataclasses.replace(self, written=self.written - rows)
+        if self.beside is not None:
+            return dataclasses.replace(self, beside=self.beside._replace(written=self.beside.written - rows))
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
         tables = self.cache.tables
         length, seen = tables.length - rows[None, :, None], tables.seen - rows
@@ -68,17 +66,19 @@ def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) 
     def zeros() -> Array:
         return jnp.zeros(shape, jnp.float32, device=where("B K T D", shape, axes))
 
-    tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers)) if spec.tail else ()
-    return Running(cache=cache, tails=tails, written=jnp.zeros((batch,), jnp.int32), loader=loader)
+    if not spec.tail:
+        return Running(cache=cache, loader=loader)
+    tails = tuple(Tail(k=zeros(), v=zeros()) for _ in range(config.layers))
+    return Running(cache=cache, beside=Beside(tails, jnp.zeros((batch,), jnp.int32)), loader=loader)
 
 
 def settle(running: Running, *, spec: Spec, which: Bool[Array, " B"] | None = None) -> Cache:
     """The cache with the tails' rows of some sequences, all by default, appended to its pools, which are donated."""
-    if not running.tails:
+    if running.beside is None:
         return running.cache
-    tables, written = running.cache.tables, running.written
+    tables, (tails, written) = running.cache.tables, running.beside
     written = written if which is None else jnp.where(which, written, 0)
-    pools = _settle(running.cache.pools, tables, running.tails, written, spec=spec)
+    pools = _settle(running.cache.pools, tables, tails, written, spec=spec)
     return running.cache.updated(pools=pools, length=tables.length + written[None, :, None], seen=tables.seen + written)
 
 
@@ -212,17 +212,22 @@ def decode(
         return _decode_staged(flat, running, draw, int(steps), spec=spec, sampling=sampling, size=size, idle=idle)
     given = loop_arguments(flat, running, draw, steps, sampling, idle)
     written, still, draw, out, ran = _loop(*given, spec=spec, size=size)
-    tails, pools = (written, running.cache.pools) if running.tails else ((), written)
-    return dataclasses.replace(still, cache=still.cache.updated(pools=pools), tails=tails), draw, out, ran
+    if still.beside is None:
+        return Running(cache=still.cache.updated(pools=written)), draw, out, ran
+    cache = still.cache.updated(pools=running.cache.pools)
+    return Running(cache=cache, beside=still.beside._replace(tails=written)), draw, out, ran
 
 
 def loop_arguments(
     flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int = 0
 ) -> tuple[Any, ...]:
     """Arguments of the compiled loop that are not static, in its order; the second is donated if the loop is run."""
-    cache, limits = running.cache, (jnp.int32(steps), jnp.int32(idle))
-    written, read = (running.tails, cache.pools) if running.tails else (cache.pools, ())
-    still = dataclasses.replace(running, cache=cache.updated(pools=read), tails=())
+    cache, beside = running.cache, running.beside
+    written: tuple[Any, ...] = cache.pools if beside is None else beside.tails
+    still = Running(cache=cache.updated(pools=()))
+    if beside is not None:
+        still = Running(cache=cache, beside=beside._replace(tails=()))
+    limits = jnp.int32(steps), jnp.int32(idle)
     return (flat.ends, flat.blocks), written, still, draw, limits, argument(sampling)
 
 
@@ -242,37 +247,37 @@ def _loop(
 
     `still` are the other arrays; `limits` the steps, and the number of ended sequences up to which it goes on.
     """
-    (steps, idle), tables, batch = limits, still.cache.tables, still.written.shape[0]
-    cache = still.cache if spec.tail else still.cache.updated(pools=written)
+    steps, idle = limits
+    carried: Any
     # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
-    carried: Any = (written, tables.state) if spec.tail else (cache, scratch_of(cache, spec))
+    if still.beside is None:
+        cache = still.cache.updated(pools=written)
+        carried = (cache, scratch_of(cache, spec))
+    else:
+        carried = (still.cache.tables.state, still.beside._replace(tails=written))
 
     def going(carry):
-        index, _, draw, _, _ = carry
+        index, _, draw, _ = carry
         # Stops at the requested number of steps, or as soon as more sequences have ended than may.
         return (index < steps) & (count_of_all(draw.done, spec.axes) <= idle)
 
     def body(carry):
-        index, carried, draw, fed, out = carry
-        now, beside = carried
-        if spec.tail:
-            now, beside = cache.updated(state=beside), Tails(now, fed)
-        seen = now.tables.seen + fed if spec.tail else now.tables.seen
+        index, (cache, beside), draw, out = carry
+        if still.beside is not None:
+            cache = still.cache.updated(state=cache)
+        seen = cache.tables.seen if still.beside is None else cache.tables.seen + beside.written
         new = drawn(draw, seen, sampling, spec.axes)
         out = lax.dynamic_update_slice(out, new.shown[:, None], (0, index))
-        made = step(*weights, now, new.token[:, None], new.fed, spec=spec, beside=beside)
-        carried = (made.cache, made.beside)
-        if isinstance(made.beside, Tails):
-            carried = (made.beside.layers, made.cache.tables.state)
-        return index + 1, carried, draw.after(made.logits, new.done), fed + new.fed, out
+        made = step(*weights, cache, new.token[:, None], new.fed, spec=spec, beside=beside)
+        cache = made.cache if still.beside is None else made.cache.tables.state
+        return index + 1, (cache, made.beside), draw.after(made.logits, new.done), out
 
-    out = jnp.full((batch, size), -1, jnp.int32)
-    index, carried, draw, fed, out = lax.while_loop(going, body, (jnp.int32(0), carried, draw, still.written, out))
-    if spec.tail:
-        written, tables = carried[0], dataclasses.replace(tables, state=carried[1])
-    else:
-        written, tables, fed = carried[0].pools, carried[0].tables, jnp.zeros_like(fed)
-    return written, Running(cache=Cache(pools=(), tables=tables), tails=(), written=fed), draw, out, index
+    out = jnp.full((draw.done.shape[0], size), -1, jnp.int32)
+    index, (cache, beside), draw, out = lax.while_loop(going, body, (jnp.int32(0), carried, draw, out))
+    if still.beside is None:
+        return cache.pools, Running(cache=cache.updated(pools=())), draw, out, index
+    read = Cache(pools=(), tables=dataclasses.replace(still.cache.tables, state=cache))
+    return beside.tails, Running(cache=read, beside=beside._replace(tails=())), draw, out, index
 
 
 def _decode_staged(

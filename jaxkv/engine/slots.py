@@ -17,7 +17,7 @@ from jaxkv._settings import settled
 from jaxkv.cache import Cache, KVCache
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
-from jaxkv.engine.decode import extend, read_on_top
+from jaxkv.engine.decode import Beside, extend, read_on_top
 from jaxkv.engine.layer_step import Tail
 from jaxkv.engine.lengths import QUERY_BLOCK, bucket, buckets
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
@@ -234,8 +234,8 @@ class Slots:
         running, draw, out, ran = loop.decode(
             flat, self._running(), now.draw, steps, spec=self._spec, sampling=now.sampling, size=self.size, idle=idle
         )
-        self._tails = running.tails
-        self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=running.written)
+        self._tails, written = running.beside or ((), now.written)
+        self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=written)
         tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(draw.done))
         # What ends a sequence becomes no row.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
@@ -244,7 +244,8 @@ class Slots:
 
     def _running(self) -> loop.Running:
         """Cache arrays and tails of all slots, as the loop takes them."""
-        return loop.Running(cache=self._all.cache, tails=self._tails, written=self._all.written)
+        beside = Beside(self._tails, self._all.written) if self._spec.tail else None
+        return loop.Running(cache=self._all.cache, beside=beside)
 
     @property
     def nbytes(self) -> int:
@@ -260,7 +261,8 @@ class Slots:
         each = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(one))
         memory.check_bytes(each * self.count // self._groups, f"count={self.count} slots", device)
         self._all = spread(one, slots=self.count, axes=self._axes)
-        self._tails = loop.begin(self._all.cache, spec=self._spec, size=self.size).tails
+        begun = loop.begin(self._all.cache, spec=self._spec, size=self.size)
+        self._tails, _ = begun.beside or ((), None)
         self.release(range(self.count))
         for _, size in buckets(longest):
             try:
