@@ -15,8 +15,7 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, Pool, Tables
 from jaxkv.engine import loop
 from jaxkv.engine.compress import finished
-from jaxkv.engine.decode import extend
-from jaxkv.engine.layer_step import Tail
+from jaxkv.engine.decode import Beside, extend
 from jaxkv.engine.lengths import ByLength
 from jaxkv.engine.loop import Running
 from jaxkv.engine.plan import PrefillPlan
@@ -55,17 +54,6 @@ class BucketSpec:
     def axes(self) -> Axes | None:
         """Axes of the mesh that the programs run on; None without a mesh."""
         return self.flat.axes
-
-
-class Beside(NamedTuple):
-    """New rows kept beside read-only pools: `tails`, one per layer, and the number `written` of each sequence."""
-
-    tails: tuple[Tail, ...]
-    written: Int[Array, " B"]
-
-    def running(self, pools: tuple[Pool, ...], tables: Tables) -> Running:
-        """Decoding state with these rows on top of a cache."""
-        return Running(cache=Cache(pools=pools, tables=tables), tails=self.tails, written=self.written)
 
 
 class Asked(NamedTuple):
@@ -119,11 +107,9 @@ def prompt(
     flat = spec.flat.around(ends, blocks)
     walk = read(flat, tokens, length, told, spec.policy, spec.needed, key=_key(key), implementation=spec.implementation)
     prompts, cache = finished(walk)
-    logits, beside = logits_of(ends, prompts.x, graphs=flat.graphs), None
-    if spec.decoding.tail:
-        begun = loop.begin(cache.arrays, spec=spec.decoding, size=spec.steps)
-        beside = Beside(begun.tails, begun.written)
-    return After(cache.pools, cache.tables, logits, prompts.ordered(), beside)
+    logits = logits_of(ends, prompts.x, graphs=flat.graphs)
+    begun = loop.begin(cache.arrays, spec=spec.decoding, size=spec.steps)
+    return After(cache.pools, cache.tables, logits, prompts.ordered(), begun.beside)
 
 
 @program(static=("spec",), donate=("pools", "cache"), on="spec")
@@ -182,9 +168,7 @@ def draw(
     spec: BucketSpec,
 ) -> Drawn:
     """Draws tokens; each is appended to the pools before the next one is drawn."""
-    none = jnp.zeros_like(cache.seen)
-    running = Running(cache=Cache(pools=pools, tables=cache), tails=(), written=none)
-    return _drawn(ends, blocks, running, logits, asked, spec)
+    return _drawn(ends, blocks, Running(cache=Cache(pools=pools, tables=cache)), logits, asked, spec)
 
 
 @program(static=("spec",), donate=("beside", "cache"), on="spec")
@@ -200,13 +184,15 @@ def draw_beside(
     spec: BucketSpec,
 ) -> Drawn:
     """Draws tokens whose rows are kept beside the pools."""
-    return _drawn(ends, blocks, beside.running(pools, cache), logits, asked, spec)
+    running = Running(cache=Cache(pools=pools, tables=cache), beside=beside)
+    return _drawn(ends, blocks, running, logits, asked, spec)
 
 
 @program(static=("spec",), donate=("beside", "pools", "cache"), on="spec")
 def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: BucketSpec) -> After:
     """Appends the rows kept beside the pools to them."""
-    whole = loop.settle(beside.running(pools, cache), spec=spec.decoding)
+    running = Running(cache=Cache(pools=pools, tables=cache), beside=beside)
+    whole = loop.settle(running, spec=spec.decoding)
     empty = Beside(beside.tails, jnp.zeros_like(beside.written))
     return After(whole.pools, whole.tables, beside=empty)
 
@@ -220,8 +206,8 @@ def _drawn(
     after, now, tokens, ran = loop.decode(
         flat, running, begun, asked.steps, spec=spec.decoding, sampling=asked.sampling, size=spec.steps
     )
-    beside, pools = (Beside(after.tails, after.written), None) if running.tails else (None, after.cache.pools)
-    return Drawn(beside, pools, after.cache.tables, now.logits, now.done, tokens, ran)
+    pools = after.cache.pools if after.beside is None else None
+    return Drawn(after.beside, pools, after.cache.tables, now.logits, now.done, tokens, ran)
 
 
 def _key(data: UInt[Array, " two"]) -> Array:
