@@ -65,16 +65,6 @@ def on_device(cache: KVCache) -> KVCache:
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
-def as_count(name: str, given: Any, remedy: str) -> int:
-    """Positive int of the argument called `name`."""
-    return _checks.whole(name, given, remedy)
-
-
-def as_flag(name: str, given: Any) -> bool:
-    """Bool of the argument called `name`."""
-    return _checks.flag(name, given)
-
-
 def as_sampling(given: Any) -> Sampling:
     """The sampler, greedy for None; a TypeError for its name or class says what to give."""
     if given is None:
