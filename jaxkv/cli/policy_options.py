@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from jaxkv._errors import require
@@ -38,6 +39,7 @@ class Option:
     about: str
 
 
+@cache
 def options_of(cls: type[Method]) -> dict[str, Option]:
     """Options of a policy's class by flag, in the order of its fields."""
     hints, about, meaningful = typing.get_type_hints(cls), documented(cls), _meaningful(cls)
@@ -53,6 +55,7 @@ def flags_of(cls: type[Method]) -> list[str]:
     return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_BASE))]))
 
 
+@cache
 def _drops_rows(cls: type[Method]) -> bool:
     """True if a policy keeps less than every row: not FullKV, nor OmniKV, which reads less."""
     return cls().parts().scorer is not None
