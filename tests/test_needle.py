@@ -9,7 +9,7 @@ import running
 
 import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV
-from jaxkv.engine import prompts
+from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 from jaxkv.policies.scorer import Needs
 
@@ -19,7 +19,7 @@ NEEDLES = json.loads((running.GOLDEN / "parity" / "needle1024.json").read_text("
 PEER = {name: right for name, (right, _) in NEEDLES["peer"].items()}
 PROMPTS = [case["input_ids"] for case in NEEDLES["cases"]]
 WINDOW = 32
-RUN_LAYER = prompts.run_layer
+RUN_LAYER = prefilling.run_layer
 
 # kvpress' semantics, by the peer's names.
 MAKERS = {
@@ -52,7 +52,7 @@ def remembered():
         return dataclasses.replace(out, x=x, q=out.q[..., cut:, :], q_positions=out.q_positions[:, cut:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "run_layer", run_layer)
+        patch.setattr(prefilling, "run_layer", run_layer)
         yield
 
 
@@ -84,7 +84,7 @@ def test_remembered_layers_give_what_a_prefill_of_its_own_gives(remembered):
     policy = MAKERS["snap32k13"](128)
     cache, logits = running.prefill(running.smollm2(), PROMPTS, policy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "run_layer", RUN_LAYER)
+        patch.setattr(prefilling, "run_layer", RUN_LAYER)
         own, own_logits = running.prefill(running.smollm2(), PROMPTS[:1], policy)
     assert running.gap(logits[:1], own_logits) < 2e-3
     assert np.array_equal(running.kept(cache, 1024)[:, :1], running.kept(own, 1024))

@@ -13,7 +13,7 @@ import running
 
 import jaxkv
 from jaxkv import AdaKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, StreamingLLM
-from jaxkv.engine import prompts
+from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 pytestmark = pytest.mark.real
@@ -82,7 +82,7 @@ class Run:
 
 @functools.cache
 def run(case):
-    model, scores, original = running.smollm2(), [], prompts.observe
+    model, scores, original = running.smollm2(), [], prefilling.observe
 
     def recording(*args, **options):
         result = original(*args, **options)
@@ -90,7 +90,7 @@ def run(case):
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts, "observe", recording)
+        patch.setattr(prefilling, "observe", recording)
         cache, logits = running.prefill(model, [IDS], None if case == "full" else policy_of(case), room=NEW)
     kept = running.kept(cache, len(IDS))[:, 0]
     step1, tokens = running.greedy_after_one(model, cache, NEW)

@@ -21,7 +21,7 @@ from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.attention import columns
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prompts, slots
+from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prefill, slots
 from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
 from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -100,8 +100,9 @@ def layers_rounded_down(patch):
 def padding_competes(patch):
     real = compress.choose
 
-    def choose(layer, *rest, **options):
-        return real(dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)), *rest, **options)
+    def choose(layers, *rest, **options):
+        everywhere = [dataclasses.replace(layer, inside=jnp.ones_like(layer.inside)) for layer in layers]
+        return real(everywhere, *rest, **options)
 
     patch.setattr(compress, "choose", choose)
 
@@ -124,14 +125,14 @@ def segments_one_row_early(patch):
 
 def window_of_the_bucket(patch):
     """The observation window is cut from the end of the padded prompt, not of the sequence."""
-    real = prompts.run_layer
+    real = prefill.run_layer
 
     def run(flat, index, x, length, *rest):
         own = real(flat, index, jnp.copy(x), length, *rest)
         full = real(flat, index, x, jnp.full_like(length, x.shape[1]), *rest)
         return dataclasses.replace(own, q=full.q)
 
-    patch.setattr(prompts, "run_layer", run)
+    patch.setattr(prefill, "run_layer", run)
 
 
 def nothing_is_forgotten(patch):
@@ -160,9 +161,9 @@ def a_wrapper_loses_the_window(patch):
 def stale_logits(patch):
     begin = drawing.Drawing.__init__
 
-    def first(self, flat, cache, logits, **options):
-        begin(self, flat, cache, logits, **options)
-        self._first = logits
+    def first(self, flat, cache, **options):
+        begin(self, flat, cache, **options)
+        self._first = cache.logits
 
     real = drawing.Drawing.close
     patch.setattr(drawing.Drawing, "__init__", first)

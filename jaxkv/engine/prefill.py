@@ -73,7 +73,7 @@ def _angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
     return {rope: settle_down(_angles(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
 
 
-def _run_layer(
+def run_layer(
     flat: Flat,
     index: int,
     x: Array,
@@ -104,7 +104,7 @@ def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"],
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = _angles_by_rope(flat, tokens.shape[1])
     for index in range(len(flat.blocks)):
-        out = _run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
+        out = run_layer(flat, index, x, length, tables, needs, Implementation.XLA)
         x = out.x
         yield out
         # One layer at a time: the caller must drop its reference, too.
@@ -279,7 +279,7 @@ class Prompts(Source):
     def candidates(self, index: int) -> Candidates:
         """Runs a layer and scores its rows, which are held until they are packed, or put away into host memory."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
-        out = _run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
+        out = run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
         self.x = out.x
         k = out.k if out.unrotated is None else out.unrotated
         rows = Unpacked(k, out.v, self.unscored.inside)
