@@ -48,7 +48,7 @@ help:
 	@echo "make demo         a real document, a real model, full and compressed caches side by side"
 	@echo "make test         ruff, mypy, pytest"
 	@echo "make lint         ruff and mypy alone"
-	@echo "make format       let ruff rewrite the files"
+	@echo "make format       let ruff rewrite the files, and the lists of policies"
 	@echo "make bench        time jaxkv on this machine"
 	@echo "make bench-peer   time jaxkv against transformers and kvpress, in an environment of their own (.venv-peer)"
 	@echo "make bench-gpu    check and time kernels and models on this machine's GPU, with the Python on the path; goes on"
@@ -94,6 +94,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 format: $(STAMP)
+	@$(BIN)/python docs/make_lists.py
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

@@ -22,36 +22,8 @@ if TYPE_CHECKING:
     from jaxkv.models.config import ModelConfig
     from jaxkv.planning.planner import plan
     from jaxkv.planning.plans import Plan
-    from jaxkv.policies import (
-        D2O,
-        H2O,
-        TOVA,
-        AdaKV,
-        BrutalOffload,
-        CaM,
-        CriticalKV,
-        DefensiveKV,
-        ExpectedAttention,
-        FullKV,
-        GlobalBudget,
-        Keep,
-        KeyDiff,
-        KNorm,
-        LayerDefensiveKV,
-        LocalWindow,
-        Merge,
-        Method,
-        OmniKV,
-        Policy,
-        PyramidInfer,
-        PyramidKV,
-        Random,
-        RoCo,
-        SnapKV,
-        StreamingLLM,
-        VarianceLayers,
-        register,
-    )
+    from jaxkv.policies import Keep, Merge, Method, Policy, VarianceLayers, register
+    from jaxkv.policies.methods import *  # noqa: F403
     from jaxkv.resharding import reshard
     from jaxkv.results import Generation, Stats, Stream
     from jaxkv.rows import Rows, append, attend
@@ -73,10 +45,12 @@ _HOMES = {
     "jaxkv.models.config": "ModelConfig",
     "jaxkv.planning.planner": "plan",
     "jaxkv.planning.plans": "Plan",
-    "jaxkv.policies": (
-        "D2O H2O TOVA AdaKV BrutalOffload CaM CriticalKV DefensiveKV ExpectedAttention FullKV GlobalBudget "
-        "Keep KeyDiff KNorm LayerDefensiveKV LocalWindow Merge Method OmniKV Policy PyramidInfer PyramidKV "
-        "Random RoCo SnapKV StreamingLLM VarianceLayers register"
+    "jaxkv.policies": "Keep Merge Method Policy VarianceLayers register",
+    # Written by docs/make_lists.py.
+    "jaxkv.policies.methods": (
+        "AdaKV BrutalOffload CaM CriticalKV D2O DefensiveKV ExpectedAttention FullKV "
+        "GlobalBudget H2O KNorm KeyDiff LayerDefensiveKV LocalWindow OmniKV PyramidInfer "
+        "PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

@@ -1,4 +1,4 @@
-"""Rows that a policy kept, for anybody's model: what `jaxkv.compress` gives, and what each token does with it."""
+"""`Rows`, the compressed cache of a model of another library; `append` and `attend`, for each new token."""
 
 import dataclasses
 from functools import partial
@@ -10,9 +10,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv._values import is_whole, plain
 from jaxkv.attention.xla import over_pool
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
@@ -26,7 +26,7 @@ from jaxkv.cache.pools import append as append_rows
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows that a policy kept of one layer or of several, and those appended since. A pytree of arrays.
+    """Rows that a policy kept of one layer or of several, and those appended since: keys, values, segments. A pytree.
 
     Attributes:
         k: `[B, P, D]` keys of each layer's pool; a single pool where layers share one (`layout.one_pool`).
@@ -48,12 +48,19 @@ class Rows:
     layout: Layout
 
     def pool(self, layer: int) -> Pool:
-        """The pool in which a layer's segments lie."""
-        index = self.layout.pool_of(layer)
-        return dense_pool(self.k[index], self.v[index], self.pos[index])
+        """The pool in which a layer's segments lie.
+
+        Args:
+            layer: index among the layers held.
+
+        Returns:
+            Its keys, values and positions.
+        """
+        at = self.layout.pool_of(layer)
+        return dense_pool(self.k[at], self.v[at], self.pos[at])
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
-        """Tokens that every kv head of a layer can still take.
+        """Number of tokens that every kv head of a layer still has room for.
 
         Args:
             layer: index among the layers held.
@@ -67,13 +74,13 @@ class Rows:
 
 @settled
 def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Rows:
-    """Puts new tokens behind what is kept.
+    """Appends the keys and values of new tokens to the rows.
 
     Args:
         rows: from `compress`, unchanged unless the caller's `jit` is told to donate it.
         k: `[B, K, N, D]` keys after RoPE at their own positions, which `rows.seen` counts.
         v: `[B, K, N, D]` values.
-        count: `i32[B]` how many of the N each sequence really has, the others being padding; all by default.
+        count: `i32[B]` tokens of the N that each sequence has, the others being padding; all by default.
         layer: index among the layers held.
 
     Returns:
@@ -83,7 +90,7 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
     Raises:
         ValueError: if arrays do not fit, or, where numbers are known, if there is no room.
     """
-    _require_layer(rows, layer)
+    layer = _held_layer(rows, layer)
     k, v = as_keys_values(k, v)
     pool = rows.pool(layer)
     batch, heads, tokens, dim = k.shape
@@ -100,13 +107,12 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
     start, length, seen = rows.start[layer], rows.length[layer], rows.seen[layer]
     positions = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     after = append_rows(pool, k, v, positions, start + length, taken)
-    index = rows.layout.pool_of(layer)
-    put = lambda leaves, leaf: (*leaves[:index], leaf, *leaves[index + 1 :])  # noqa: E731
+    at = rows.layout.pool_of(layer)
     return dataclasses.replace(
         rows,
-        k=put(rows.k, after.k),
-        v=put(rows.v, after.v),
-        pos=put(rows.pos, after.pos),
+        k=(*rows.k[:at], after.k, *rows.k[at + 1 :]),
+        v=(*rows.v[:at], after.v, *rows.v[at + 1 :]),
+        pos=(*rows.pos[:at], after.pos, *rows.pos[at + 1 :]),
         length=rows.length.at[layer].add(taken[:, None]),
         seen=rows.seen.at[layer].add(written),
     )
@@ -125,7 +131,7 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
             has put them there, at once or one by one. Where numbers are traced this is not looked at, and an output
             counts rows of later tokens where it does not hold.
         rows: the rows.
-        count: `i32[B]` how many of the N each sequence really has, as given to `append`; all by default.
+        count: `i32[B]` tokens of the N that each sequence has, as given to `append`; all by default.
         layer: index among the layers held.
 
     Returns:
@@ -135,13 +141,13 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
         ValueError: if shapes do not fit, or, where numbers are known, if there are more queries of a sequence than its
             last rows have positions in a line.
     """
-    _require_layer(rows, layer)
+    layer = _held_layer(rows, layer)
     pool, start, length = rows.pool(layer), rows.start[layer], rows.length[layer]
     batch, heads = start.shape
     grouped = as_grouped("q", q, batch, heads, pool.k)
     tokens = grouped.shape[3]
     written = as_counts("count", count, batch, tokens)
-    # Rows are only ever appended: what came after a token is the end of each segment, but for what found no room there.
+    # Rows are only ever appended: later tokens lie at the end of each segment, unless there was no room for them.
     last = jnp.take_along_axis(pool.pos, jnp.maximum(start + length - 1, 0), axis=1)
     last = jnp.where(length > 0, last, -1).max(axis=1)
     taken = jnp.clip(last + 1 - (rows.seen[layer] - written), 0, written)
@@ -161,7 +167,7 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
 
 
 def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
-    """Refuses queries unless the last `taken` rows of each segment lie at positions `last`, `last - 1` and so on."""
+    """Refuses queries unless the last `taken` rows of each segment have positions `last`, `last - 1` and so on."""
     behind = np.arange(int(taken.max(initial=0)))
     row = np.asarray(start + length - 1)[..., None] - behind
     found = np.take_along_axis(np.asarray(pos)[:, None], np.maximum(row, 0), axis=2)
@@ -175,18 +181,7 @@ def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: A
 
 
 def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
-    """A layer's keys and values as arrays.
-
-    Args:
-        k: what was given for keys, `[B, K, S, D]`.
-        v: what was given for values.
-
-    Returns:
-        Both.
-
-    Raises:
-        ValueError: naming the one that cannot be that, and why.
-    """
+    """Returns a layer's keys and values as arrays `[B, K, S, D]`; refuses other shapes and dtypes."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
         require(rows.ndim == 4, field, list(rows.shape), "give [B, K, S, D]: batch, kv heads, tokens, head dim")
@@ -197,20 +192,9 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
 
 
 def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
-    """Queries by the kv head that they read.
+    """Returns queries `[B, H, N, D]` grouped by kv head, h // G; refuses shapes and dtypes that do not fit the keys.
 
-    Args:
-        field: the argument's name, for error messages.
-        q: what was given, `[B, H, N, D]`.
-        batch: B.
-        heads: K.
-        rows: keys that they are to meet.
-
-    Returns:
-        The queries, query head h in the group of kv head h // G.
-
-    Raises:
-        ValueError: if they cannot meet those keys, and why.
+    `field` is the argument's name in refusals, `rows` the keys.
     """
     q = jnp.asarray(q)
     dim, shape = rows.shape[-1], list(q.shape)
@@ -222,20 +206,7 @@ def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float
 
 
 def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]:
-    """Tokens of each sequence.
-
-    Args:
-        field: the argument's name, for error messages.
-        given: what was given, `i32[B]` or None.
-        batch: B.
-        most: how many there can be; what None stands for.
-
-    Returns:
-        The numbers, int32.
-
-    Raises:
-        ValueError: if they are no such numbers, as far as they are known.
-    """
+    """Returns tokens of each sequence as `i32[B]`, `most` for None; refuses known numbers outside [0, most]."""
     if given is None:
         return jnp.full((batch,), most, jnp.int32)
     # Numbers on the host are looked at as they are: on the device they would be cut to 32 bits.
@@ -249,16 +220,20 @@ def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]
     return jnp.asarray(counts, jnp.int32)
 
 
-def _require_layer(rows: Rows, layer: int) -> None:
+def _held_layer(rows: Rows, layer: Any) -> int:
+    """Returns a layer's index among the layers held; refuses any other."""
     layers = rows.start.shape[0]
-    require(is_whole(plain(layer)) and layer < layers, "layer", layer, f"these rows hold layers 0 to {layers - 1}")
+    remedy = f"these rows hold layers 0 to {layers - 1}"
+    layer = whole("layer", layer, remedy, least=0)
+    require(layer < layers, "layer", layer, remedy)
+    return layer
 
 
 def shown(array: Array | np.ndarray) -> str:
-    """An array's dtype and shape, for error messages."""
+    """Text of an array's dtype and shape, for error messages."""
     return f"{array.dtype}{list(array.shape)}"
 
 
 def known(*arrays: Array | np.ndarray) -> bool:
-    """Whether all of these are numbers, not parts of a trace."""
+    """True if no array is traced, so that its numbers can be read."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)

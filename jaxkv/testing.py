@@ -1,4 +1,4 @@
-"""For those who write policies: a tiny model, and the properties that every policy of jaxkv is held to.
+"""Tests for policies that users write: a tiny model, and the properties that every policy of jaxkv has.
 
 ```python
 jaxkv.testing.check_policy(Policy(budget=24, scorer=MyScorer()))
@@ -26,6 +26,7 @@ from jaxkv.policies.methods import FullKV
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
+from jaxkv.results import Generation
 from jaxkv.sharding.mesh import host
 
 _NEW = 12
@@ -33,7 +34,7 @@ _ROUNDING = 1e-4
 
 
 class Segment(NamedTuple):
-    """The rows of one layer, sequence and kv head, in the order they lie in.
+    """Keys, values and positions of one layer, sequence and kv head, in the order they lie in.
 
     Attributes:
         layer: its layer.
@@ -53,7 +54,7 @@ class Segment(NamedTuple):
 
 
 def segments(cache: KVCache) -> Iterator[Segment]:
-    """Every segment of a cache, on the host.
+    """Yields every segment of a cache as numpy arrays.
 
     Args:
         cache: any cache.
@@ -71,7 +72,7 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str =
     """A decoder of random weights without a tokenizer: prompts are token ids.
 
     Args:
-        config: its shape; by default three layers of two kv heads with three query heads each.
+        config: the model's; by default three layers of two kv heads with three query heads each.
         seed: of the weights. Queries and keys are large, so that attention is far from flat.
         dtype: of the weights.
 
@@ -100,57 +101,66 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str =
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Given(Method):
-    """Parts as a policy, so that one of them can be another."""
+    """A policy of given parts, so that one part of a policy can be replaced."""
 
     made: Parts = Parts()
 
     def parts(self) -> Parts:
+        """The given parts."""
         return self.made
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A policy, a model and two prompts for it, and what comes of them."""
+    """A policy under test, with a model and two prompts; its plan and its cache are made once."""
 
     policy: Method
     model: LanguageModel
     prompts: tuple[list[int], ...]
 
-    @functools.cached_property
+    @property
     def parts(self) -> Parts:
+        """Parts of the policy."""
         return self.policy.parts()
 
     @functools.cached_property
     def lengths(self) -> list[int]:
+        """Tokens of both prompts."""
         return [len(prompt) for prompt in self.prompts]
 
     @functools.cached_property
     def needed(self) -> PrefillPlan:
+        """Plan of the policy's prefill of both prompts."""
         return plan_prefill(self.model.config, self.policy, self.lengths)
 
     @functools.cached_property
     def cache(self) -> KVCache:
+        """Compressed cache of both prompts."""
         return self.prefilled(self.prompts)
 
     def prefilled(self, prompts: Sequence[list[int]], policy: Method | None = None, *, key: int = 0) -> KVCache:
+        """Compressed cache of some prompts, by another policy if one is given."""
         return prefill(self.model, list(prompts), policy=policy or self.policy, key=key, progress=False)
 
-    def drawn(self, policy: Method, **options: Any) -> Any:
-        given: dict[str, Any] = {"policy": policy, "max_new_tokens": _NEW, "stop_at_eos": False, "key": 0}
+    def drawn(self, policy: Method) -> Generation:
+        """Generation of a few tokens behind both prompts."""
         prompts = [list(prompt) for prompt in self.prompts]
-        return generate(self.model, prompts, progress=False, **(given | options))
+        return generate(
+            self.model, prompts, policy=policy, max_new_tokens=_NEW, stop_at_eos=False, key=0, progress=False
+        )
 
 
 def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0) -> None:
-    """Holds a policy to what every policy of jaxkv promises, on a tiny model and prompts of unequal lengths.
+    """Checks that a policy has the properties of every policy of jaxkv, on a tiny model and two prompts.
 
-    Kept rows are the prompt's, in order and each once; what must stay does; as many stay as the plan says, and the
-    cache weighs what it says; neither another sequence beside it nor padding changes what is kept of one; a budget of
-    the whole prompt changes no token; another random key changes nothing, unless a part says that it draws; the cache
-    grows, or does not grow, as the policy says while tokens are drawn; and equal policies make equal caches.
+    Kept rows are the prompt's, in order and each once; rows that must stay do; as many rows stay as the plan says, and
+    the cache has the bytes that it says; neither another sequence beside it nor padding changes the rows kept of a
+    sequence; a budget of the whole prompt changes no token; another random key changes nothing, unless a part says that
+    it draws; the cache grows, or does not grow, as the policy says while tokens are drawn; and equal policies make
+    equal caches.
 
     Args:
-        policy: a policy, or its name or class. Prompts are longer than a budget in rows, so that something is dropped.
+        policy: a policy, or its name or class. Prompts are longer than a budget in rows, so that rows are dropped.
         model: any small model; `tiny_model()` by default.
         seed: of the prompts.
 
@@ -170,11 +180,13 @@ def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | 
 
 
 def _require(holds: Any, about: str, *where: object) -> None:
+    """Raises an AssertionError that names the property, and where it fails, unless it holds."""
     if not holds:
         raise AssertionError(about + "".join(f"; {each}" for each in where))
 
 
 def _rows_are_the_prompts(case: _Case) -> None:
+    """Checks that kept rows are the prompt's own, in order and each once."""
     whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, FullKV()))}
     merges, rolls = case.parts.merge is not None, case.parts.rolling
     for part in segments(case.cache):
@@ -191,6 +203,7 @@ def _rows_are_the_prompts(case: _Case) -> None:
 
 
 def _what_must_stay_stays(case: _Case) -> None:
+    """Checks that sinks, window and protected spans are kept in every segment."""
     keep = case.parts.keep
     mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
     for part in segments(case.cache):
@@ -200,6 +213,7 @@ def _what_must_stay_stays(case: _Case) -> None:
 
 
 def _as_many_as_planned(case: _Case) -> None:
+    """Checks the number of kept rows, and the bytes of the cache, against the plan."""
     kept, needed = case.cache.kept.sum(axis=2), case.needed
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
@@ -212,10 +226,12 @@ def _as_many_as_planned(case: _Case) -> None:
 
 
 def _positions(cache: KVCache, sequence: int) -> list[list[int]]:
+    """Kept positions of one sequence, for each layer and kv head, ascending."""
     return [sorted(part.pos.tolist()) for part in segments(cache) if part.sequence == sequence]
 
 
 def _neighbours_change_nothing(case: _Case) -> None:
+    """Checks that neither another sequence in the batch nor padding changes the kept positions."""
     first, second = case.prompts
     for about, prompts, row, sequence in (
         ("another sequence beside it changes what is kept", (first, second[::-1]), 0, 0),
@@ -226,6 +242,7 @@ def _neighbours_change_nothing(case: _Case) -> None:
 
 
 def _draws_are_said(case: _Case) -> None:
+    """Checks that another random key changes no row, unless a part says that it draws."""
     if case.parts.draws:
         return
     remedy = "another random key changes what is kept: a scorer or merger that draws has a property `draws`, True"
@@ -235,6 +252,7 @@ def _draws_are_said(case: _Case) -> None:
 
 
 def _a_whole_budget_changes_nothing(case: _Case) -> None:
+    """Checks that a budget of the whole text gives the tokens of a policy that keeps everything."""
     if case.parts.budget is None or case.parts.rolling:
         return
     roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
@@ -244,6 +262,7 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
 
 
 def _it_grows_as_it_says(case: _Case) -> None:
+    """Checks that while tokens are drawn segments append, evict or compress again as the policy says."""
     after, parts = case.drawn(case.policy).cache, case.parts
     grown = after.kept.astype(np.int64) - case.cache.kept
     new = np.asarray(after.seen) - np.asarray(case.lengths)
@@ -261,6 +280,7 @@ def _it_grows_as_it_says(case: _Case) -> None:
 
 
 def _equal_policies_are_equal(case: _Case) -> None:
+    """Checks that a copy of the policy is equal to it, and keeps the same rows."""
     same = dataclasses.replace(case.policy)
     _require(same == case.policy and hash(same) == hash(case.policy), "a policy equals its copy")
     _require(_positions(case.prefilled(case.prompts, same), 0) == _positions(case.cache, 0), "and keeps the same rows")

@@ -6,7 +6,7 @@ rows = jaxkv.append(rows, k_new, v_new)                                         
 out = jaxkv.attend(q_new, rows)
 ```
 Shapes follow from S, the policy and the room: data moves where segments begin and end, so one compilation serves all
-lengths. What the policy does to one layer is the engine's own work; here stand the arguments, and sizes in the trace.
+lengths. The engine compresses each layer, here as in prefill; this file checks arguments and looks up sizes.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxkv._checks import whole
 from jaxkv._errors import require
 from jaxkv._settings import settled
-from jaxkv._values import is_whole, plain
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.packing import Unpacked
@@ -63,8 +63,8 @@ def compress(
     Args:
         k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them.
         v: `[B, K, S, D]` values.
-        policy: the compression, or its name or class. It may look at keys, values and queries of the prompt; what needs
-            more is refused. A budget below what must stay is raised to it where lengths are traced.
+        policy: the compression, or its name or class. It may look at keys, values and queries of the prompt; a policy
+            that needs more is refused. A budget below what must stay is raised to it where lengths are traced.
         queries: `[B, H, w, D]` queries after RoPE, H a multiple of K and head h reading kv head h // (H / K). Either
             those of each sequence's last w tokens, for policies that observe a window of them, or those of all S
             tokens. Policies that do not look at attention leave them unread.
@@ -78,28 +78,20 @@ def compress(
         One layer's rows.
 
     Raises:
-        ValueError: for what the policy or the arrays lack, naming it.
+        ValueError: naming the argument that is missing or does not fit.
     """
     policy = _as_taken(policy)
     parts = policy.parts()
     name = type(policy).__name__
-    require(
-        not (parts.layers.from_scores or parts.nested),
-        "policy",
-        policy,
-        f"{name} looks at all layers: give them to jaxkv.compress_layers",
-    )
-    require(
-        layers is not None or isinstance(parts.layers, UniformLayers),
-        "layers",
-        layers,
-        f"{name}'s budget differs by layer: give layer= and layers=, or all layers to jaxkv.compress_layers",
-    )
-    layer, layers = plain(layer), plain(layers)
-    require(layers is None or is_whole(layers, 1), "layers", layers, "give how many layers the model has")
+    remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
+    require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
+    remedy = f"{name}'s budget differs by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
+    require(layers is not None or isinstance(parts.layers, UniformLayers), "layers", layers, remedy)
+    if layers is not None:
+        layers = whole("layers", layers, "give how many layers the model has")
     below = "" if layers is None else f", below layers={layers}"
-    exists = is_whole(layer) and (layers is None or layer < layers)
-    require(exists, "layer", layer, f"give the layer's index{below}")
+    layer = whole("layer", layer, f"give the layer's index{below}", least=0)
+    require(layers is None or layer < layers, "layer", layer, f"give the layer's index{below}")
     return _compressed([(k, v, queries)], parts, length, room, key, first=layer, layers=layers or layer + 1)
 
 
@@ -132,7 +124,7 @@ def compress_layers(
         All layers' rows; `append` and `attend` take the layer's index.
 
     Raises:
-        ValueError: for what the policy or the arrays lack, naming it.
+        ValueError: naming the argument that is missing or does not fit.
     """
     layers = len(k)
     for field, given in (("v", v), ("queries", queries)):
@@ -144,7 +136,7 @@ def compress_layers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What a policy keeps of prompts of every length from 0 to S: how a traced length gets exact numbers.
+    """Rows that a policy keeps of prompts of every length from 0 to S: tables that a traced length is looked up in.
 
     Attributes:
         capacity: rows per kv head that each layer's segments can have at most; for a shared pool those of all layers.
@@ -163,34 +155,41 @@ class _Sizes:
 
 @lru_cache(maxsize=256)
 def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
+    """Sizes of a policy's rows for every length up to `slots`."""
     lengths = np.arange(1, slots + 1)
     told = by_length(parts, lengths, layers, strict=False)
-    # A sequence of no tokens keeps none.
-    whole = lambda counts: np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)  # noqa: E731
-    budget, forced = whole(told.budget), whole(told.forced)
+
+    def from_none(counts: Any) -> Int[np.ndarray, "..."]:
+        """A table by length with 0 rows for a sequence of no tokens in front."""
+        return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
+
+    budget, forced = from_none(told.budget), from_none(told.forced)
     if told.rows is None or told.recent is None:
         most = int(parts.layers.bound(np.asarray(told.budget), lengths, layers=layers).max())
         return _Sizes(capacity=(min(most, layers * slots),), budget=budget, forced=forced)
     capacity = tuple(told.rows.max(axis=1).tolist())
     if parts.layout.one_pool:
         capacity = (sum(capacity),)
-    return _Sizes(capacity=capacity, budget=budget, forced=forced, rows=whole(told.rows), recent=whole(told.recent))
+    return _Sizes(
+        capacity=capacity, budget=budget, forced=forced, rows=from_none(told.rows), recent=from_none(told.recent)
+    )
 
 
 class _Given(Source):
-    """Arrays of some layers: the source of what the engine's `compress` chooses from."""
+    """Source of the engine's `compress` that holds a caller's keys, values and queries of some layers."""
 
     def __init__(
         self,
         arrays: list[tuple[Any, Any, Any]],
         parts: Parts,
         length: Any,
+        *,
         room: int,
         key: PRNGKeyArray,
         first: int,
         layers: int,
     ):
-        """Looks at arguments and sizes; arrays are those of the layers from `first` on."""
+        """Checks the keys, values and queries of the layers from `first` on, and looks up their sizes."""
         self.arrays, self.parts, self.room, self.key, self.first = arrays, parts, room, key, first
         self.indices = range(first, first + len(arrays))
         self.like = as_keys_values(*arrays[0][:2])[0]
@@ -206,7 +205,7 @@ class _Given(Source):
             parts.budgets(lengths, self.sizes.forced[lengths])
 
     def candidates(self, index: int) -> Candidates:
-        """One layer's rows with what the policy's scorer says of them; nothing of that is differentiated."""
+        """Candidates of one layer: its prompts' rows with scores; gradients stop at the scores."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         k, v = as_keys_values(*self.arrays[index - self.first][:2])
         like = self.like
@@ -226,6 +225,7 @@ class _Given(Source):
         return dataclasses.replace(self.prompts, scores=scores, claim=claim)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
+        """One layer as the scorer sees it, with the queries and attention sums that it asks for."""
         queries, sums, length, (batch, heads, slots, dim) = scorer.queries, None, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
@@ -242,11 +242,12 @@ class _Given(Source):
                 q = jnp.take_along_axis(q, at, axis=3)
             q = q[..., q.shape[3] - queries :, :]
             q = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
-        of = {"length": length, "layer": jnp.int32(index), "key": self.key}
-        return Observed(q=q, q_positions=positions, k=k, v=v, sums=sums, **of)
+        return Observed(
+            q=q, q_positions=positions, k=k, v=v, sums=sums, length=length, layer=jnp.int32(index), key=self.key
+        )
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows of prompts of these lengths, from tables, or by what layers claim."""
+        """Rows per kv head and most recent rows, `[L, B]`, of a group of layers: by length, or from their claims."""
         sizes = self.sizes
         if self.parts.claims:
             return _by_claims(self.parts, sizes, self.length, claims)
@@ -256,22 +257,21 @@ class _Given(Source):
         return rows, recent
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """As many as prompts of any length can keep, and the room."""
+        """Rows of the pool of a group of layers: the most that prompts of any length keep, and the room."""
         return self.like.shape[1] * (self.sizes.capacity[group[0]] + len(group) * self.room)
 
     def rows(self, index: int) -> Unpacked:
-        """What was held of a layer."""
+        """Removes and returns the rows held of a layer."""
         return self.held.pop(index)
 
 
 def _compressed(
     arrays: list[tuple[Any, Any, Any]], parts: Parts, length: Any, room: Any, key: Any, *, first: int, layers: int
 ) -> Rows:
-    """Rows of some layers, from `first` on."""
-    room = plain(room)
-    require(is_whole(room), "room", room, "give how many tokens will be appended, 0 or more")
+    """Compresses the layers from `first` on into the public `Rows`."""
+    room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
     key = as_key(0 if key is None else key)
-    given = _Given(arrays, parts, length, room, key, first, layers)
+    given = _Given(arrays, parts, length, room=room, key=key, first=first, layers=layers)
     made = finished(compress_all(given, parts, key=key))
     return Rows(
         k=tuple(pool.k for pool in made.pools),
@@ -285,30 +285,30 @@ def _compressed(
 
 
 def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Array, "... S D"]:
-    """Rows with zeros for padding, which may hold anything: what is not a number would spread in sums over rows."""
+    """Rows with zeros for padding: a NaN there would spread in sums over rows."""
     inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < length[:, None]
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
 def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
-    """Rows and most recent rows of each layer where they follow from scores: the host's exact arithmetic."""
+    """Rows per kv head and most recent rows of each layer by its claims, on the host; by a callback in a trace."""
     layers = len(claims)
 
-    def host(claims, budget, length, forced):
+    def on_host(claims, budget, length, forced):
         claims, budget, length, forced = (np.asarray(each) for each in (claims, budget, length, forced))
         return np.stack(rows_by_claims(parts, budget, length, forced, claims))
 
     given = (jnp.stack(claims), jnp.asarray(sizes.budget)[length], length, jnp.asarray(sizes.forced)[length])
     if known(*given):
-        both = jnp.asarray(host(*given))
+        both = jnp.asarray(on_host(*given))
     else:
         shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
-        both = jax.pure_callback(host, shape, *given, vmap_method="sequential")
+        both = jax.pure_callback(on_host, shape, *given, vmap_method="sequential")
     return both[0], both[1]
 
 
 def _as_taken(given: Method | type[Method] | str) -> Method:
-    """The policy, if it needs no more than keys, values and queries of the prompt."""
+    """Returns the policy of an argument; refuses one that needs more than keys, values and queries of the prompt."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.parts()
     for refused, remedy in (
@@ -324,7 +324,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
 
 
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
-    """A layer's queries, if there are as many as the policy needs."""
+    """Returns a layer's queries by kv head; refuses fewer than the policy needs."""
     slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     asks = "all S queries" if parts.needs.sums else f"the last {window} queries of each sequence, or all S"
     require(given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]")

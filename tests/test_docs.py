@@ -180,3 +180,18 @@ def test_the_extra_takes_what_is_pinned():
 
 def test_the_readme_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+def test_lists_of_policies_are_made_of_their_files(tmp_path, monkeypatch):
+    """`make format` has nothing to write; what it writes follows the files, and nothing else."""
+    lists = loaded("make_lists")
+    assert lists.main(write=False) == []
+    found = lists.found()
+    assert found.keys() == set(lists.methods.__all__) and set(found.values()) == set(POLICIES.values())
+    for name in found:
+        assert {name} <= set(jaxkv.__all__) and {name} <= set(jaxkv.policies.__all__)
+    stale = tmp_path / "__init__.py"
+    stale.write_text("")
+    monkeypatch.setattr(lists, "INIT", stale)
+    monkeypatch.setattr(lists, "ROOT", tmp_path)
+    assert lists.main() == ["__init__.py"] and "import SnapKV\n" in stale.read_text() and lists.main() == []

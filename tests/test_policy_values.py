@@ -1,5 +1,6 @@
 """Policies are values: fields hold what was given, types tell numbers apart, a replaced field makes another policy."""
 
+import copy
 import dataclasses
 import enum
 import pickle
@@ -102,6 +103,26 @@ def test_what_only_looks_different_is_the_same():
         (Merge(beta=1, metric="value"), Merge(beta=1.0, metric=Metric.VALUE)),
     ):
         assert one == other and hash(one) == hash(other) and repr(one) == repr(other)
+
+
+def test_parts_are_made_once():
+    made = []
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Counted(Mine):
+        def parts(self):
+            made.append(self.budget)
+            return dataclasses.replace(super().parts(), keep=jaxkv.Keep(sinks=2))
+
+    policy = Counted()
+    assert policy.parts() is policy.parts() and policy == Counted() and hash(policy) == hash(Counted())
+    assert {policy, dataclasses.replace(policy, budget=30)} == {Counted(), Counted(budget=30)}
+    assert made == [20, 20, 20, 30, 20, 30] and policy.parts().keep.sinks == 2
+    for same in (copy.copy(policy), copy.deepcopy(policy)):
+        assert same == policy and same.parts() == policy.parts()
+    snap = AdaKV(budget=40)
+    again = pickle.loads(pickle.dumps(snap))
+    assert again == snap and vars(snap) == vars(AdaKV(budget=40)) and b"WindowAttention" not in pickle.dumps(snap)
 
 
 def test_a_class_may_compare_in_its_own_way():

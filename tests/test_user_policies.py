@@ -119,15 +119,16 @@ def test_what_a_class_says_in_vain_is_refused():
     made = dataclasses.dataclass(frozen=True, kw_only=True)
     unnoted = type("Unnoted", (SnapKV,), {"budget": 64})
     unmade = type("Unmade", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64})
-    part = type("Part", (SnapKV,), {"__annotations__": {"heads": object}, "heads": UniformHeads()})
     for cls, message in (
-        (made(unnoted), r"Unnoted\.budget: dataclasses take no default without a type: write `budget: \.\.\. = 64`"),
-        (made(type("Kept", (Policy,), {"keep": Keep(sinks=4)})), r"Kept\.keep: dataclasses take no default without"),
-        (unmade, r"Unmade: write @dataclasses\.dataclass\(frozen=True, kw_only=True\)"),
-        (made(part), r"Part\.heads: nobody reads it: write `parts`"),
+        (made(unnoted), r"Unnoted\.budget: it is no field's default: write `budget: \.\.\. = 64` in the class"),
+        (made(type("Kept", (Policy,), {"keep": Keep(sinks=4)})), r"Kept\.keep: it is no field's default: write `keep"),
+        (unmade, r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it"),
+        (made(type("Below", (unmade,), {})), r"Below\.budget: it is no field's default"),
     ):
         with pytest.raises(TypeError, match=message):
             cls()
+    with pytest.raises(TypeError, match=r"Part\.heads: nobody reads it: write `parts`"):
+        type("Part", (SnapKV,), {"__annotations__": {"heads": object}, "heads": UniformHeads()})
     noted = made(type("Noted", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64}))
     assert noted().parts().budget == 64
     ours = made(type("Ours", (Policy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()}))
@@ -144,7 +145,7 @@ def test_a_policy_without_parts_says_so():
         type("Less", (Method,), {"parts": lambda self: 3})(budget=20)
     for name in ("scorer", "heads", "keep"):
         with pytest.raises(TypeError, match=rf"Mute\.{name}: nobody reads it: write `parts`"):
-            type("Mute", (SnapKV,), {name: property(lambda self: None)})(budget=40)
+            type("Mute", (SnapKV,), {name: property(lambda self: None)})
     with pytest.raises(TypeError, match="Around: write its method `wrap`"):
         type("Around", (Wrapper,), {})(base=SnapKV(budget=40))
 

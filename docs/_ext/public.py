@@ -11,6 +11,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+from jaxkv.policies.registry import POLICIES
+
 # What users import from. Their `__all__`, or what they define, is what has to be in the reference.
 MODULES = (
     "jaxkv",
@@ -21,6 +23,8 @@ MODULES = (
     "jaxkv.evals",
     "jaxkv.checkpoints",
 )
+# Stands for the classes of all shipped policies.
+_POLICIES = "@policies"
 _ARRAY_LIKE = "Array | ndarray | bool | number | bool | int | float | complex"
 
 
@@ -50,7 +54,10 @@ def _rst(module: str, name: str) -> str:
 
 
 class Public(SphinxDirective):
-    """Documents the names in its content, all from the module that is its argument: a table, then each of them."""
+    """Documents the names in its content, all from the module that is its argument: a table, then each of them.
+
+    `@policies` stands for the classes of all shipped policies.
+    """
 
     required_arguments = 1
     has_content = True
@@ -58,7 +65,7 @@ class Public(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Sphinx' hook."""
         module = self.arguments[0]
-        names = [name for line in self.content for name in line.split()]
+        names = " ".join(self.content).replace(_POLICIES, " ".join(cls.__name__ for cls in POLICIES.values())).split()
         table = ".. autosummary::\n   :nosignatures:\n\n" + "".join(f"   ~{module}.{name}\n" for name in names) + "\n"
         return self.parse_text_to_nodes(table + "".join(_rst(module, name) for name in names))
 

@@ -23,7 +23,7 @@ from jaxkv.engine.choosing import Candidates, choose, moved_in_all
 from jaxkv.policies.attended import of_group
 from jaxkv.policies.checks import checked, checked_tuple
 from jaxkv.policies.layers import LayerBudgets
-from jaxkv.policies.merger import UNSET, Merged, Merger, told
+from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.sharding.collectives import anywhere, gathered, total
@@ -262,7 +262,7 @@ def _merged(
     if tau is None and merger.thresholds:
         tau = jnp.full((*k.shape[:2], merger.thresholds), UNSET, jnp.float32)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
-    given = merger.merge(k, v, kept, inside, mass, tau, key, **told(merger, axes))
+    given = merger.merge(k, v, kept, inside, mass, tau, key, **axes_for(merger, axes))
     found = checked_tuple(merger, "merge", given, Merged)
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(merger, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype)

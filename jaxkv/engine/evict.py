@@ -20,7 +20,7 @@ from jaxkv.engine.nearest import nearest, nearest_of_products
 from jaxkv.engine.ordering import behind
 from jaxkv.engine.segments import Segments, fold
 from jaxkv.policies.checks import checked, checked_tuple
-from jaxkv.policies.merger import Joined, Merger, Row, told
+from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Keep, Ongoing
 from jaxkv.policies.rank import ByAge, ByAttention, Rank, ranked
 from jaxkv.sharding.collectives import mean_of_devices
@@ -211,7 +211,7 @@ def _merging_dropped(
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
-        given = merge.merge_one(index, by_layer(cosine), one_of, near, by_layer(over), tau, **told(merge, how.axes))
+        given = merge.merge_one(index, by_layer(cosine), one_of, near, by_layer(over), tau, **axes_for(merge, how.axes))
         found = _checked_joined(merge, given, one_of, tau)
         tau = None if tau is None else found.tau
         joins = found.joins.reshape(over.shape) & over

@@ -1,5 +1,6 @@
-"""Policies: frozen dataclasses composed of a scorer, budgets over layers and heads, and rows that always stay."""
+"""Policies: methods of papers, and the parts that they are composed of: scorers, budgets, ranks, mergers."""
 
+from jaxkv.policies import methods
 from jaxkv.policies.attended import (
     AvgPool,
     CumulativeAttention,
@@ -23,31 +24,8 @@ from jaxkv.policies.layers import (
     UniformLayers,
 )
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
-from jaxkv.policies.methods import (
-    D2O,
-    H2O,
-    TOVA,
-    AdaKV,
-    BrutalOffload,
-    CaM,
-    CriticalKV,
-    DefensiveKV,
-    ExpectedAttention,
-    FullKV,
-    GlobalBudget,
-    KeyDiff,
-    KNorm,
-    LayerDefensiveKV,
-    LocalWindow,
-    Mode,
-    OmniKV,
-    PyramidInfer,
-    PyramidKV,
-    Random,
-    RoCo,
-    SnapKV,
-    StreamingLLM,
-)
+from jaxkv.policies.methods import *  # noqa: F403
+from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
 from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
@@ -59,46 +37,32 @@ from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceL
 from jaxkv.policies.wrapper import Wrapper
 
 __all__ = [
-    "AdaKV",
     "AdaptiveHeads",
     "Again",
     "Append",
     "AvgPool",
-    "BrutalOffload",
     "ByAge",
     "ByAttention",
-    "CaM",
-    "CriticalKV",
     "CumulativeAttention",
-    "D2O",
     "Decision",
-    "DefensiveKV",
     "EntropyLayers",
     "Evict",
-    "ExpectedAttention",
     "ExponentialLayers",
     "FilteredReads",
-    "FullKV",
     "FutureAttention",
     "FutureQueries",
     "GeometricLayers",
     "GiniLayers",
-    "GlobalBudget",
     "GlobalLayers",
     "GroupReduce",
-    "H2O",
     "Joined",
-    "KNorm",
     "KVPressLayers",
     "Keep",
-    "KeyDiff",
     "KeyDifference",
     "KeyNorm",
     "LastAttention",
-    "LayerDefensiveKV",
     "LinearLayers",
     "LoadedReads",
-    "LocalWindow",
     "MaxPool",
     "Merge",
     "Merged",
@@ -110,28 +74,20 @@ __all__ = [
     "Observed",
     "OfficialLayers",
     "OfficialVarianceLayers",
-    "OmniKV",
     "Parts",
     "Policy",
     "PoolOrder",
     "Position",
     "ProtectedHeads",
-    "PyramidInfer",
-    "PyramidKV",
     "QueryMoments",
-    "Random",
     "Rank",
     "Reads",
-    "RoCo",
     "Row",
     "Scope",
     "Scorer",
     "Selector",
     "SharedHeads",
-    "SnapKV",
     "Statistic",
-    "StreamingLLM",
-    "TOVA",
     "TwoStageHeads",
     "Uniform01",
     "UniformHeads",
@@ -144,3 +100,4 @@ __all__ = [
     "Wrapper",
     "register",
 ]
+__all__ += methods.__all__

@@ -1,15 +1,17 @@
-"""Scores by the attention that rows receive, and pooling over neighbours. Float32 per kv head and row; higher stays."""
+"""Scorers by the attention that rows receive, and pooling of scores over neighbours."""
 
 import dataclasses
 import enum
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
+from jaxkv._checks import choice, field, flag, whole
 from jaxkv._errors import require
-from jaxkv._values import Value, choice, count, flag
+from jaxkv._values import Value
 from jaxkv.attention import backend_of
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank
@@ -19,7 +21,7 @@ from jaxkv.sharding.mesh import Axes
 
 
 class PoolOrder(enum.Enum):
-    """When neighbours are pooled: after the mean over window and group (published code), or before (Ada-KV's text)."""
+    """Order of pooling: LAST, after the mean over window and group (published code); FIRST, before (Ada-KV's text)."""
 
     LAST = "last"
     FIRST = "first"
@@ -27,7 +29,11 @@ class PoolOrder(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaxPool(Value):
-    """Each position takes the largest score within `kernel // 2` of it, so that neighbours of a peak stay with it."""
+    """Pooling by the largest score within `kernel // 2` positions, so that neighbours of a peak stay with it.
+
+    Attributes:
+        kernel: odd number of neighbours, the position itself included.
+    """
 
     kernel: int = 7
 
@@ -35,13 +41,17 @@ class MaxPool(Value):
         _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Pools over positions that are inside; the others count as absent."""
+        """Largest score among the neighbours that are `inside`, for each position."""
         return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
 
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool(Value):
-    """Mean over `kernel` neighbours, absent ones counted as zero: the edges come out low, as in the published code."""
+    """Pooling by the mean of `kernel` neighbours, absent ones counted as zero as in published code: edges come out low.
+
+    Attributes:
+        kernel: odd number of neighbours, the position itself included.
+    """
 
     kernel: int = 5
 
@@ -49,16 +59,16 @@ class AvgPool(Value):
         _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Pools over positions that are inside; the others count as zero."""
+        """Mean score of the neighbours, those not `inside` counted as zero, for each position."""
         return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class NoPool(Value):
-    """Scores as they are."""
+    """No pooling: scores are left unchanged."""
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """The scores, unchanged."""
+        """Returns the scores unchanged."""
         return scores
 
 
@@ -66,7 +76,8 @@ Pooling = MaxPool | AvgPool | NoPool
 
 
 def _require_odd(pool: "MaxPool | AvgPool") -> None:
-    count(pool, "kernel", 1, "give a positive odd number of neighbours")
+    """Stores a pooling's kernel as an int; refuses one that is not positive and odd."""
+    field(pool, "kernel", whole, "give a positive odd number of neighbours")
     require(pool.kernel % 2 == 1, "kernel", pool.kernel, "an even kernel has no middle: give an odd number")
 
 
@@ -75,6 +86,7 @@ _MOST_SHIFTS = 63
 
 
 def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) -> Float[Array, "*rows S"]:
+    """Combines `kernel` neighbouring values along the last axis by a binary operation; `empty` beyond the ends."""
     # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
     half = kernel // 2
     if kernel > _MOST_SHIFTS:
@@ -92,7 +104,7 @@ def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeAttention(Scorer, Value):
-    """H2O's score: the attention each row received from all queries so far, mean over the group.
+    """H2O's scorer: the attention each row received from all queries so far, mean over the group.
 
     Attributes:
         mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
@@ -102,55 +114,45 @@ class CumulativeAttention(Scorer, Value):
         the mean, Ren and Zhu, arXiv:2402.06262, section 4.
     """
 
+    sums: ClassVar[bool] = True
+
     mean: bool = False
 
     def __post_init__(self) -> None:
-        flag(self, "mean")
-
-    @property
-    def sums(self) -> bool:
-        """All queries count."""
-        return True
+        field(self, "mean", flag)
 
     @property
     def rank(self) -> Rank:
-        """Each token adds its own attention."""
+        """Rank whose scores grow by each new token's attention."""
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """The sums, mean over the group."""
+        """Attention received from all queries, mean over the group."""
         if seen.sums is None:
             raise TypeError("CumulativeAttention needs sums over all queries")
         return seen.sums.mean(axis=2)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """What was received, or that per query."""
+        """The attention received; with `mean`, divided by the number of queries that could see the row."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.rank.rank(observed, age[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastAttention(Scorer, Value):
-    """TOVA's score: the attention of the last token alone, mean over the group."""
+    """TOVA's scorer: the attention of the last token alone, mean over the group."""
 
-    @property
-    def queries(self) -> int:
-        """The last one's."""
-        return 1
-
-    @property
-    def rank(self) -> Rank:
-        """Each token's attention replaces that of the one before."""
-        return ByAttention(decay=0.0)
+    queries: ClassVar[int] = 1
+    rank: ClassVar[Rank] = ByAttention(decay=0.0)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """The last query's probabilities."""
+        """Attention probabilities of the last query, mean over the group."""
         return attention.window_mass(seen.q, seen.k, seen.q_positions, lambda p, _: p.mean(axis=(0, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowAttention(Scorer, Value):
-    """SnapKV's score: attention that the last `window` queries of the prompt pay to each row.
+    """SnapKV's scorer: attention that the last `window` queries of the prompt pay to each row.
 
     Attributes:
         window: queries observed.
@@ -168,13 +170,15 @@ class WindowAttention(Scorer, Value):
     order: PoolOrder | str = PoolOrder.LAST
 
     def __post_init__(self) -> None:
-        count(self, "window", 1, "observe at least 1 query")
-        choice(self, "group", GroupReduce)
-        choice(self, "order", PoolOrder)
+        field(self, "window", whole, "observe at least 1 query")
+        field(self, "group", choice, GroupReduce)
+        field(self, "order", choice, PoolOrder)
+        pools = callable(self.pooling) and not isinstance(self.pooling, type)
+        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
 
     @property
     def queries(self) -> int:
-        """Those of the window."""
+        """Number of last queries read: the window's."""
         return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -191,29 +195,21 @@ class WindowAttention(Scorer, Value):
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Spreads what was observed to neighbours, the window's columns left out."""
+        """Observations pooled over neighbours, the window's own columns left out."""
         if self.order is PoolOrder.FIRST:
             return observed
         return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
 
 
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
-    """What a scorer observes of each kv head's whole group, where several devices have a part of its query heads.
-
-    Args:
-        observed: by the device's part.
-        scorer: who did.
-        axes: of the mesh, if there is one.
-
-    Returns:
-        The mean over the parts, or where the scorer reduces the group to its largest, that.
-    """
+    """Observations reduced over the devices that share a kv head's query heads, by the scorer's mean or max."""
     if not sees_query_heads(scorer):
-        # It sees nothing of the query heads: what the devices have observed is the same.
+        # Without a look at query heads all devices have observed the same.
         return observed
     largest = group_of(scorer) is GroupReduce.MAX
     return (most_of_devices if largest else mean_of_devices)(observed, "G", axes)
 
 
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
+    """Mask of positions before `end`."""
     return jnp.arange(slots, dtype=jnp.int32) < end

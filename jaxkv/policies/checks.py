@@ -1,27 +1,55 @@
-"""What users' parts give, checked while a program is traced: it costs nothing then, and names the part at fault."""
+"""Checks of what users give a policy: budgets, spans and parts at construction, and parts' results under a trace."""
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
+
+from jaxkv._errors import require
+from jaxkv._values import plain
+
+Span = tuple[int, int]
+
+
+def as_budget(given: Any) -> int | float | None:
+    """Returns a budget as an int (rows), a float (share of the prompt; decimals and fractions are shares) or None."""
+    budget = float(given) if isinstance(given, (Decimal, Fraction)) else plain(given)
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    require(budget is None or number, "budget", budget, "give rows per head (an int) or a share (a float)")
+    if isinstance(budget, float):
+        require(0 < budget <= 1, "budget", budget, "a ratio lies in (0, 1]; for a number of rows give an int")
+    elif budget is not None:
+        require(budget >= 1, "budget", budget, "keep at least 1 row, or give a ratio in (0, 1]")
+    return budget
+
+
+def as_spans(given: Any) -> tuple[Span, ...]:
+    """Returns spans of positions as a tuple of `(start, stop)` pairs of ints; refuses anything else."""
+    remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
+    pairs = given.tolist() if isinstance(given, np.ndarray) else given
+    require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
+    spans = []
+    for pair in pairs:
+        edges = tuple(plain(edge) for edge in pair) if isinstance(pair, (tuple, list, np.ndarray)) else ()
+        whole = len(edges) == 2 and all(isinstance(edge, int) and not isinstance(edge, bool) for edge in edges)
+        require(whole, "protect", given, remedy)
+        spans.append((edges[0], edges[1]))
+    return tuple(spans)
+
+
+def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
+    """Returns an instance of a class or protocol; refuses others, and the class itself."""
+    require(isinstance(value, kind) and not isinstance(value, type), name, value, remedy)
+    return value
 
 
 def checked(part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32) -> Array:
-    """What a part's method gave, if it is what it should be.
+    """Returns the array that a part's method gave; refuses another shape or dtype with a TypeError, at trace time.
 
-    Args:
-        part: a scorer, a rank or a merger.
-        method: of which method.
-        given: what it returned.
-        shape: what is wanted.
-        about: what that stands for, in words.
-        dtype: what is wanted.
-
-    Returns:
-        The same.
-
-    Raises:
-        TypeError: naming the part, what it gave and what is wanted.
+    `about` names the axes for the message, such as "row, [B, K, S]".
     """
     mine, kind = getattr(given, "shape", None), getattr(given, "dtype", None)
     if mine != tuple(shape) or kind != dtype:
@@ -32,20 +60,7 @@ def checked(part: Any, method: str, given: Any, shape: tuple[int, ...], about: s
 
 
 def checked_tuple(part: Any, method: str, given: Any, kind: type) -> Any:
-    """What a merger's method gave, if it is of the right kind.
-
-    Args:
-        part: the merger.
-        method: of which method.
-        given: what it returned.
-        kind: a named tuple's class.
-
-    Returns:
-        The same.
-
-    Raises:
-        TypeError: naming the merger, what it gave and what is wanted.
-    """
+    """Returns the named tuple that a merger's method gave; refuses one of another class with a TypeError."""
     if not isinstance(given, kind):
         fields = ", ".join(kind._fields)  # type: ignore[attr-defined]
         raise TypeError(f"{type(part).__name__}.{method}={type(given).__name__}: return {kind.__name__}({fields})")

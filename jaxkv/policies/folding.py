@@ -1,17 +1,19 @@
-"""What becomes of dropped rows: folded into the kept row they resemble most, where they resemble it enough."""
+"""Mergers: D2O's `Merge` joins a dropped row to its most similar kept row, CaM's `ValueMerge` folds values forward."""
 
 import dataclasses
 import enum
 import math
 from fractions import Fraction
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._values import Value, choice, count, flag, real
+from jaxkv._checks import choice, field, flag, real, whole
+from jaxkv._values import Value
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
 from jaxkv.sharding.mesh import Axes
@@ -22,7 +24,7 @@ _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class Metric(enum.Enum):
-    """Whose cosines decide: the keys' for both, the values' for both, or each one's own for itself."""
+    """Cosines that decide: of keys for both, of values for both, or keys for keys and values for values."""
 
     KEY = "key"
     VALUE = "value"
@@ -30,7 +32,7 @@ class Metric(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """How rows are joined: exp(cosine) over the sum with e for the kept row; plainly averaged; or as published code.
+    """Weights of joined rows: SOFTMAX is exp(cosine) with e for the kept row, over the sum; AVERAGE are equal ones.
 
     SCATTER_MEAN adds dropped rows times their cosine and divides by their number and one: weights do not sum to one.
     """
@@ -41,14 +43,14 @@ class Weights(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """Whether each kv head has a threshold of its own, or the heads of a layer share one."""
+    """Scope of a running threshold: of each kv head, or of a layer, whose heads share it."""
 
     HEAD = "head"
     LAYER = "layer"
 
 
 class Decision(enum.Enum):
-    """Whether each dropped row is judged alone, or, as in published code, all heads' i-th dropped rows together."""
+    """Rows that are judged together: each dropped row alone; or, as in published code, all heads' i-th dropped rows."""
 
     TOKEN = "token"
     SHARED_POSITION = "shared_position"
@@ -56,14 +58,14 @@ class Decision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(Merger, Value):
-    """D2O's merging: a dropped row joins its nearest kept row if it is no less like it than rows dropped before.
+    """D2O's merging: a dropped row joins its nearest kept row if their cosine reaches a running threshold.
 
     Attributes:
         beta: weight of the latest similarity in the running threshold.
-        metric: whose cosines decide.
-        weights: how rows are joined.
-        scope: whose threshold it is.
-        decision: what is judged together.
+        metric: `Metric`, or its value: cosines of keys or of values.
+        weights: `Weights`, or its value: how rows are joined.
+        scope: `Scope`, or its value: a threshold per head or per layer.
+        decision: `Decision`, or its value: rows that are judged together.
         threshold: a fixed threshold instead of the running one: -inf merges everything, +inf nothing.
 
     References:
@@ -80,40 +82,49 @@ class Merge(Merger, Value):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        real(self, "beta", "give a weight between 0 and 1", low=0, high=1)
+        field(self, "beta", real, "give a weight between 0 and 1", high=1.0)
         for name, kind in (("metric", Metric), ("weights", Weights), ("scope", Scope), ("decision", Decision)):
-            choice(self, name, kind)
+            field(self, name, choice, kind)
         if self.threshold is not None:
-            real(self, "threshold", "give a cosine, an infinity, or None", low=-math.inf, high=math.inf)
+            field(self, "threshold", real, "give a cosine, an infinity, or None", low=-math.inf)
 
     @property
     def thresholds(self) -> int:
-        """One, or keys' and values'."""
+        """Number of running thresholds per kv head: one, or two with `Metric.BOTH`."""
         return 2 if self.metric is Metric.BOTH else 1
 
     @property
     def needs_equal_heads(self) -> bool:
-        """Where heads' i-th dropped rows are judged together."""
+        """True if heads' i-th dropped rows are judged together, so that every head must drop as many."""
         return self.decision is Decision.SHARED_POSITION
 
     @property
     def across_heads(self) -> bool:
-        """Where they share a threshold, or a decision."""
+        """True if heads share a threshold or a decision."""
         return self.scope is Scope.LAYER or self.decision is Decision.SHARED_POSITION
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Whose cosines decide: the keys', the values', or each one's own."""
+        """Rows compared by cosine: "k" for keys, "v" for values, or both in turn."""
         return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[Metric(self.metric)]
 
     def _changes(self, index: int) -> str:
-        """What the cosines of this metric decide for."""
+        """Names of the rows, "k", "v" or "kv", that the cosines of `compares[index]` decide for."""
         return self.compares[index] if self.metric is Metric.BOTH else "kv"
 
     def moved(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Float[Array, "B K"]:
-        """The running threshold after these rows were dropped (equation 10)."""
+        """Running thresholds after rows were dropped (equation 10).
+
+        Args:
+            tau: thresholds so far; -inf where there was none yet.
+            similarity: cosine of each row and its nearest kept row.
+            dropped: mask of dropped rows.
+
+        Returns:
+            The thresholds; unchanged where no row was dropped.
+        """
         if self.scope is Scope.LAYER:
             axes: tuple[int, ...] = (1, 2)
         else:
@@ -128,7 +139,16 @@ class Merge(Merger, Value):
     def joins(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Bool[Array, "B K N"]:
-        """Which dropped rows are merged."""
+        """Mask of dropped rows that are merged: those whose cosine reaches the threshold.
+
+        Args:
+            tau: thresholds, those dropped now counted in.
+            similarity: cosine of each row and its nearest kept row.
+            dropped: mask of dropped rows.
+
+        Returns:
+            The mask.
+        """
         level = tau if self.threshold is None else jnp.full_like(tau, self.threshold)
         if self.decision is Decision.SHARED_POSITION:
             # The i-th dropped row of every head, in order of position: a different token in each.
@@ -138,16 +158,27 @@ class Merge(Merger, Value):
             similarity = jnp.take_along_axis(jnp.broadcast_to(together, similarity.shape), rank, axis=-1)
         return dropped & (similarity >= level[..., None])
 
-    def _decided(self, tau: Array, similarity: Array, dropped: Array, axes: Axes | None) -> tuple[Array, Array]:
-        """The thresholds that have moved, and which rows are merged: by all heads' numbers, if they decide together."""
+    def _decided(
+        self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
+    ) -> tuple[Array, Array]:
+        """All thresholds, the `index`-th of them updated, and the mask of dropped rows that are merged."""
+        if tau is None:
+            raise TypeError("Merge needs its thresholds")
         over = axes if self.across_heads else None
-        tau, similarity, dropped = (gathered(each, "K", 1, over) for each in (tau, similarity, dropped))
-        level = self.moved(tau, similarity, dropped)
+        level, similarity, dropped = (gathered(each, "K", 1, over) for each in (tau[..., index], similarity, dropped))
+        level = self.moved(level, similarity, dropped)
         joins = self.joins(level, similarity, dropped)
-        return own(level, "K", 1, over), own(joins, "K", 1, over)
+        return tau.at[..., index].set(own(level, "K", 1, over)), own(joins, "K", 1, over)
 
     def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """What a dropped row of this cosine adds to the sum of rows, and to what that is divided by; the kept row's."""
+        """Weights of rows joined at these cosines.
+
+        Args:
+            similarity: cosines of dropped rows and their nearest kept rows.
+
+        Returns:
+            Each dropped row's weight in the sum of rows, its weight in the divisor, and the kept row's in both.
+        """
         if self.weights is Weights.SOFTMAX:
             weight = jnp.exp(similarity)
             return weight, weight, math.e
@@ -165,18 +196,16 @@ class Merge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """See `Merger.merge`; rows are compared in blocks, so that memory is O(S)."""
-        if tau is None:
-            raise TypeError("Merge needs its thresholds")
+        """Merges all dropped rows of a layer into its kept ones, compared in blocks: memory is O(S). See `Merger`."""
         dropped = inside & ~kept
-        rows, after = {"k": k, "v": v}, tau
+        given = {"k": k, "v": v}
+        rows = dict(given)
         for index, metric in enumerate(self.compares):
-            similarity, nearest = nearest_kept({"k": k, "v": v}[metric], kept, dropped)
-            level, joins = self._decided(tau[..., index], similarity, dropped, axes)
-            after = after.at[..., index].set(level)
+            similarity, nearest = nearest_kept(given[metric], kept, dropped)
+            tau, joins = self._decided(tau, index, similarity, dropped, axes)
             for name in self._changes(index):
                 rows[name] = self._join(rows[name], similarity, nearest, joins)
-        return Merged(rows["k"], rows["v"], after)
+        return Merged(rows["k"], rows["v"], tau)
 
     def merge_one(
         self,
@@ -188,20 +217,17 @@ class Merge(Merger, Value):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """See `Merger.merge_one`."""
-        if tau is None:
-            raise TypeError("Merge needs its thresholds")
-        similarity, going = cosine[..., None], goes[..., None]
-        level, joins = self._decided(tau[..., index], similarity, going, axes)
-        joins = joins[..., 0]
+        """Merges one dropped row of each segment into its nearest kept row. See `Merger.merge_one`."""
+        tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
             name: (own * getattr(nearest, name) + add[..., None] * getattr(dropped, name)) / (own + divide)[..., None]
             for name in self._changes(index)
         }
-        return Joined(joins, new.get("k"), new.get("v"), tau.at[..., index].set(level))
+        return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
+        """Rows with each joining one averaged into its nearest kept row, by weight; in the rows' dtype."""
         add, divide, own = self.shares(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
@@ -217,7 +243,7 @@ class Merge(Merger, Value):
 
 
 def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """Rows of length one, float32; rows near zero stay near zero."""
+    """Rows scaled to an L2 norm of 1, float32; rows shorter than 1e-6 come out shorter."""
     wide = rows.astype(jnp.float32)
     return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), _EPS)
 
@@ -225,15 +251,10 @@ def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
 def nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """The kept row with the largest cosine, for each dropped one; the matrix of all cosines is never whole.
+    """Largest cosine of each dropped row with a kept one, and that row's index, the lowest among equals.
 
-    Args:
-        rows: what is compared.
-        kept: rows that stay; at least one wherever any is dropped.
-        dropped: rows that do not.
-
-    Returns:
-        The cosine and the kept row's index, the lowest among equals; anything finite for rows that are not dropped.
+    Rows are compared in blocks: the matrix of all cosines is never in memory. Heads that drop rows keep at least one;
+    rows that are not dropped get 0 and 0.
     """
     batch, heads, slots, dim = rows.shape
     take, across = min(_DROPPED_BLOCK, slots), min(_KEPT_BLOCK, slots)
@@ -264,8 +285,7 @@ def nearest_kept(
 
             none = (jnp.full((take,), -jnp.inf, jnp.float32), jnp.zeros((take,), jnp.int32))
             best = lax.fori_loop(0, (count + across - 1) // across, compare, none)
-            put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, begin, 0)  # noqa: E731
-            return put(found[0], best[0]), put(found[1], best[1])
+            return tuple(lax.dynamic_update_slice_in_dim(a, b, begin, 0) for a, b in zip(found, best, strict=True))
 
         nothing = (jnp.zeros((slots,), jnp.float32), jnp.zeros((slots,), jnp.int32))
         cosine, at = lax.fori_loop(0, (end - count + take - 1) // take, block, nothing)
@@ -273,18 +293,17 @@ def nearest_kept(
         back = cosine[place]
         return jnp.where(dropped, back, 0.0), jnp.where(dropped, order[at[place]], 0)
 
-    flat = lambda a: a.reshape(batch * heads, *a.shape[2:])  # noqa: E731
-    cosine, at = lax.map(head, (flat(rows), flat(kept), flat(dropped)))
+    cosine, at = lax.map(head, tuple(each.reshape(batch * heads, *each.shape[2:]) for each in (rows, kept, dropped)))
     return cosine.reshape(batch, heads, slots), at.reshape(batch, heads, slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueMerge(Merger, Value):
-    """CaM's merging: values fold into those of the tokens behind them, by chance as likely as they are attended to.
+    """CaM's merging: values fold into those of the tokens behind them, with the probability of their attention.
 
     Attributes:
         window: tokens behind that take a share each; the policy's window.
-        start: first part of the prompt that keeps its values to itself, as a share.
+        start: first share of the prompt whose values are not folded.
         expected: multiply by the probability instead of drawing.
 
     References:
@@ -292,23 +311,20 @@ class ValueMerge(Merger, Value):
         KVCache-Factory, applied to a copy: the prompt's own attention sees values as they were.
     """
 
+    across_heads: ClassVar[bool] = True
+
     window: int = 32
     start: float = 0.1
     expected: bool = False
 
     def __post_init__(self) -> None:
-        count(self, "window", 1, "give at least 1 token")
-        real(self, "start", "give a share from 0 up to, but not, 1", low=0, high=math.nextafter(1, 0))
-        flag(self, "expected")
-
-    @property
-    def across_heads(self) -> bool:
-        """Draws count heads, and values fold where any head drops something."""
-        return True
+        field(self, "window", whole, "give at least 1 token")
+        field(self, "start", real, "give a share from 0 up to, but not, 1", high=math.nextafter(1, 0))
+        field(self, "expected", flag)
 
     @property
     def draws(self) -> bool:
-        """Unless values fold by their probability."""
+        """True if values fold by draws of the random key, False if by their probability."""
         return not self.expected
 
     def merge(
@@ -322,7 +338,7 @@ class ValueMerge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """See `Merger.merge`; kept and dropped rows alike are folded, where anything is dropped at all."""
+        """Folds the values of kept and dropped rows forward, in sequences that drop any row. See `Merger.merge`."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
@@ -339,6 +355,7 @@ class ValueMerge(Merger, Value):
 
     @partial(jax.jit, static_argnums=0)
     def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
+        """Values of one head, each added by its share to those of the `window` tokens behind it, in order."""
         slots, window = v.shape[0], self.window
         index = jnp.arange(slots, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)

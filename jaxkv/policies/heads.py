@@ -1,4 +1,4 @@
-"""How a layer's rows spread over its kv heads, and how many of them the heads of one device may hold."""
+"""Budgets of heads: how a layer's rows spread over its kv heads, and how many of them one device's heads may hold."""
 
 import dataclasses
 from fractions import Fraction
@@ -7,31 +7,28 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._values import Value, real
+from jaxkv._checks import field, real
+from jaxkv._values import Value
 from jaxkv.policies.topk import sortable, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
 _UNLIMITED = 1000.0
+_Keys = UInt[Array, "B K S"]
 # Of Python's, of numpy's, or on a device.
 Numbers = TypeVar("Numbers", int, Array)
 
 
 @runtime_checkable
 class HeadBudgets(Protocol):
-    """How a layer's rows spread over its kv heads.
-
-    Attributes:
-        uniform: whether every head gets as many.
-        needs_norms: whether the values' norms are needed.
-    """
+    """Protocol of how a layer's rows spread over its kv heads: `choose` masks the rows to keep."""
 
     @property
     def uniform(self) -> bool:
-        """Whether every head gets as many."""
+        """True if every head keeps the same number of rows."""
 
     @property
     def needs_norms(self) -> bool:
-        """Whether `norms` must be given."""
+        """True if `choose` reads the norms of values."""
 
     def choose(
         self,
@@ -41,7 +38,7 @@ class HeadBudgets(Protocol):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Picks K * base rows among the candidates.
+        """Mask of K * base rows chosen among the candidates; ties go to the lowest head, then the lowest position.
 
         Args:
             scores: float32, higher stays.
@@ -49,74 +46,73 @@ class HeadBudgets(Protocol):
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
             norms: of the values, seen through the output projection, if needed.
-
-        Returns:
-            The mask of chosen rows; ties go to the lowest head, then to the lowest position.
         """
 
 
-def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:
+def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> _Keys:
+    """Sort keys of scores; 0, the lowest, for rows that are no candidates."""
     return jnp.where(candidates, sortable(scores), jnp.uint32(0))
 
 
 def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+    """Mean of scores over kv heads, repeated for each of them."""
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Equal(Value):
-    """What choices share that give every head as many rows."""
+class _ByKeys(Value):
+    """Base of budgets that choose by sort keys alone: subclasses say `uniform`, and write `_pick`."""
 
-    uniform: ClassVar[bool] = True
+    uniform: ClassVar[bool]
     needs_norms: ClassVar[bool] = False
+
+    def choose(
+        self,
+        scores: Float[Array, "B K S"],
+        candidates: Bool[Array, "B #K S"],
+        base: Int[Array, " B"],
+        forced: Int[Array, " B"],
+        norms: Float[Array, "B K S"] | None = None,
+    ) -> Bool[Array, "B K S"]:
+        """Mask of K * base rows chosen among the candidates by their scores; see `HeadBudgets.choose`."""
+        if shares_positions(self):
+            scores = _mean_of_heads(scores)
+        return self._pick(_keys(scores, candidates), base, forced)
+
+    def _pick(
+        self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
+    ) -> Bool[Array, "B K S"]:
+        """Mask of the `base` rows of largest sort key in each head."""
+        return top(keys, base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Uneven(Value):
-    """What choices share that give each head its own number of rows."""
+class UniformHeads(_ByKeys):
+    """Every kv head keeps as many rows: those of its own best scores."""
+
+    uniform: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedHeads(_ByKeys):
+    """All kv heads of a layer keep the same positions: the best by the mean of their scores."""
+
+    uniform: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Uneven(_ByKeys):
+    """Base of budgets under which heads compete: each kv head keeps its own number of rows."""
 
     uniform: ClassVar[bool] = False
-    needs_norms: ClassVar[bool] = False
 
     alpha: float = 0.2
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
-        real(self, "alpha", "give a share between 0 and 1", low=0, high=1)
+        field(self, "alpha", real, "give a share between 0 and 1", high=1.0)
         remedy = f"give 1 or more, {_UNLIMITED:g} at most: rows of a device's heads over their even share"
-        real(self, "capacity", remedy, low=1, high=_UNLIMITED)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UniformHeads(_Equal):
-    """Every kv head keeps as many."""
-
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-    ) -> Bool[Array, "B K S"]:
-        """The best `base` rows of each head."""
-        return top(_keys(scores, candidates), base[:, None])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedHeads(_Equal):
-    """All kv heads of a layer keep the same positions: the best by the mean of their scores."""
-
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-    ) -> Bool[Array, "B K S"]:
-        """The best `base` rows, the same in each head."""
-        return top(_keys(_mean_of_heads(scores), candidates), base[:, None])
+        field(self, "capacity", real, remedy, low=1.0, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,30 +121,24 @@ class AdaptiveHeads(_Uneven):
 
     Attributes:
         alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
-        capacity: on a mesh, rows of a layer that the heads of one device may hold, over their even share; see
-            `within_capacity`.
+        capacity: on a mesh, rows of a layer that the heads of one device may hold, over their even share; what a
+            device has no room for goes to other devices' heads.
 
     References:
         Ada-KV, arXiv:2407.11550, algorithm 1 and algorithm 2 line 8 (whose alpha is read as the published code does:
         the text of its Table 4 agrees with the code, the printed formula is reversed).
     """
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
+    def _pick(
+        self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """The best K * base rows of all heads decide each head's budget; then each head's best."""
-        keys = _keys(scores, candidates)
+        """Mask of each head's best rows, as many as it wins among the layer's best K * base, mixed with `base`."""
         batch, heads, slots = keys.shape
         winners = top(keys.reshape(batch, heads * slots), heads * base).reshape(keys.shape)
         return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), base))
 
     def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """(1 - alpha) * won + alpha * base in whole rows, by largest remainder; the sum over heads is kept.
+        """Rows per head: (1 - alpha) * won + alpha * base, by largest remainder; the sum over heads stays the same.
 
         Args:
             won: rows each head has among the layer's best K * base.
@@ -170,14 +160,14 @@ class AdaptiveHeads(_Uneven):
         return floor + extra.astype(jnp.int32)
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Rows that every head gets whatever its scores.
+        """Rows that every head may choose whatever its scores: alpha * base, rounded down.
 
         Args:
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
 
         Returns:
-            How many of those to choose.
+            Guaranteed rows per head.
         """
         return most_rows(self.alpha, base)
 
@@ -191,16 +181,10 @@ class ProtectedHeads(_Uneven):
         capacity: as for `AdaptiveHeads`.
     """
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
+    def _pick(
+        self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Safe rows first, then the best of the rest over all heads together."""
-        keys = _keys(scores, candidates)
+        """Mask of each head's safe rows, and of the best of the rest over all heads together."""
         batch, heads, slots = keys.shape
         safe = top(keys, self.floor(base, forced)[:, None])
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
@@ -208,14 +192,14 @@ class ProtectedHeads(_Uneven):
         return safe | top(rest, left).reshape(keys.shape)
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Rows of each head that are safe.
+        """Safe rows of each head, those that stay anyway left out.
 
         Args:
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
 
         Returns:
-            How many of those to choose.
+            Guaranteed rows per head, at most `base`.
         """
         share = Fraction(self.alpha).limit_denominator(1000)
         return jnp.clip(jnp.maximum(1, (base + forced) * share.numerator // share.denominator) - forced, 0, base)
@@ -242,12 +226,12 @@ class TwoStageHeads(Value):
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
-        real(self, "first", "give a share between 0 and 1", low=0, high=1)
-        real(self, "epsilon", "give 0 or a small number", low=0, high=1e30)
+        field(self, "first", real, "give a share between 0 and 1", high=1.0)
+        field(self, "epsilon", real, "give 0 or a small number", high=1e30)
 
     @property
     def uniform(self) -> bool:
-        """As the budgets are."""
+        """True if the budgets give every head the same number of rows."""
         return self.budgets.uniform
 
     def choose(
@@ -258,15 +242,12 @@ class TwoStageHeads(Value):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """As many per head as the budgets say, in two stages; heads that keep the same rows go by the mean of both."""
+        """Mask of as many rows per head as the budgets say, in two stages; see `HeadBudgets.choose`."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
         count = self.budgets.choose(scores, candidates, base, forced).sum(axis=-1, dtype=jnp.int32)
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
-        whole = count + forced[:, None]
-        # Split by the denominator first: exact in int32 at any length.
-        part, rest = whole // share.denominator, whole % share.denominator
-        safe = part * share.numerator + rest * share.numerator // share.denominator - forced[:, None]
+        safe = _part(share, count + forced[:, None]) - forced[:, None]
         weighted = (scores + jnp.float32(self.epsilon)) * norms
         if shares_positions(self.budgets):
             scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
@@ -276,25 +257,34 @@ class TwoStageHeads(Value):
 
 
 def chooses_apart(heads: HeadBudgets) -> bool:
-    """Whether the rows of each kv head are known to be chosen without a look at the others'."""
+    """True if each kv head's rows are known to be chosen by its own scores alone."""
     # A class derived from these may choose otherwise.
     return type(heads) is UniformHeads or (type(heads) is TwoStageHeads and chooses_apart(heads.budgets))
 
 
+def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
+    """Budgets of heads within two stages; without stages the budgets themselves."""
+    return inner_budgets(heads.budgets) if isinstance(heads, TwoStageHeads) else heads
+
+
+def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
+    """Replaces the budgets of heads, inside two stages if the heads have them."""
+    return dataclasses.replace(heads, budgets=budgets) if isinstance(heads, TwoStageHeads) else budgets
+
+
 def shares_positions(heads: HeadBudgets) -> bool:
-    """Whether all kv heads of a layer keep the same positions."""
-    return isinstance(heads, SharedHeads) or (isinstance(heads, TwoStageHeads) and shares_positions(heads.budgets))
+    """True if all kv heads of a layer keep the same positions."""
+    return isinstance(inner_budgets(heads), SharedHeads)
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """Who gives each kv head a number of rows of its own, as far as a device has room; None for others."""
-    if isinstance(heads, TwoStageHeads):
-        return own_budgets(heads.budgets)
-    return heads if isinstance(heads, (AdaptiveHeads, ProtectedHeads)) else None
+    """Per-head budgets that a device's capacity can clamp; None for heads that get equal rows, or a user's class."""
+    inner = inner_budgets(heads)
+    return inner if isinstance(inner, (AdaptiveHeads, ProtectedHeads)) else None
 
 
 def capacity_of(heads: HeadBudgets) -> float:
-    """Rows of a layer that the kv heads of one device may hold on a mesh, over their even share."""
+    """Ratio of the most rows of a layer that one device's kv heads may hold to their even share."""
     if heads.uniform:
         return 1.0
     own = own_budgets(heads)
@@ -302,18 +292,14 @@ def capacity_of(heads: HeadBudgets) -> float:
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
-    """A share of so many rows, in whole ones.
+    """`capacity` times a number of rows, rounded down; the ratio to a thousandth."""
+    return _part(Fraction(capacity).limit_denominator(1000), even)
 
-    Args:
-        capacity: the share, 1 for all of them.
-        even: rows; any whole numbers.
 
-    Returns:
-        As many, or the next smaller number.
-    """
-    share = Fraction(capacity).limit_denominator(1000)
+def _part(share: Fraction, rows: Numbers) -> Numbers:
+    """A fraction of whole numbers of rows, rounded down."""
     # Split by the denominator first: exact in int32 at any length.
-    part, rest = even // share.denominator, even % share.denominator
+    part, rest = rows // share.denominator, rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
 
 
@@ -324,34 +310,37 @@ def within_capacity(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Spreads the rows chosen of a layer so that the heads of no device hold more than their pool has room for.
+    """Moves a layer's chosen rows between heads so that no device's heads hold more than `most`.
 
-    Heads of a device that has too many give up their weakest rows, heads together, but none below what it is
-    guaranteed. The best candidates of devices that have room take their place, so that as many stay whatever happens.
-
-    Args:
-        chosen: the choice of all heads.
-        keys: `sortable` scores of all candidates, the chosen ones included; 0 for what is none.
-        floor: rows that a head keeps of those chosen, whatever the others have.
-        most: rows that the heads of a device may choose, K * base / devices at least.
-        devices: over which heads are spread, as many in order on each.
-
-    Returns:
-        The mask, and how many rows went to another device's heads.
+    Heads of a device that has too many give up their weakest rows, heads together, but none below `floor`. The best
+    candidates of devices that have room take their place, so that the sum stays the same. `keys` are sort keys of all
+    candidates, the chosen ones included, and 0 elsewhere; `most` is at least K * base / devices; each device has as
+    many heads, in order. Returns the new mask, and rows that went to another device's heads.
     """
     batch = len(chosen)
-    apart = lambda a: a.reshape(batch, devices, -1)  # noqa: E731
-    count = lambda mask: mask.sum(axis=-1, dtype=jnp.int32)  # noqa: E731
-    of = lambda mask: jnp.where(mask, keys, jnp.uint32(0))  # noqa: E731
-    safe = top(of(chosen), jnp.minimum(floor[:, None], count(chosen)))
-    loose = apart(of(chosen & ~safe))
-    stays = top(loose, jnp.minimum(most[:, None] - count(apart(safe)), count(loose > 0))) | apart(safe)
-    others = jnp.where(stays, jnp.uint32(0), apart(keys))
-    # Of each device what it could take, and of all that the best.
-    could = top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0)))
-    moved = count(chosen.reshape(batch, -1)) - count(stays.reshape(batch, -1))
-    could, others = could.reshape(batch, -1), others.reshape(batch, -1)
+
+    def by_device(array: Array) -> Array:
+        return array.reshape(batch, devices, -1)
+
+    def flat(array: Array) -> Array:
+        return array.reshape(batch, -1)
+
+    def count(mask: Array) -> Array:
+        return mask.sum(axis=-1, dtype=jnp.int32)
+
+    def keys_of(mask: Array) -> Array:
+        return jnp.where(mask, keys, jnp.uint32(0))
+
+    safe = top(keys_of(chosen), jnp.minimum(floor[:, None], count(chosen)))
+    loose = by_device(keys_of(chosen & ~safe))
+    room = most[:, None] - count(by_device(safe))
+    stays = top(loose, jnp.minimum(room, count(loose > 0))) | by_device(safe)
+    others = jnp.where(stays, jnp.uint32(0), by_device(keys))
+    # Each device's best candidates that it has room for, and the best of these over all devices.
+    could = flat(top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0))))
+    others = flat(others)
+    moved = count(flat(chosen)) - count(flat(stays))
     taken = top(jnp.where(could, others, jnp.uint32(0)), jnp.minimum(moved, count(could)))
     # Of a cache from elsewhere a device may hold less than its share: the others then take more than theirs.
     more = top(jnp.where(taken, jnp.uint32(0), others), moved - count(taken))
-    return (stays.reshape(batch, -1) | taken | more).reshape(chosen.shape), moved
+    return (flat(stays) | taken | more).reshape(chosen.shape), moved

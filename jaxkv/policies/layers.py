@@ -1,4 +1,7 @@
-"""How a budget spreads over layers: exact integer schedules, computed on the host, or within a program."""
+"""Budgets of layers: exact integer rows per kv head of each layer, by schedules or by what each layer's scores claim.
+
+Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits switched on.
+"""
 
 import dataclasses
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -7,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv._values import Value, halved, is_traced, namespace, real
+from jaxkv._values import Value, halved, is_traced, namespace
 
-# Numbers of N prompts, and of their L layers: numpy's on the host; or JAX's and traced, with 64 bits switched on.
+# Arrays of numpy's on the host, or of JAX's and traced: int64[N] of N prompts; int64 and float64[L, N] of layers.
 Counts = Any
 Table = Any
 Reals = Any
@@ -18,30 +22,27 @@ Reals = Any
 
 @runtime_checkable
 class LayerBudgets(Protocol):
-    """How a policy's average rows per kv head spread over layers.
-
-    Attributes:
-        from_scores: whether the spread depends on what every layer saw: then all layers' rows are held until the last,
-            and one pool is shared by all layers.
-        exact: whether the sum over layers is the budget's; published arithmetic sometimes is not.
-        joint: True if the kv heads of all layers compete for one budget; `rows` then gives every layer's average.
-    """
+    """Protocol of how a policy's average rows per kv head spread over layers: `rows` gives the rows of each layer."""
 
     @property
     def from_scores(self) -> bool:
-        """Whether `weight` must be called for every layer."""
+        """True if rows depend on every layer's scores: layers are held until the last, and share one pool."""
+        return False
 
     @property
     def exact(self) -> bool:
-        """Whether the budget's sum is kept."""
+        """True if the rows of all layers sum to L times the budget; published arithmetic sometimes does not."""
+        return True
 
     @property
     def joint(self) -> bool:
         """True if the kv heads of all layers compete for one budget: `of_heads` and `weight` are not called."""
+        return False
 
     @property
     def needs_sums(self) -> bool:
-        """Whether `weight` looks at the attention received from all queries."""
+        """True if `of_heads` reads the attention received from all queries."""
+        return False
 
     def of_heads(
         self,
@@ -50,30 +51,22 @@ class LayerBudgets(Protocol):
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
     ) -> Float[Array, "B K *G"]:
-        """A statistic of each head of one layer.
+        """Statistic of each kv head or query head of one layer, from which `weight` makes the layer's claim.
 
         Args:
             scores: before pooling.
             candidates: rows that are neither padding nor stay anyway.
             sums: attention received from all queries, if needed.
             length: tokens of each sequence.
-
-        Returns:
-            The statistic, of kv heads or of query heads.
         """
+        raise TypeError(f"{type(self).__name__} does not look at scores")
 
     def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """One layer's claim on rows.
-
-        Args:
-            heads: from `of_heads`, of all heads of the layer.
-
-        Returns:
-            What `rows` turns into numbers.
-        """
+        """One layer's claim on rows: the mean of its heads' statistics."""
+        return heads.mean(axis=-1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head of each layer.
+        """Rows per kv head of each layer and prompt, forced ones included, at most the length.
 
         Args:
             budget: rows per kv head and layer on average, forced ones included.
@@ -82,55 +75,47 @@ class LayerBudgets(Protocol):
             layers: L.
             window: the observation window, for schedules that exclude it.
             weights: `[L, N]` from `weight`, where `from_scores`.
-
-        Returns:
-            Rows, forced ones included, never above the length.
         """
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
-        """The most rows per kv head that all layers together can get, whatever their claims."""
+        """Largest possible sum over layers of rows per kv head, whatever the claims: L times the budget."""
+        return layers * np.asarray(budget, np.int64)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """The most rows per kv head that any one layer can get, whatever the claims."""
+        """Largest possible rows per kv head of a single layer, whatever the claims: the whole prompt."""
+        return np.asarray(length, np.int64)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """Most recent rows of each layer, where they follow from the layers' claims; None where they do not."""
+        """Most recent rows of each layer where they follow from the claims; None if they are a share of its rows."""
+        return None
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Layers that go on growing where others drop a row for every new one."""
+        """Mask of layers that keep appending where others drop a row for every new one: none."""
+        return np.zeros(layers, bool)
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
-    """Clamps real targets to [0, most] by a common shift that keeps the sum, and rounds by largest remainder.
+    """Rounds real targets per layer to integers in [0, most] of sum `total`, after a common shift that keeps that sum.
 
-    Args:
-        values: what each layer should have.
-        total: what they must sum to; between 0 and L * most.
-        most: the largest a layer can take.
-
-    Returns:
-        Integers with exactly this sum; ties of remainders go to the lowest layer.
+    `total` lies between 0 and L * most; ties of remainders go to the lowest layer.
     """
     xp = namespace(values, total, most)
     total, most = xp.asarray(total, xp.int64), xp.asarray(most, xp.int64)
     values, sums, ends = (xp.asarray(each, xp.float64) for each in (values, total, most))
+
+    def shifted(shift: Reals) -> Reals:
+        return xp.clip(values + shift, 0.0, ends)
+
     # The sum of clipped values grows with the shift.
-    shifted = lambda shift: xp.clip(values + shift, 0.0, ends)  # noqa: E731
     low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
     high = halved(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
     return round_remainders(shifted(high), total, most)
 
 
 def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
-    """Rounds to integers of a given sum by largest remainder.
+    """Rounds reals of sum `total` to integers of that sum by largest remainder, none above `most`.
 
-    Args:
-        real: what each layer should have, with this sum.
-        total: the sum.
-        most: the largest a layer can take.
-
-    Returns:
-        The integers; ties of remainders go to the lowest layer.
+    Ties of remainders go to the lowest layer.
     """
     xp = namespace(real, total, most)
     floor = xp.floor(real + 1e-9)
@@ -144,7 +129,7 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
 
 
 def finite(weights: np.ndarray | Array | None) -> Reals:
-    """Every layer's claim in float64, refused where it is known not to be finite."""
+    """Returns every layer's claim in float64; refuses known values that are not finite."""
     if weights is None:
         raise TypeError("these layer budgets need every layer's weight")
     xp = namespace(weights)
@@ -155,55 +140,11 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exact(Value):
-    """What budgets share whose sum over layers is kept."""
-
-    exact: ClassVar[bool] = True
-    joint: ClassVar[bool] = False
-    needs_sums: ClassVar[bool] = False
-
-    def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
-        """See `LayerBudgets.bound`."""
-        return layers * np.asarray(budget, np.int64)
-
-    def widest(self, budget: Counts, length: Counts) -> Counts:
-        """See `LayerBudgets.widest`."""
-        return np.asarray(length, np.int64)
-
-    def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """They are a share of each layer's rows; see `LayerBudgets.recents`."""
-        return None
-
-    def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """No layer; see `LayerBudgets.unlimited`."""
-        return np.zeros(layers, bool)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _HostLayers(Exact):
-    """What schedules share that know their spread before the model runs."""
-
-    from_scores: ClassVar[bool] = False
-
-    def of_heads(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
-        sums: Float[Array, "B K G S"] | None,
-        length: Int[Array, " B"],
-    ) -> Float[Array, "B K *G"]:
-        raise TypeError(f"{type(self).__name__} does not look at scores")
-
-    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        raise TypeError(f"{type(self).__name__} does not look at scores")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UniformLayers(_HostLayers):
-    """Every layer keeps as many."""
+class UniformLayers(LayerBudgets, Value):
+    """Every layer keeps as many rows: the budget."""
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """The budget, in every layer; see `LayerBudgets.rows`."""
+        """Rows per kv head: the budget, in every layer."""
         xp = namespace(budget)
         return xp.broadcast_to(xp.asarray(budget, xp.int64), (layers, *np.shape(budget)))
 
@@ -217,20 +158,33 @@ class GlobalLayers(UniformLayers):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Decreasing(_HostLayers):
-    """Schedules between the linear one's ends: k_0 = 2 * base - k_last at the bottom, k_last = base / beta on top."""
+class _WithBeta(LayerBudgets, Value):
+    """Base of schedules with PyramidKV's `beta`, the ratio of the average to the top layer's rows."""
 
     beta: int | float = 20.0
 
     def __post_init__(self) -> None:
-        real(self, "beta", "give at least 1 (uniform); the paper uses 14 to 20", low=1, high=1e30)
+        field(self, "beta", real, "give at least 1 (uniform); the paper uses 14 to 20", low=1.0, high=1e30)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Decreasing(_WithBeta):
+    """Base of exact schedules with PyramidKV's ends: base / beta at the top, 2 * base less that at the bottom."""
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Targets at depth 0 (bottom layer) to 1 (top layer), of any positive sum."""
+        """Target rows at depth 0 (bottom layer) to 1 (top layer), up to a common factor.
+
+        Args:
+            base: rows per kv head on average that are not forced.
+            depth: of each layer, in [0, 1].
+
+        Returns:
+            Positive numbers; `rows` scales them to the budget's sum.
+        """
         raise TypeError(f"{type(self).__name__} has no schedule")
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """The schedule over the rows that are not forced; see `LayerBudgets.rows`."""
+        """Rows per kv head of each layer: forced rows, and the schedule over the others."""
         xp = namespace(budget)
         base = xp.asarray(budget, xp.int64) - forced
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
@@ -242,10 +196,14 @@ class _Decreasing(_HostLayers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearLayers(_Decreasing):
-    """PyramidKV's arithmetic sequence (arXiv:2406.02069, eq. 1), its sum kept exactly."""
+    """PyramidKV's arithmetic sequence (arXiv:2406.02069, eq. 1), its sum kept exactly.
+
+    Attributes:
+        beta: rows on average over rows of the top layer; at least 1.
+    """
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """A straight line."""
+        """Target rows on a straight line from the bottom layer to the top one."""
         top = base / self.beta
         bottom = 2 * base - top
         return bottom - (bottom - top) * depth
@@ -253,10 +211,14 @@ class LinearLayers(_Decreasing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeometricLayers(_Decreasing):
-    """A geometric sequence with the linear one's ratio between its ends (Table 5 of PyramidKV)."""
+    """A geometric sequence with the linear one's ratio between its ends (Table 5 of PyramidKV).
+
+    Attributes:
+        beta: as for `LinearLayers`.
+    """
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """A constant ratio from layer to layer."""
+        """Target rows that fall by a constant ratio from layer to layer."""
         return base * (1 / (2 * self.beta - 1)) ** depth
 
 
@@ -265,6 +227,7 @@ class ExponentialLayers(_Decreasing):
     """Exponential decay towards the top layer's share (Table 5 of PyramidKV; the rate is not given there).
 
     Attributes:
+        beta: as for `LinearLayers`.
         rate: how far the decay has come at the top layer, exp(-rate).
     """
 
@@ -272,26 +235,22 @@ class ExponentialLayers(_Decreasing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        real(self, "rate", "give a positive rate of decay", low=0, high=1e30, above=True)
+        field(self, "rate", real, "give a positive rate of decay", high=1e30, open_low=True)
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Fast at the bottom, flat at the top."""
+        """Target rows that decay fast at the bottom and slowly at the top."""
         top = base / self.beta
         return top + (2 * base - 2 * top) * namespace(depth).exp(-self.rate * depth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _FromScores(Exact):
-    """Spreads in proportion to a statistic of each layer's attention."""
+class _FromScores(LayerBudgets, Value):
+    """Base of layer budgets in proportion to a statistic of each layer's attention."""
 
     from_scores: ClassVar[bool] = True
 
-    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """The mean over heads."""
-        return heads.mean(axis=-1)
-
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """In proportion to the weights, over the rows that are not forced; see `LayerBudgets.rows`."""
+        """Rows per kv head of each layer: forced rows, and the others in proportion to the claims."""
         xp, weights = namespace(weights), finite(weights)
         base = xp.asarray(budget, xp.int64) - forced
         total = weights.sum(axis=0)
@@ -301,6 +260,7 @@ class _FromScores(Exact):
 
 
 def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, "B K S"]:
+    """Scores of candidates over their sum in each head; 0 elsewhere."""
     inside = jnp.where(candidates, scores.astype(jnp.float32), 0.0)
     total = inside.sum(axis=-1, keepdims=True)
     return inside / jnp.where(total > 0, total, 1.0)
@@ -346,28 +306,28 @@ class GiniLayers(_FromScores):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Published(_HostLayers):
-    """Arithmetic as a published code has it: the sum over layers is not always the budget."""
+class _Published(_WithBeta):
+    """Base of schedules computed as published code does: the sum over layers is not always the budget's."""
 
     exact: ClassVar[bool] = False
 
-    beta: int | float = 20.0
-
-    def __post_init__(self) -> None:
-        real(self, "beta", "give at least 1 (uniform); the paper uses 14 to 20", low=1, high=1e30)
-
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """The published arithmetic, prompt by prompt; rows that stay anyway always fit. See `LayerBudgets.rows`."""
+        """Rows per kv head of each layer by the published arithmetic, raised to the forced rows."""
         columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
         return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
+        """Rows of each layer for one prompt, the window included."""
         raise TypeError(f"{type(self).__name__} has no arithmetic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialLayers(_Published):
-    """KVCache-Factory's pyramid: floors the step, so that up to 27% more than the budget stays; uniform at times."""
+    """KVCache-Factory's pyramid: floors the step, so that up to 27% more than the budget stays; uniform at times.
+
+    Attributes:
+        beta: as for `LinearLayers`.
+    """
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         base = capacity - window
@@ -384,7 +344,11 @@ class OfficialLayers(_Published):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPressLayers(_Published):
-    """kvpress' pyramid: budgets hold the window, layers round half to even; uniform where one would be below it."""
+    """kvpress' pyramid: budgets hold the window, layers round half to even; uniform where one would be below it.
+
+    Attributes:
+        beta: as for `LinearLayers`.
+    """
 
     def _one(self, kept: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         least = kept / self.beta

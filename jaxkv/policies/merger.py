@@ -1,4 +1,4 @@
-"""What a merger is: a part of a policy that says what becomes of the rows it drops."""
+"""The protocol `Merger`, the part of a policy that folds dropped rows into kept ones; and its arguments and results."""
 
 import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxkv._errors import require
+from jaxkv.policies.checks import instance
 from jaxkv.sharding.mesh import Axes
 
 # A threshold before the first row was dropped.
@@ -14,7 +15,7 @@ UNSET = -math.inf
 
 
 class Merged(NamedTuple):
-    """Rows after merging.
+    """Rows after merging: all keys and values of a layer, with the kept ones changed.
 
     Attributes:
         k: `[B, K, S, D]` keys, kept rows changed.
@@ -28,7 +29,7 @@ class Merged(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of each of several segments.
+    """One row of each of several segments: key and value.
 
     Attributes:
         k: `f32[N, K, D]` its key.
@@ -40,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """What becomes of kept rows when others are dropped that resemble them.
+    """Result of merging one dropped row per segment into its nearest kept row: a mask, and the new key and value.
 
     Attributes:
         joins: `bool[N, K]` where the kept row changes.
@@ -57,30 +58,30 @@ class Joined(NamedTuple):
 
 @runtime_checkable
 class Merger(Protocol):
-    """What becomes of dropped rows. Subclass it in a frozen dataclass; `merge` is all that has to be written.
+    """Protocol that folds dropped rows into kept ones. Subclass it in a frozen dataclass and write `merge`.
 
-    A merger that names what rows are compared by goes on while tokens are drawn: `merge_one` is then asked each time
-    that a row goes.
+    A merger that says what rows are compared by (`compares`) goes on while tokens are drawn: its `merge_one` is then
+    called for every row that is dropped.
 
-    On a mesh both are asked on every device, for the kv heads that lie there. A merger whose heads look at one another
+    On a mesh both are called on every device, for the kv heads that lie there. A merger whose heads look at one another
     says so with `across_heads`.
     """
 
     @property
     def thresholds(self) -> int:
-        """Running thresholds per kv head, n of tau; 0 for none."""
+        """Number n of running thresholds per kv head, the last axis of tau; 0 for none."""
         return 0
 
     @property
     def needs_equal_heads(self) -> bool:
-        """Whether every head must drop as many rows."""
+        """True if every head must drop as many rows."""
         return False
 
     @property
     def across_heads(self) -> bool:
-        """Whether what becomes of a head's rows depends on other heads, or on its number.
+        """True if a head's result depends on other heads, or on the head's number.
 
-        If so, both methods are given `axes=`, too: those of the mesh whose devices have some of the heads each, None
+        If so, both methods are given `axes=` as well: those of the mesh whose devices have some of the heads each, None
         where all heads are here. `gathered(x, "K", 1, axes)`, of jaxkv.sharding.collectives, brings all heads' numbers,
         `own` takes the device's of them; keys and values are better left where they are.
         """
@@ -88,14 +89,14 @@ class Merger(Protocol):
 
     @property
     def draws(self) -> bool:
-        """Whether `merge` looks at the random key."""
+        """True if `merge` uses the random key."""
         return False
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """By what a single dropped row finds its nearest kept row: keys ("k"), values ("v"), each in turn; () for none.
+        """Rows by which a single dropped row finds its nearest kept row: keys ("k"), values ("v"), each in turn.
 
-        With none it merges prompts, and what is compressed again; rows that go one by one are then not merged.
+        With () it merges prompts, and caches that are compressed again; rows dropped one by one are then not merged.
         """
         return ()
 
@@ -114,11 +115,11 @@ class Merger(Protocol):
         Args:
             k: keys, in order of position.
             v: values.
-            kept: rows that stay.
-            inside: rows there are.
-            mass: what was observed of each row.
+            kept: mask of rows that stay.
+            inside: mask of rows that are no padding.
+            mass: the scorer's `observe` of each row.
             tau: thresholds so far; -inf where there was none yet.
-            key: for mergers that draw.
+            key: random key, for mergers that draw.
 
         Returns:
             The rows and thresholds.
@@ -134,42 +135,32 @@ class Merger(Protocol):
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
     ) -> Joined:
-        """Merges one row of each segment, which is dropped while tokens are drawn, into the kept row most like it.
+        """Merges one dropped row of each segment into its nearest kept row, while tokens are drawn.
 
         Args:
-            index: which of `compares` found it.
-            cosine: between the two.
-            dropped: the row that goes, as it was.
+            index: position in `compares` of what found the nearest row.
+            cosine: of the dropped row and the nearest one.
+            dropped: the dropped row.
             nearest: the kept row.
-            goes: where one goes at all; elsewhere the others hold anything, and nothing may change.
+            goes: mask of segments that drop a row; elsewhere the other arguments hold anything, and nothing may change.
             tau: thresholds so far; -inf where there was none yet.
 
         Returns:
-            What becomes of the kept row. All kv heads of a layer that are here are given together: they may decide
-            together.
+            The kept row's change. All kv heads of a layer that are here are given together: they may decide together.
         """
         return Joined(jnp.zeros_like(goes), None, None, tau)
 
 
-def told(merge: Merger, axes: Axes | None) -> dict[str, Any]:
-    """What a merger is told beside rows, by name: the mesh's axes, if its heads look at one another."""
-    return {"axes": axes} if merge.across_heads else {}
+def axes_for(merger: Merger, axes: Axes | None) -> dict[str, Any]:
+    """Keyword `axes` for a merger's methods, if its heads look at one another; else no keyword."""
+    return {"axes": axes} if merger.across_heads else {}
 
 
 def check_merger(label: str, merge: Any) -> None:
-    """Refuses what is no merger.
-
-    Args:
-        label: what to call it.
-        merge: what a policy gave; None is allowed.
-
-    Raises:
-        ValueError: for anything else.
-        TypeError: naming what a merger lacks.
-    """
+    """Refuses what is neither a merger nor None: a ValueError for other values, a TypeError for missing methods."""
     if merge is None:
         return
-    require(isinstance(merge, Merger) and not isinstance(merge, type), label, merge, "give Merge(...), or None")
+    instance(label, merge, Merger, "give Merge(...), or None")
     named = isinstance(merge.compares, tuple) and set(merge.compares) <= {"k", "v"}
     require(named, f"{label}.compares", merge.compares, "give ('k',), ('v',), both, or () for prompts only")
     for name, wanted in (("merge", True), ("merge_one", bool(merge.compares))):

@@ -1,4 +1,4 @@
-"""What a policy is made of: one plain value, which is all that the engine reads of it."""
+"""`Parts`, the plain value that is all the engine reads of a policy; `Keep`, the rows that always stay."""
 
 import dataclasses
 import operator
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxkv._checks import field, flag, real, whole
 from jaxkv._errors import require
-from jaxkv._values import ENDLESS, FARTHEST, Value, count, flag, namespace, real, share_of
+from jaxkv._values import ENDLESS, FARTHEST, Value, namespace, share_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
-from jaxkv.policies.asked import Span, as_budget, as_spans
+from jaxkv.policies.checks import Span, as_budget, as_spans
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
@@ -26,7 +27,7 @@ from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep(Value):
-    """Rows that stay whatever their score.
+    """Rows that stay whatever their score: sinks, the window and protected spans.
 
     Attributes:
         sinks: first positions.
@@ -41,23 +42,22 @@ class Keep(Value):
     recent: float = 0.0
 
     def __post_init__(self) -> None:
-        count(self, "sinks", 0, "give 0 or more first tokens")
-        count(self, "window", 0, "give 0 or more last tokens")
-        real(self, "recent", "give a share between 0 and 1", low=0, high=1)
+        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        field(self, "window", whole, "give 0 or more last tokens", least=0)
+        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
         # Cut to where positions end, so that they are numbers that the device has.
-        cut = lambda edge: max(-FARTHEST, min(edge, FARTHEST))  # noqa: E731
-        spans = tuple((cut(start), cut(stop)) for start, stop in as_spans(self.protect))
-        object.__setattr__(self, "protect", spans)
+        spans = [[max(-FARTHEST, min(edge, FARTHEST)) for edge in span] for span in as_spans(self.protect)]
+        object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
 
     def mask(self, lengths: Any, slots: int) -> Any:
-        """Which rows of prompts stay, the most recent ones left out.
+        """Mask of a prompt's rows that stay; the share `recent` is not counted in.
 
         Args:
             lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
             slots: S.
 
         Returns:
-            A mask over the prompts' slots, `bool[B, S]`, where the lengths are.
+            `bool[B, S]`, of numpy or JAX as the lengths are.
         """
         traced = isinstance(lengths, jax.Array)
         length = lengths[:, None] if traced else np.asarray(lengths)[:, None]
@@ -65,14 +65,14 @@ class Keep(Value):
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """How many rows stay of texts of these lengths, without a mask of them.
+        """Number of rows that stay of texts of these lengths; the share `recent` is not counted in.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
-            prompts: those of its prompt, where more has come since: spans are the prompt's.
+            prompts: `[N]` tokens of each text's prompt, of whose positions spans speak; the text's by default.
 
         Returns:
-            `[N]` rows, where the lengths are.
+            `[N]` rows, of numpy or JAX as the lengths are.
         """
         xp = namespace(lengths)
         lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
@@ -89,37 +89,45 @@ class Keep(Value):
         return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Sinks and protected spans among rows of these positions, for prompts of these lengths."""
+        """Mask of rows that are sinks or lie in protected spans.
+
+        Args:
+            pos: positions of rows.
+            prompt: tokens of their prompts.
+
+        Returns:
+            The mask, of the positions' shape.
+        """
         return _inside(pos, self._spans(prompt))
 
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """What stays, as spans `(first, last + 1)` of positions: the one rule. Without a text's length no window."""
+        """Spans `(first, last + 1)` of positions that stay: sinks, the window if a length is given, protected spans."""
         least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
-            # A span is the prompt's: what is drawn behind a short one is no part of it.
+            # A span is the prompt's: tokens drawn behind a short prompt are no part of it.
             spans.append((first, last if stop < 0 else least(last, prompt)))
         return spans
 
 
 def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
-    """Which positions lie in one of some spans."""
+    """Mask of positions that lie in one of the spans."""
     return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ongoing(Value):
-    """What goes on after the prompt, as programs are compiled for it: no number that budgets change is in it.
+    """Static config of decode programs: eviction, rank and merging after the prompt; independent of budgets.
 
     Attributes:
-        evicts: after each token, segments above their limit lose the weakest row.
-        rank: how scores go on, or None where they are computed anew.
-        one_set: all kv heads of a layer hold the same positions, and drop the same row.
+        evicts: True if after each token segments above their limit lose the row of lowest rank.
+        rank: how scores change, or None where they are computed anew.
+        one_set: True if all kv heads of a layer hold the same positions, and drop the same row.
         keep: first positions and spans that are never dropped.
-        merge: what becomes of dropped rows.
-        queries: last queries to remember, for scorers that are asked again.
+        merge: the merger of dropped rows; None drops them.
+        queries: number of last queries to remember, for scorers that are asked again.
     """
 
     evicts: bool
@@ -131,18 +139,18 @@ class Ongoing(Value):
 
     @property
     def scored(self) -> bool:
-        """Whether a score per row is kept."""
+        """True if a score is kept for each row."""
         return self.rank is not None and self.rank.scored
 
     @property
     def attends(self) -> bool:
-        """Whether the attention that rows receive enters their scores."""
+        """True if the attention that rows receive enters their scores."""
         return self.scored and self.rank is not None and self.rank.decay is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts(Value):
-    """What a policy is made of.
+    """The parts of a policy: scorer, budgets, kept rows, and what follows the prompt.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
@@ -152,12 +160,12 @@ class Parts(Value):
         keep: which rows stay whatever their score.
         layers: how the budget spreads over layers.
         heads: how a layer's budget spreads over its kv heads.
-        merge: what becomes of dropped rows; None drops them.
-        after: what follows the prompt.
+        merge: the merger that folds dropped rows into kept ones; None drops them.
+        after: what follows the prompt: `Append()`, `Evict(...)` or `Again(...)`.
         read: which layers read less than everything while tokens are drawn; None if none does.
         rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
         nested: a layer chooses among the positions that the layer below kept.
-        store: how rows are held: a subclass of Store.
+        store: how rows are held: a subclass of `jaxkv.cache.Store`.
     """
 
     budget: int | float | None = None
@@ -185,8 +193,8 @@ class Parts(Value):
             if not fits:
                 raise TypeError(f"{name}={value!r}: give {wanted}")
         check_merger("merge", self.merge)
-        flag(self, "rolling")
-        flag(self, "nested")
+        field(self, "rolling", flag)
+        field(self, "nested", flag)
         if not (isinstance(self.store, type) and issubclass(self.store, Store)):
             raise TypeError(f"store={self.store!r}: give a subclass of jaxkv.cache.Store, such as Dense")
         self._check_together()
@@ -194,7 +202,7 @@ class Parts(Value):
             object.__setattr__(self, "budget", min(self.budget, ENDLESS))
 
     def _check_together(self) -> None:
-        """What was asked for against what the parts can do."""
+        """Refuses combinations of parts that exclude one another."""
         budget, scorer, after, merge = self.budget, self.scorer, self.after, self.merge
         remedy = "give rows per head or a ratio; FullKV keeps everything"
         require(budget is not None or scorer is None, "budget", budget, remedy)
@@ -242,19 +250,19 @@ class Parts(Value):
 
     @property
     def layout(self) -> Layout:
-        """How this policy's segments lie in the pool."""
+        """Layout of this policy's segments: EQUAL, RAGGED, or SHARED where all layers share one pool."""
         if self.layers.from_scores:
             return Layout.SHARED
         return Layout.EQUAL if self.heads.uniform else Layout.RAGGED
 
     @property
     def claims(self) -> bool:
-        """True if rows per layer follow from what each layer's scores claim, so that lengths alone do not give them."""
+        """True if rows per layer depend on each layer's claims, so that lengths alone do not give them."""
         return self.layers.from_scores and not self.layers.joint
 
     @property
     def needs(self) -> Needs:
-        """What prefill must compute for this policy."""
+        """What prefill computes of each layer for this policy beyond keys and values."""
         scorer, read = self.scorer, self.read
         asked = 0 if read is None else read.queries
         if scorer is None:
@@ -270,12 +278,12 @@ class Parts(Value):
 
     @property
     def draws(self) -> bool:
-        """Whether what is kept depends on the call's random key."""
+        """True if the rows that are kept depend on the call's random key."""
         return getattr(self.scorer, "draws", False) or (self.merge is not None and self.merge.draws)
 
     @property
     def evicts(self) -> bool:
-        """Whether every new row beyond the budget costs a row."""
+        """True if a row is evicted for every new row beyond the budget."""
         return isinstance(self.after, Evict)
 
     @property
@@ -285,12 +293,12 @@ class Parts(Value):
 
     @property
     def every(self) -> int | None:
-        """Tokens after which rows are chosen anew, if they are."""
+        """Number of new tokens between compressions; None if only the prompt is compressed."""
         return self.after.every if isinstance(self.after, Again) else None
 
     @property
     def ongoing(self) -> Ongoing | None:
-        """What goes on after the prompt; None where rows are only added."""
+        """Static config of decoding after the prompt; None where rows are only appended."""
         after, scorer = self.after, self.scorer
         if scorer is None or isinstance(after, Append):
             return None
@@ -304,33 +312,19 @@ class Parts(Value):
         )
 
     def reading(self, layers: int, slots: int) -> Reading | None:
-        """Which layers read what while tokens are drawn; None where every layer reads all that is kept.
-
-        Args:
-            layers: L.
-            slots: the prompts' bucket.
-        """
+        """Static config of decode programs: which layers read what; None if all read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
     def may_hold(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Rows a cache may grow to: for prompts shorter than a budget in rows, that budget."""
+        """Rows per kv head that a cache may grow to: `budget`, or a larger budget in rows for shorter prompts."""
         return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
     ) -> Int[np.ndarray, " B"]:
-        """Rows per kv head, averaged over layers and heads, for prompts of these lengths.
+        """Rows per kv head on average, for each prompt: at most its length, at least its forced rows.
 
-        Args:
-            lengths: tokens of each prompt.
-            forced: rows that stay whatever their score.
-            strict: refuse budgets below the forced rows, unless `min_budget` says to clamp.
-
-        Returns:
-            At most the length, at least the forced rows.
-
-        Raises:
-            ValueError: if the budget is below the forced rows, naming the prompt.
+        `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
         if budget is None or self.scorer is None:
@@ -357,17 +351,10 @@ class Parts(Value):
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Most recent rows that stay in each layer.
+        """Most recent rows that stay in each layer, `[L, B]`: the window, or the share `recent` of the others.
 
-        Args:
-            rows: `[L, B]` rows per kv head of each layer; they and the others on the host, or traced.
-            length: `[B]` tokens of each prompt.
-            forced: `[B]` rows that stay anyway.
-            weights: `[L, B]` the layers' claims, where budgets follow from them.
-            budget: `[B]` rows per kv head, averaged over layers, likewise.
-
-        Returns:
-            At least the window, at most what the others that must stay leave.
+        At most what the other forced rows leave of `rows`; `weights` are the layers' claims and `budget` the average
+        rows per kv head where budgets follow from claims. All arguments are on the host, or all traced.
         """
         xp, window = namespace(rows), self.keep.window
         left = xp.maximum(rows - (forced - window), 0)
@@ -378,7 +365,7 @@ class Parts(Value):
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """The parts by name, for people to read."""
+        """The parts in words by name, for people."""
         scorer = "everything" if self.scorer is None else repr(self.scorer)
         kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
         parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}

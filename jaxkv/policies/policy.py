@@ -1,12 +1,14 @@
-"""Policies: values with a method's names and defaults, whose `parts()` are all that the engine reads."""
+"""`Method`, the base of all policies: shared fields and `parts()`; and `Policy`, made of parts without a class."""
 
 import dataclasses
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv._values import Value, normalise
-from jaxkv.policies.asked import Span, as_budget, as_spans
+from jaxkv.policies.checks import Span, as_budget, as_spans
 from jaxkv.policies.heads import HeadBudgets, UniformHeads
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
@@ -14,10 +16,25 @@ from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.scorer import Scorer
 
+_PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
+
+
+def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
+    """Wraps a class' `parts` so that each policy makes them once and keeps them in its `__dict__`."""
+    kept = f"_parts_of_{make.__qualname__}"
+
+    @functools.wraps(make)
+    def parts(self: Any) -> Parts:
+        if kept not in vars(self):
+            object.__setattr__(self, kept, make(self))
+        return vars(self)[kept]
+
+    return parts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(Value):
-    """What all policies can be asked for; a method of the literature is a subclass that writes `parts`.
+    """Base of all policies: the fields that every policy has; a method of the literature is a subclass with `parts`.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
@@ -26,9 +43,9 @@ class Method(Value):
             "clamp" raises it to them.
         protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
             sequence.
-        every: compress again after so many more tokens, over prompt and answer in order of position: the cache never
+        every: compress again after this many more tokens, over prompt and answer in order of position: the cache never
             holds more than the budget and this many rows. None compresses the prompt only.
-        merge: what becomes of dropped rows: None drops them, `Merge()` folds them into their nearest kept rows.
+        merge: how dropped rows are folded into their nearest kept rows, such as `Merge()`; None drops them.
     """
 
     budget: int | float | None = None
@@ -39,67 +56,94 @@ class Method(Value):
 
     paper: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "parts" in vars(cls):
+            cls.parts = _made_once(cls.parts)  # type: ignore[assignment,method-assign]
+        elif "wrap" not in vars(cls):
+            fields = {field.name for field in dataclasses.fields(cls)}  # its base's: it is not decorated yet
+            for name in sorted(_PARTS & (vars(cls).keys() | inspect.get_annotations(cls).keys()) - fields):
+                remedy = f"nobody reads it: write `parts`, returning dataclasses.replace(super().parts(), {name}=...)"
+                raise TypeError(f"{cls.__name__}.{name}: {remedy}")
+
     def __post_init__(self) -> None:
+        name = type(self).__name__
+        for field in dataclasses.fields(self):
+            default = getattr(type(self), field.name, field.default)
+            if field.default is not dataclasses.MISSING and default is not field.default:
+                remedy = f"it is no field's default: write `{field.name}: ... = {default!r}` in the class, and "
+                remedy += "@dataclasses.dataclass(frozen=True, kw_only=True) above it"
+                raise TypeError(f"{name}.{field.name}: {remedy}")
         normalise(self)
         object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "protect", as_spans(self.protect))
         check_merger("merge", self.merge)
         self._check()
-        _check_read(type(self))
         parts = self.parts()
         if not isinstance(parts, Parts):
-            name = type(self).__name__
             raise TypeError(f"{name}.parts()={parts!r}: return Parts(...), or self.compose(scorer=...)")
         try:
             hash(parts)
         except TypeError as error:
             remedy = "programs are kept by a policy's parts: give numbers, tuples and frozen dataclasses"
-            raise TypeError(f"{type(self).__name__}: {error}; {remedy}") from None
+            raise TypeError(f"{name}: {error}; {remedy}") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Parts are made again of the fields.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _check(self) -> None:
-        """Refuses fields that cannot be meant, before parts are made of them."""
+        """Refuses fields, or stores their plain values, before parts are made of them; a hook of subclasses."""
+
+    def _adopt(self, part: Any, *names: str) -> None:
+        """Stores a part's checked fields in this policy's fields of the same names."""
+        for name in names:
+            object.__setattr__(self, name, getattr(part, name))
 
     def parts(self) -> Parts:
-        """What this policy is made of."""
+        """Makes the parts that the engine reads: a subclass returns `self.compose(scorer=...)`. Called once a policy.
+
+        Returns:
+            The parts.
+        """
         raise TypeError(f"{type(self).__name__}: write its method `parts`, which returns self.compose(scorer=...)")
 
     def compose(
         self, *, scorer: Scorer | None, keep: Keep | None = None, evict: Rank | None = None, **parts: Any
     ) -> Parts:
-        """Parts with everything in them that any policy can be asked for: budget, spans, `every` and merging.
+        """Makes parts that honour the fields of every policy: budget, spans, `every` and merging.
 
         Args:
             scorer: which rows matter; None keeps everything.
-            keep: which rows always stay, besides the spans that were asked for.
-            evict: drop a row for every new one, by this rank.
-            **parts: of the others, those that are not as usual.
+            keep: which rows always stay, besides the protected spans.
+            evict: drop the row of lowest rank for every new one.
+            **parts: other fields of `Parts` whose value is not the default.
 
         Returns:
             The parts.
+
+        Raises:
+            ValueError: for parts that exclude one another.
+            TypeError: for parts of a wrong type.
         """
         keep = Keep() if keep is None else keep
         if not isinstance(keep, Keep):
             raise TypeError(f"keep={keep!r}: give Keep(sinks=4), say")
-        every = self.every
         after: After = Append() if evict is None else Evict(rank=evict)
-        if every is not None:
-            require(evict is None, "every", every, "this policy drops a row for every token already: leave it out")
-            after = Again(every=every, rank=None if scorer is None else scorer.rank)
-        given: dict[str, Any] = {
-            "budget": self.budget,
-            "min_budget": self.min_budget,
-            "merge": self.merge,
-            "keep": dataclasses.replace(keep, protect=self.protect),
-            "after": after,
-        }
-        return Parts(scorer=scorer, **(given | parts))
+        if self.every is not None:
+            remedy = "this policy drops a row for every token already: leave it out"
+            require(evict is None, "every", self.every, remedy)
+            after = Again(every=self.every, rank=None if scorer is None else scorer.rank)
+        usual: dict[str, Any] = {"merge": self.merge, "after": after, "min_budget": self.min_budget}
+        keep = dataclasses.replace(keep, protect=self.protect)
+        return Parts(budget=self.budget, scorer=scorer, keep=keep, **(usual | parts))
 
     def meaning(self) -> dict[str, Any]:
-        """What it is made of, however that was said."""
+        """The parts, by which policies compare and hash: two spellings of one policy are equal."""
         return {"parts": self.parts()}
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
-        """This policy with what it takes from the model filled in.
+        """Returns this policy with the fields that depend on the model filled in.
 
         Args:
             layers: L.
@@ -114,30 +158,6 @@ class Method(Value):
         return self
 
 
-_PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
-
-
-def _check_read(cls: type[Method]) -> None:
-    """Refuses a class that says a part where nobody reads it: as an attribute, beside parts that are made elsewhere."""
-    for each in cls.__mro__[: cls.__mro__.index(Method)]:
-        mine, noted = vars(each).keys(), inspect.get_annotations(each).keys()
-        above = {
-            field.name
-            for base in each.__bases__
-            if dataclasses.is_dataclass(base)
-            for field in dataclasses.fields(base)
-        }
-        unread = set() if {"parts", "wrap"} & mine else _PARTS & (mine | noted) - above
-        for name in sorted(unread):
-            remedy = f"nobody reads it: write `parts`, returning dataclasses.replace(super().parts(), {name}=...)"
-            raise TypeError(f"{each.__name__}.{name}: {remedy}")
-        remedy = "dataclasses take no default without a type: write"
-        for name in sorted(above & mine - noted):
-            raise TypeError(f"{each.__name__}.{name}: {remedy} `{name}: ... = {vars(each)[name]!r}`")
-        if above & noted and "__dataclass_fields__" not in mine:
-            raise TypeError(f"{each.__name__}: write @dataclasses.dataclass(frozen=True, kw_only=True) above the class")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(Method):
     """A policy of parts, without a class of its own: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
@@ -147,7 +167,7 @@ class Policy(Method):
         keep: which rows stay whatever their score.
         layers: how the budget spreads over layers.
         heads: how a layer's budget spreads over its kv heads.
-        evict: drop a row for every new one beyond the budget, by this rank.
+        evict: drop the row of lowest rank for every new one beyond the budget.
         rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
         nested: a layer chooses among the positions that the layer below kept.
     """
@@ -163,12 +183,19 @@ class Policy(Method):
     def _check(self) -> None:
         keep = self.keep
         if isinstance(keep, Keep) and keep.protect:
-            # The same spans are a copy's, which is made of the fields of a policy that has them.
+            # A copy is made of all fields, and then has the same spans in both.
             once = self.protect in ((), keep.protect)
             require(once, "protect", self.protect, f"{keep} has spans: give them in one place")
             object.__setattr__(self, "protect", keep.protect)
 
     def parts(self) -> Parts:
-        """As given."""
-        names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
-        return self.compose(**{name: getattr(self, name) for name in names})
+        """Parts of this policy's own fields."""
+        return self.compose(
+            scorer=self.scorer,
+            keep=self.keep,
+            layers=self.layers,
+            heads=self.heads,
+            evict=self.evict,
+            rolling=self.rolling,
+            nested=self.nested,
+        )

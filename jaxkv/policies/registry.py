@@ -1,4 +1,4 @@
-"""Policies by name, for command lines and configuration files."""
+"""Policies by name, for command lines and configuration files: `POLICIES`, and what a class documents of its fields."""
 
 import dataclasses
 import difflib
@@ -10,6 +10,7 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv.policies.policy import Method
 
+# Classes by name, in order of registration.
 POLICIES: dict[str, type[Method]] = {}
 
 
@@ -25,7 +26,7 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
 
     Raises:
         ValueError: for a name that another class has.
-        TypeError: for what is no policy's class.
+        TypeError: for anything but a class derived from `Method`.
     """
     if cls is None:
         return lambda cls: register(cls, name=name)
@@ -41,25 +42,12 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
 
 
 def _spelled(name: str) -> str:
+    """A policy's name in lower case, without hyphens and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
-def policy_class(name: str) -> type[Method]:
-    """Looks up a policy.
-
-    Args:
-        name: one of `POLICIES`, in any case, with or without hyphens.
-
-    Returns:
-        Its class.
-
-    Raises:
-        ValueError: for a name that is not known; the message lists those that are, and the nearest.
-    """
-    return _class_of(name, "policy")
-
-
-def _class_of(name: str, field: str) -> type[Method]:
+def policy_class(name: str, field: str = "policy") -> type[Method]:
+    """Looks up a policy's class by name, in any case, with or without hyphens; refusals offer the nearest names."""
     plain = _spelled(name)
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
@@ -69,58 +57,32 @@ def _class_of(name: str, field: str) -> type[Method]:
 
 
 def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None) -> Method:
-    """The policy that somebody means.
+    """Returns the policy of an argument: a policy, a name or class (with `options` as fields), or None for FullKV.
 
-    Args:
-        given: a policy; the name of one, or its class, for one with its defaults; None keeps everything.
-        field: the argument's name, for error messages.
-        options: fields of a policy that is only named.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: for a name that is not known; the message offers the nearest one.
-        TypeError: for anything else.
+    Refusals call the argument `field`.
     """
     if isinstance(given, Method):
         return given
     given = "full" if given is None else given
-    cls = _class_of(given, field) if isinstance(given, str) else given
+    cls = policy_class(given, field) if isinstance(given, str) else given
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
         raise TypeError(f"{field}={type(given).__name__}: {remedy}")
-    needed = [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]
+    missing = dataclasses.MISSING
+    fields = [each for each in dataclasses.fields(cls) if each.init]
+    needed = [f.name for f in fields if f.default is missing and f.default_factory is missing]
     if needed:
         raise TypeError(f"{field}={cls.__name__}: {', '.join(needed)} must be said: give {cls.__name__}(...)")
     return cls(**(options or {}))
 
 
-def _has_no_default(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
 def defaults(cls: type[Method]) -> dict[str, str]:
-    """What a policy is made with when nothing is said.
-
-    Args:
-        cls: the class.
-
-    Returns:
-        Its fields' names and defaults, as Python would write them.
-    """
+    """Default values of a policy's fields by name, as Python writes them."""
     return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
 
 
 def takes_budget(cls: type[Method]) -> bool:
-    """Whether a policy keeps, or reads, a part of a prompt, and can be told how large a part.
-
-    Args:
-        cls: the class.
-
-    Returns:
-        False for one that keeps everything, such as FullKV.
-    """
+    """True if a policy's class takes a budget, of rows kept or of tokens read; False for FullKV and its like."""
     if cls().parts().scorer is not None:
         return True
     try:
@@ -131,14 +93,7 @@ def takes_budget(cls: type[Method]) -> bool:
 
 
 def documented(cls: type[Any]) -> dict[str, str]:
-    """What a class' docstring, and those it inherits, say of its fields.
-
-    Args:
-        cls: the class.
-
-    Returns:
-        Each field's line under "Attributes:", in one piece; the nearest class's where several have one.
-    """
+    """A class' fields by name, each with its line under "Attributes:" in the docstrings of the class and its bases."""
     about: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         lines = inspect.cleandoc(each.__doc__ or "").splitlines()

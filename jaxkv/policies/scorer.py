@@ -1,4 +1,4 @@
-"""The protocol Scorer: what scoring may see of a layer, what it asks for, and what it gives."""
+"""The protocol `Scorer`, which scores a layer's rows; `Observed`, its view of the layer; `Needs`, what prefill adds."""
 
 import dataclasses
 import enum
@@ -8,14 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._values import Value, count, flag, is_whole
+from jaxkv._checks import field, flag, whole
+from jaxkv._values import Value, is_whole
 from jaxkv.attention import Implementation
 from jaxkv.policies.rank import Rank
 from jaxkv.sharding.mesh import Axes
 
 
 class GroupReduce(enum.Enum):
-    """How a kv head's score follows from those of the query heads it serves."""
+    """Reduction of query heads' scores to their kv head's: mean or largest."""
 
     MEAN = "mean"
     MAX = "max"
@@ -36,9 +37,9 @@ class FutureQueries(Value):
     covariance: bool = True
 
     def __post_init__(self) -> None:
-        count(self, "skip", 0, "give 0 or more first tokens")
-        count(self, "positions", 1, "average over at least 1 position")
-        flag(self, "covariance")
+        field(self, "skip", whole, "give 0 or more first tokens", least=0)
+        field(self, "positions", whole, "average over at least 1 position")
+        field(self, "covariance", flag)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"])
@@ -59,14 +60,14 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a policy asks of a layer's prefill beyond keys and values; only that is computed.
+    """What prefill computes of each layer for a policy beyond keys and values: last queries, attention sums, norms.
 
     Attributes:
         queries: w, the last rotated queries of each sequence.
         sums: the attention each key receives from all queries.
         norms: L1 norms of values seen through the output projection.
         unrotated: keys before RoPE.
-        future: settings of `QueryMoments` to compute, one set of moments for each.
+        future: settings of the `QueryMoments` to compute.
     """
 
     queries: int = 0
@@ -83,7 +84,7 @@ class Needs:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What a scorer may look at: one layer of a prompt, padding on the right.
+    """One layer of a batch of prompts as a scorer sees it: keys, values, last queries; padding on the right.
 
     Attributes:
         q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is the scorer's `queries`.
@@ -98,10 +99,10 @@ class Observed:
             needs them.
         norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
         moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
-        implementation: what computes attention.
-        axes: of the mesh whose devices have K of the kv heads, and G of the query heads of each; None where all are
+        implementation: of attention: `Implementation.XLA` or a kernel library.
+        axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
-        group_axes: of the mesh whose devices share the query heads of a kv head, also where `axes` is None.
+        group_axes: mesh axes whose devices share the query heads of a kv head, also where `axes` is None.
     """
 
     q: Float[Array, "B K G w D"]
@@ -122,9 +123,9 @@ class Observed:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Says how much each row matters, per kv head.
+    """Protocol that scores how much each row matters, per kv head: rows of higher scores are kept.
 
-    Subclass it in a frozen dataclass; `observe` is all that has to be written:
+    Subclass it in a frozen dataclass and write `observe`:
 
     ```python
     @dataclasses.dataclass(frozen=True)
@@ -133,20 +134,20 @@ class Scorer(Protocol):
             return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
     ```
 
-    On a mesh it is asked on every device, for the heads that lie there: what it says of a head is what it would say
-    elsewhere, as long as it looks at that head alone. One that looks at others, or draws numbers, finds in `seen.axes`
-    where it is: `gathered(x, "K", 1, seen.axes)`, of jaxkv.sharding.collectives, brings the numbers of all kv heads,
-    `own` takes the device's of them.
+    On a mesh it is called on every device, for the heads that lie there: a scorer that looks at each head alone needs
+    no change. One that looks at other heads, or draws numbers, finds the mesh in `seen.axes`:
+    `gathered(x, "K", 1, seen.axes)`, of jaxkv.sharding.collectives, brings the numbers of all kv heads, `own` takes the
+    device's of them.
     """
 
     @property
     def queries(self) -> int:
-        """How many of each sequence's last queries `Observed` must carry, w; 0 for none."""
+        """Number w of each sequence's last queries that `Observed` must carry; 0 for none."""
         return 0
 
     @property
     def sums(self) -> bool:
-        """Whether `Observed` must carry the attention that rows receive from all queries."""
+        """True if `Observed` must carry the attention that rows receive from all queries."""
         return False
 
     @property
@@ -161,12 +162,12 @@ class Scorer(Protocol):
 
     @property
     def group(self) -> GroupReduce | str:
-        """How `observe` reduces the query heads of a kv head, which may lie on several devices: "mean" or "max"."""
+        """Reduction of a kv head's query heads in `observe`, "mean" or "max"; they may lie on several devices."""
         return GroupReduce.MEAN
 
     @property
     def draws(self) -> bool:
-        """Whether `observe` looks at the random key."""
+        """True if `observe` uses the random key."""
         return False
 
     @property
@@ -174,35 +175,46 @@ class Scorer(Protocol):
         """True if scores follow what the prompt's last queries attend to, so that a later question may find nothing.
 
         `jaxkv.prefill` then warns of documents whose question is still to come. A scorer that looks at these queries
-        and keeps other rows nonetheless, by their worst case say, overrides it.
+        and keeps other rows nonetheless, by their worst case say, overrides this property.
         """
         return self.queries > 0
 
     @property
     def rank(self) -> Rank | None:
-        """How scores go on while tokens are drawn; None where the scorer must be asked again."""
+        """How scores change while tokens are drawn; None if they are computed anew at each compression."""
         return None
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """What was observed of every row, float32. Rows past a sequence's length may hold anything."""
+        """Float32 observations of each row, such as attention received; `scores` turns them into scores.
+
+        Args:
+            seen: the layer. Rows past a sequence's length may hold anything.
+
+        Returns:
+            A number for each row; rows past a sequence's length may get anything.
+        """
         ...
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores by which rows are chosen, higher stays; from what was observed, smoothed or as it is.
+        """Float32 scores by which rows are chosen, higher stays; the observations by default.
 
-        float32. A prompt whose rows get what is not a number is refused; where a cache is compressed again, such rows
-        come last.
+        Args:
+            observed: from `observe`.
+            length: tokens of each sequence.
+
+        Returns:
+            The scores. A prompt whose rows get NaN is refused; where a cache is compressed again, such rows come last.
         """
         return observed
 
 
 def group_of(scorer: Scorer) -> GroupReduce:
-    """How a scorer reduces query heads; the mean, if it is derived from nothing and does not say."""
+    """A scorer's reduction of query heads; the mean for a class without this property."""
     return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
 
 
 def looks_at_end(scorer: Scorer) -> bool:
-    """`scorer.looks_at_end`; for a scorer derived from nothing that lacks it, whether it asks for last queries."""
+    """`scorer.looks_at_end`; for a class without this property, True if it asks for last queries."""
     return getattr(scorer, "looks_at_end", scorer.queries > 0)
 
 
@@ -212,25 +224,17 @@ def sees_query_heads(scorer: Scorer) -> bool:
 
 
 def norms_of(scorer: Scorer) -> bool:
-    """True if a scorer reads norms of values; False if it is derived from nothing and does not say."""
+    """True if a scorer reads norms of values; False for a class without this property."""
     return getattr(scorer, "norms", False)
 
 
 def future_of(scorer: Scorer) -> FutureQueries | None:
-    """Settings of the `QueryMoments` that a scorer reads; None if it is derived from nothing and does not say."""
+    """Settings of the `QueryMoments` that a scorer reads; None for none, and for a class without this property."""
     return getattr(scorer, "future", None)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Refuses what is no scorer.
-
-    Args:
-        label: what to call it.
-        scorer: what a policy gave; None is allowed.
-
-    Raises:
-        TypeError: naming what it lacks.
-    """
+    """Refuses with a TypeError a value that is neither None nor a scorer; names what is wrong."""
     if scorer is None:
         return
     if isinstance(scorer, type):
@@ -241,20 +245,16 @@ def check_scorer(label: str, scorer: Any) -> None:
         raise TypeError(f"{label}={scorer!r}: {remedy}")
     if type(scorer) is Scorer or getattr(type(scorer), "observe", None) is Scorer.observe:
         raise TypeError(f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `observe`")
-    for name, fits, wanted in (
-        ("queries", is_whole, "a number of last queries, 0 or more"),
-        ("sums", lambda value: isinstance(value, bool), "True or False"),
-        ("rank", lambda value: value is None or isinstance(value, Rank), "a Rank, or None"),
-        ("observe", callable, "a method"),
-        ("scores", callable, "a method"),
+    flags = {name: getattr(scorer, name, False) for name in ("sums", "draws", "norms", "looks_at_end")}
+    for name, value, fits, wanted in (
+        ("queries", scorer.queries, is_whole(scorer.queries), "a number of last queries, 0 or more"),
+        *((name, value, isinstance(value, bool), "True or False") for name, value in flags.items()),
+        ("rank", scorer.rank, isinstance(scorer.rank, (Rank, type(None))), "a Rank, or None"),
+        ("observe", scorer.observe, callable(scorer.observe), "a method"),
+        ("scores", scorer.scores, callable(scorer.scores), "a method"),
     ):
-        value = getattr(scorer, name)
-        if not fits(value):
+        if not fits:
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
-    for name in ("draws", "norms", "looks_at_end"):
-        value = getattr(scorer, name, False)
-        if not isinstance(value, bool):
-            raise TypeError(f"{label}.{name}={value!r}: give True or False")
     if not isinstance(future_of(scorer), (FutureQueries, type(None))):
         raise TypeError(f"{label}.future={scorer.future!r}: give FutureQueries(...), or None")
     try:

@@ -1,4 +1,4 @@
-"""Exact top-k by counting: one program for every count, ties in order of index."""
+"""Exact top-k masks by counting: one program for every count; ties go to the lowest index."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,14 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """Float32 scores as unsigned integers of the same order; 0 is left for rows that are no candidates.
-
-    Args:
-        scores: float32; minus zero counts as zero, what is not a number as the least of all.
-
-    Returns:
-        uint32 keys: a < b exactly where the scores are.
-    """
+    """uint32 sort keys in the order of float32 scores, all above 0; -0.0 counts as 0.0, NaN as -inf."""
     ordered = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
     bits = lax.bitcast_convert_type(ordered.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -21,16 +14,9 @@ def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
 
 
 def kth_largest(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> UInt[Array, "*rows 1"]:
-    """The `count`-th largest key of each row.
+    """The `count`-th largest sort key along the last axis, from 1 on; the largest uint32 for a count of 0.
 
-    Bisection on the bits: 32 counts instead of a sort, with a count that may differ by row and is no shape.
-
-    Args:
-        keys: from `sortable`.
-        count: which, from 1.
-
-    Returns:
-        The largest number that at least `count` keys reach; for 0 the largest there is.
+    Bisection on the bits: 32 counts instead of a sort, with a count that may differ by array row and is no shape.
     """
     count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
 
@@ -43,16 +29,10 @@ def kth_largest(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> UI
 
 
 def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
-    """The `count` largest keys of each row; among equals the lowest index first.
+    """Mask of the `count` largest sort keys along the last axis; ties go to the lowest index.
 
-    By a threshold and a count, so one compilation serves every budget.
-
-    Args:
-        keys: from `sortable`; 0 marks a row that cannot be chosen.
-        count: how many, at most the non-zero keys of the row.
-
-    Returns:
-        The mask.
+    A key of 0 marks an entry that cannot be chosen: `count` is at most the number of other keys. By a threshold and a
+    count, so that one compilation serves every budget.
     """
     threshold = kth_largest(keys, count)
     count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]

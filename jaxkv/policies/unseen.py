@@ -1,6 +1,7 @@
-"""Scores for prompts that are compressed before the question is known: they do not follow the prompt's last queries."""
+"""Scorers that do not follow the prompt's last queries: for prompts compressed before the question is known."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv._values import Value, count, flag, real
+from jaxkv._checks import field, flag, real, whole
+from jaxkv._values import Value
 from jaxkv.attention.xla import logit_divisor
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.rank import ByAge, Rank
@@ -21,7 +23,7 @@ _BLOCK = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDifference(Scorer, Value):
-    """KeyDiff's score: minus the cosine between a row's key and the mean of the head's normalised keys.
+    """KeyDiff's scorer: minus the cosine between a row's key and the mean of the head's normalised keys.
 
     References:
         Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
@@ -29,7 +31,7 @@ class KeyDifference(Scorer, Value):
     """
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Minus the cosine."""
+        """Minus the cosine of each row's key and the head's mean key."""
         inside = jnp.arange(seen.k.shape[2], dtype=jnp.int32) < seen.length[:, None, None]
         k = jnp.where(inside[..., None], seen.k.astype(jnp.float32), 0.0)
         unit = k / jnp.maximum(jnp.sqrt((k * k).sum(axis=-1, keepdims=True)), 1e-12)
@@ -40,7 +42,7 @@ class KeyDifference(Scorer, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureAttention(Scorer, Value):
-    """ExpectedAttention's score: attention expected from queries after the text, times the value's L2 norm.
+    """ExpectedAttention's scorer: attention expected from queries after the text, times the value's L2 norm.
 
     Queries are taken to be normally distributed, with the mean and covariance that the text's queries have before RoPE,
     rotated by the mean rotation of the positions to come.
@@ -58,6 +60,8 @@ class FutureAttention(Scorer, Value):
         Distribution, arXiv:2510.00636.
     """
 
+    looks_at_end: ClassVar[bool] = False
+
     sinks: int = 4
     positions: int = 512
     covariance: bool = True
@@ -66,26 +70,21 @@ class FutureAttention(Scorer, Value):
     remembered: int = 0
 
     def __post_init__(self) -> None:
-        count(self, "sinks", 0, "give 0 or more first tokens")
-        count(self, "positions", 1, "average over at least 1 position")
-        count(self, "remembered", 0, "remember 0 or more last queries")
-        flag(self, "covariance")
-        flag(self, "value_norms")
-        real(self, "epsilon", "give 0 or a small number", low=0, high=1e30)
+        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        field(self, "positions", whole, "average over at least 1 position")
+        field(self, "remembered", whole, "remember 0 or more last queries", least=0)
+        field(self, "covariance", flag)
+        field(self, "value_norms", flag)
+        field(self, "epsilon", real, "give 0 or a small number", high=1e30)
 
     @property
     def queries(self) -> int:
-        """Number of last queries that a cache remembers for the next compression."""
+        """Number of last queries read, and remembered by caches for the next compression."""
         return self.remembered
 
     @property
-    def looks_at_end(self) -> bool:
-        """False: queries to come count, not the last ones."""
-        return False
-
-    @property
     def future(self) -> FutureQueries:
-        """Settings of the queries' mean and covariance."""
+        """Settings of the queries' mean and covariance that are read."""
         return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -129,7 +128,7 @@ def _product(axes: str, a: Array, b: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorstAttention(Scorer, Value):
-    """DefensiveKV's score: the largest attention that any query of the window pays a row, times the value's share.
+    """DefensiveKV's scorer: the largest attention that any query of the window pays a row, times the value's share.
 
     Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
     where it is less; then times the L1 norm of the value at the layer's output, over the sum of the kv heads' norms.
@@ -142,35 +141,24 @@ class WorstAttention(Scorer, Value):
         DefensiveKV, arXiv:2510.13334, without the first stage by attention mass.
     """
 
+    looks_at_end: ClassVar[bool] = False
+    norms: ClassVar[bool] = True
+    group: ClassVar[GroupReduce] = GroupReduce.MAX
+
     window: int = 32
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        count(self, "window", 1, "observe at least 1 query")
+        field(self, "window", whole, "observe at least 1 query")
         AvgPool(self.kernel)
 
     @property
     def queries(self) -> int:
-        """Number of queries in the window."""
+        """Number of last queries read: the window's."""
         return self.window
 
-    @property
-    def looks_at_end(self) -> bool:
-        """False: the worst case over the window's queries keeps what none of them looks for."""
-        return False
-
-    @property
-    def norms(self) -> bool:
-        """True: values count by their norm at the layer's output."""
-        return True
-
-    @property
-    def group(self) -> GroupReduce:
-        """The largest of the group's query heads."""
-        return GroupReduce.MAX
-
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """The score."""
+        """Largest pooled attention of any query of the window, times the value's share of the kv heads' norms."""
         if seen.norms is None or seen.norm_totals is None:
             raise TypeError("WorstAttention needs the norms of the values")
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
@@ -195,25 +183,22 @@ class WorstAttention(Scorer, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(Scorer, Value):
-    """Later rows matter more: what is left of a budget goes to the most recent ones."""
+    """Scorer by position: later rows matter more, so that a budget goes to the most recent ones."""
 
-    @property
-    def rank(self) -> Rank:
-        """The oldest row is the weakest."""
-        return ByAge()
+    rank: ClassVar[Rank] = ByAge()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """The position itself; exact in float32 up to 2**24."""
+        """Position of each row; exact in float32 up to 2**24."""
         batch, heads, slots = seen.k.shape[:3]
         return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyNorm(Scorer, Value):
-    """Rows whose keys have a small L2 norm matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
+    """Scorer by key norm: small L2 norms matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Minus the norm."""
+        """Minus the L2 norm of each key."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
@@ -221,17 +206,14 @@ class KeyNorm(Scorer, Value):
 class Uniform01(Scorer, Value):
     """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
 
-    @property
-    def draws(self) -> bool:
-        """They are nothing but draws."""
-        return True
+    draws: ClassVar[bool] = True
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Uniform draws in [0, 1)."""
         batch, heads, slots = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))
-        # Of all heads, also where a device has some of them: a head's draws are the same everywhere.
+        # Drawn for all heads, also where a device has some of them: a head's draws are the same everywhere.
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
         draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
         return jnp.broadcast_to(draws.T, (batch, heads, slots))

@@ -1,4 +1,4 @@
-"""D2O's layer budgets: the more unevenly a layer's keys are attended to, the fewer rows it gets."""
+"""Layer budgets of D2O: the more unevenly a layer's keys are attended to, the fewer rows it gets."""
 
 import dataclasses
 import enum
@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import choice, field, real
 from jaxkv._errors import require
-from jaxkv._values import choice, halved, is_traced, namespace, plain, real
-from jaxkv.policies.layers import Counts, Exact, Reals, Table, finite, round_remainders, round_to_sum
+from jaxkv._values import Value, halved, is_traced, namespace, plain
+from jaxkv.policies.layers import Counts, LayerBudgets, Reals, Table, finite, round_remainders, round_to_sum
 
 # No layer falls below this share of the prompt, as in the published code.
 _LEAST = 100
 
 
 class Statistic(enum.Enum):
-    """How unevenness turns into a claim on rows.
+    """How the variance F of a layer's attention turns into a claim on rows.
 
     HEADNORM: exp(-F), F the mean over heads of variances scaled to [0, 1] within the layer: the published code.
     RAW: exp(-F), F the mean variance itself, as the paper prints it: nearly all goes to the least uneven layers.
@@ -35,11 +36,11 @@ class Statistic(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VarianceLayers(Exact):
+class VarianceLayers(LayerBudgets, Value):
     """Layers in which attention is spread more evenly over keys get more rows; the sum is exact.
 
     Attributes:
-        statistic: how unevenness turns into a claim.
+        statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
         dense_layers: layers that keep the whole prompt; negative ones count from the top. Their rows are taken out of
             the budget.
 
@@ -54,7 +55,7 @@ class VarianceLayers(Exact):
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        choice(self, "statistic", Statistic)
+        field(self, "statistic", choice, Statistic)
         given = self.dense_layers
         listed = isinstance(given, (tuple, list, np.ndarray))
         layers = tuple(plain(layer) for layer in given) if listed else ()
@@ -69,7 +70,7 @@ class VarianceLayers(Exact):
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
     ) -> Float[Array, "B K G"]:
-        """Variances over keys of what each query head's keys received in all."""
+        """Variance over keys of the attention received from all queries, of each query head."""
         if sums is None:
             raise TypeError("VarianceLayers needs sums over all queries")
         batch, heads, group, slots = sums.shape
@@ -81,7 +82,7 @@ class VarianceLayers(Exact):
         return ((off * off).sum(axis=-1) / jnp.maximum(count - 1, 1)).reshape(batch, heads, group)
 
     def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """The layer's statistic, F: the variances' mean, or that of where each lies between the least and the most."""
+        """One layer's statistic F: mean of its heads' variances, with HEADNORM scaled to [0, 1] within the layer."""
         variance = heads
         if self.statistic is Statistic.HEADNORM:
             least, most = variance.min(axis=-1, keepdims=True), variance.max(axis=-1, keepdims=True)
@@ -89,14 +90,14 @@ class VarianceLayers(Exact):
         return variance.mean(axis=-1)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Scaled variances lie between 0 and 1: no layer gets more than e times the average."""
+        """Largest possible rows per kv head of a single layer: e times the budget with HEADNORM, else the prompt."""
         length = np.asarray(length, np.int64)
         if self.statistic is not Statistic.HEADNORM or self.dense_layers:
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """See `LayerBudgets.rows`; at least a hundredth of the prompt and one row that can be chosen, where it fits."""
+        """Rows per kv head of each layer by claims; at least a hundredth of the prompt and one row more than forced."""
         stat = finite(weights)
         xp = namespace(stat)
         budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
@@ -107,7 +108,7 @@ class VarianceLayers(Exact):
         return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows of prompts that are longer than their budget."""
+        """Rows per kv head of each layer, for prompts longer than their budget."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
         least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
@@ -126,12 +127,14 @@ class VarianceLayers(Exact):
         return rows
 
     def _check_fits(self, fits: Any, taken: Any, total: Any) -> None:
+        """Refuses dense layers that leave too few of the `total` rows to the others, for the first such prompt."""
         low = np.flatnonzero(~np.asarray(fits))
         at = int(low[0]) if low.size else 0
         remedy = f"they take {taken[at]} of {total[at]} rows: name fewer of them, or raise the budget"
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
+        """Integer rows of sum `total` over the layers of these statistics, each in [least, length]."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
@@ -139,6 +142,7 @@ class VarianceLayers(Exact):
         return round_remainders(_scaled(self._claims(stat), total, least, length), total, length)
 
     def _claims(self, stat: Reals) -> Reals:
+        """Each layer's claim on rows, from the statistics F of all layers; positive numbers."""
         xp = namespace(stat)
         match self.statistic:
             case Statistic.UNIFORM:
@@ -153,7 +157,7 @@ class VarianceLayers(Exact):
 
 
 def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, " L"]:
-    """Which layers are named."""
+    """Mask of the layers named by index, negative ones from the top; refuses indices that the model lacks."""
     mask = np.zeros(layers, bool)
     for layer in dense_layers:
         require(-layers <= layer < layers, "dense_layers", dense_layers, f"the model has {layers} layers")
@@ -162,7 +166,7 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
 
 
 def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
-    """clip(c * claims, least, most) for the c that gives the total; claims of nothing share what c cannot place."""
+    """clip(c * claims, least, most) with the factor c of sum `total`; layers without a claim share what is left."""
     xp = namespace(claims)
     total, least, most = (each.astype(xp.float64) for each in (total, least, most))
     alive = claims >= claims.max(axis=0) * 1e-300
@@ -170,9 +174,10 @@ def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
     over = (total - reach.sum(axis=0)) / xp.maximum(1, (~alive).sum(axis=0)).astype(xp.float64)
     # In logarithms: claims may lie hundreds of orders of magnitude apart.
     logs = xp.log(xp.where(alive, claims, 1.0))
-    lifted = lambda by: xp.where(  # noqa: E731
-        alive, xp.clip(xp.exp(xp.minimum(logs + by, xp.log(most) + 1)), least, most), least
-    )
+
+    def lifted(by: Reals) -> Reals:
+        return xp.where(alive, xp.clip(xp.exp(xp.minimum(logs + by, xp.log(most) + 1)), least, most), least)
+
     low = xp.log(least) - xp.where(alive, logs, -np.inf).max(axis=0) - 1.0
     high = xp.log(most) - xp.where(alive, logs, np.inf).min(axis=0) + 1.0
     high = halved(low, high, lambda middle: lifted(middle).sum(axis=0) < total)
@@ -193,11 +198,20 @@ class OfficialVarianceLayers(VarianceLayers):
     recent_share: float = 0.5
 
     def __post_init__(self) -> None:
-        real(self, "recent_share", "give a share between 0 and 1", low=0, high=1)
+        field(self, "recent_share", real, "give a share between 0 and 1", high=1.0)
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Rows chosen by score, and most recent rows, of each layer; together the prompt where nothing is dropped."""
+        """Rows chosen by score, and most recent rows, of each layer, cut to integers separately.
+
+        Args:
+            budget: `[N]` rows per kv head and layer on average.
+            length: `[N]` tokens of each prompt.
+            stat: `[L, N]` statistics from `weight`.
+
+        Returns:
+            Both, `[L, N]`; they sum to the prompt in layers that drop nothing.
+        """
         xp, layers = namespace(stat), len(stat)
         rho = budget.astype(xp.float64) / xp.maximum(1, length).astype(xp.float64)
         claims = xp.exp(-(stat - stat.min(axis=0)))
@@ -209,23 +223,24 @@ class OfficialVarianceLayers(VarianceLayers):
         return xp.where(dense, length - recent, heavy), recent
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
+        """Rows per kv head of each layer: those chosen by score and the most recent ones, raised to the forced rows."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
         return xp.clip(heavy + recent, xp.minimum(forced, length), length)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
-        """Cut to integers on their own; see `LayerBudgets.recents`."""
+        """Most recent rows of each layer, from its claim."""
         stat = finite(weights)
         xp = namespace(stat)
         return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
-        """See `LayerBudgets.bound`: the budget's sum, what the clamp adds, and the layers that keep the prompt."""
+        """Largest possible sum over layers: the budget's, what lower limits add, and layers that keep the prompt."""
         length = np.asarray(length, np.int64)
         dense = int(dense_mask(self.dense_layers, layers).sum())
         raised = layers * (np.asarray(budget, np.int64) + 1 + -(-(length + 1) // _LEAST))
         return np.minimum(raised + dense * length, layers * length)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """The layers that keep the prompt."""
+        """Mask of layers that keep the prompt, and go on appending."""
         return dense_mask(self.dense_layers, layers)

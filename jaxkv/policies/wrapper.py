@@ -1,4 +1,4 @@
-"""Policies built on another one: the base's parts, some of them replaced."""
+"""`Wrapper`, the base of policies built on another one: the base's parts, some of them replaced."""
 
 import dataclasses
 import functools
@@ -13,30 +13,22 @@ from jaxkv.policies.registry import as_policy
 _SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
 
 
-def check_shared(policy: Method, inner: Method | None) -> None:
-    """Refuses a field of every policy that a wrapper and its base give in two ways.
-
-    Args:
-        policy: the wrapper.
-        inner: its base.
-
-    Raises:
-        ValueError: naming the field and what the base says.
-    """
+def check_shared(policy: Method, base: Method | None, remedy: str, *, but: tuple[str, ...] = ()) -> None:
+    """Refuses a field of every policy, `but` some, that a policy sets to something other than its base does."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
-        its = default if inner is None else getattr(inner, name)
-        same = typed(mine) in (typed(default), typed(its))
-        require(same, name, mine, f"the base says {its!r}: give it there only")
+        its = default if base is None else getattr(base, name)
+        same = name in but or typed(mine) in (typed(default), typed(its))
+        require(same, name, mine, remedy.format(its))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapper(Method):
-    """Another policy with some of its parts replaced; subclasses write `wrap`.
+    """Base of policies that replace some parts of another policy; subclasses write `wrap`.
 
     Attributes:
-        base: the policy whose parts are used, with budget, spans and what goes on while decoding; or its name or class,
-            for one that takes those from here.
+        base: the policy whose parts are used, with its budget, spans and behaviour while decoding; or its name or
+            class, for one that takes budget and spans from here.
     """
 
     base: Method | type[Method] | str | None = None
@@ -45,7 +37,7 @@ class Wrapper(Method):
 
     @functools.cached_property
     def inner(self) -> Method:
-        """The base, or the usual one."""
+        """The base policy; where none is given, the class' usual one with this policy's shared fields."""
         if self.base is None and not self.usual:
             raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
         given = {name: getattr(self, name) for name in _SHARED}
@@ -57,26 +49,33 @@ class Wrapper(Method):
         remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
         require(its.scorer is not None and its.read is None, "base", inner, remedy)
         self.check_base(inner, its)
-        check_shared(self, inner)
+        check_shared(self, inner, "the base says {!r}: give it there only")
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases that this policy cannot work on.
+        """Refuses bases that this policy cannot work on; a hook of subclasses.
 
         Args:
-            base: the base.
+            base: the base policy.
             parts: its parts.
         """
 
     def wrap(self, base: Parts) -> Parts:
-        """The base's parts with this policy's in place of some: `dataclasses.replace(base, heads=...)`."""
+        """Returns the base's parts with some replaced by this policy's: `dataclasses.replace(base, heads=...)`.
+
+        Args:
+            base: the base policy's parts.
+
+        Returns:
+            This policy's parts.
+        """
         raise TypeError(f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)")
 
     def parts(self) -> Parts:
-        """The base's, as `wrap` leaves them."""
+        """The base policy's parts with this policy's `wrap` applied."""
         return self.wrap(self.inner.parts())
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """This policy on the base that the model makes of its own."""
+        """Returns this policy on a base whose model-dependent fields are filled in; see `Method.for_model`."""
         its = self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)
 

@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, TwoStageHeads, UniformHeads
+from jaxkv.policies.checks import instance
+from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, ProtectedHeads, UniformHeads, inner_budgets, within_stages
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -16,7 +17,7 @@ _ALPHA, _CAPACITY = 0.2, 1.5
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaKV(Wrapper):
-    """Head-wise adaptive budgets over any policy that keeps the best rows.
+    """The base policy's choice, with the heads of a layer competing for its rows.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
     share the layer's pool, so the cache weighs as much as the base policy's.
@@ -42,27 +43,25 @@ class AdaKV(Wrapper):
     usual: ClassVar[str] = "snapkv"
 
     def _check(self) -> None:
-        given, mine = self.safeguard, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
-        spreads = isinstance(given, HeadBudgets) and not isinstance(given, type)
-        require(given is None or spreads, "safeguard", given, "give AdaptiveHeads(...) or ProtectedHeads(...), or None")
-        for name, usual in (("alpha", _ALPHA), ("capacity", _CAPACITY)):
-            number = getattr(mine, name)
-            object.__setattr__(self, name, number)
-            same = given is None or number in (usual, getattr(given, name, usual))
-            require(same, name, number, f"the safeguard is {given!r}: give it there only")
+        given, usual = self.safeguard, {"alpha": _ALPHA, "capacity": _CAPACITY}
+        if given is not None:
+            remedy = "give AdaptiveHeads(...) or ProtectedHeads(...), or None"
+            instance("safeguard", given, HeadBudgets, remedy)
+        self._adopt(AdaptiveHeads(alpha=self.alpha, capacity=self.capacity), *usual)
+        for name, default in usual.items():
+            mine = getattr(self, name)
+            same = given is None or mine in (default, getattr(given, name, default))
+            require(same, name, mine, f"the safeguard is {given!r}: give it there only")
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Heads compete where none of them has a budget of its own yet, and each may keep other rows."""
+        """Refuses bases whose heads have budgets of their own, or must keep the same rows."""
         require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
-        inner = parts.heads.budgets if isinstance(parts.heads, TwoStageHeads) else parts.heads
-        require(isinstance(inner, UniformHeads), "base", base, "its heads have budgets of their own already")
+        uniform = isinstance(inner_budgets(parts.heads), UniformHeads)
+        require(uniform, "base", base, "its heads have budgets of their own already")
         require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
 
     def wrap(self, base: Parts) -> Parts:
-        """The safeguarded competition of heads, within the base's two stages if it has them."""
-        own = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
-        mine: HeadBudgets = own if self.safeguard is None else self.safeguard
-        if isinstance(base.heads, TwoStageHeads):
-            mine = dataclasses.replace(base.heads, budgets=mine)
-        return dataclasses.replace(base, heads=mine)
+        """The base's parts with safeguarded competition of heads, inside the base's two stages if it has them."""
+        mine: HeadBudgets = self.safeguard or AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
+        return dataclasses.replace(base, heads=within_stages(base.heads, mine))

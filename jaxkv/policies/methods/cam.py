@@ -1,4 +1,4 @@
-"""CaM: values of tokens on the way out fold into those of the tokens behind them."""
+"""CaM: values of tokens that may be dropped fold into those of the tokens behind them."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,10 +14,10 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowMethod):
-    """SnapKV's choice without pooling, from rows whose values were folded forward first.
+    """The window's choice without pooling, after values were folded into those of the tokens behind them.
 
     Attributes:
-        start: first share of the prompt that keeps its values to itself.
+        start: first share of the prompt whose values are not folded.
         expected: fold the expected part of each value instead of drawing by the call's key.
 
     References:
@@ -35,14 +35,14 @@ class CaM(WindowMethod):
     def _check(self) -> None:
         super()._check()
         mine = self._merge
-        for name in ("start", "expected"):
-            object.__setattr__(self, name, getattr(mine, name))
+        self._adopt(mine, "start", "expected")
         require(self.merge is None or self.merge == mine, "merge", self.merge, f"CaM has its own, {mine}: leave it out")
 
     @property
     def _merge(self) -> ValueMerge:
+        """The merger of this policy's window, start and draws."""
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
     def parts(self) -> Parts:
-        """The window's scores, and its own way of merging."""
+        """Parts that score by the window's attention and fold values forward."""
         return self.observed(merge=self._merge)

@@ -1,4 +1,4 @@
-"""Controls: key norms and chance."""
+"""Controls that other policies are held against: recency, key norms and chance."""
 
 import dataclasses
 from typing import ClassVar
@@ -19,7 +19,7 @@ class LocalWindow(Method):
     paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
 
     def parts(self) -> Parts:
-        """Recency alone."""
+        """Parts that score rows by position: later ones higher."""
         return self.compose(scorer=Position())
 
 
@@ -37,19 +37,19 @@ class KNorm(Method):
     paper: ClassVar[str] = "L2 norm, arXiv:2406.11430"
 
     def parts(self) -> Parts:
-        """Small norms first."""
+        """Parts that score rows by minus the key's L2 norm."""
         return self.compose(scorer=KeyNorm())
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Random(Method):
-    """Rows drawn by chance, from the key given to `prefill` or `generate`."""
+    """Rows drawn by chance, from the key given to `prefill` or `generate`: a control."""
 
     budget: int | float | None = 1024
 
     paper: ClassVar[str] = "control"
 
     def parts(self) -> Parts:
-        """Uniform draws."""
+        """Parts that score rows by uniform random numbers."""
         return self.compose(scorer=Uniform01())

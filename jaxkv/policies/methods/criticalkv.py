@@ -1,4 +1,4 @@
-"""CriticalKV: a second look at the rows on the edge, through their values."""
+"""CriticalKV: half of a head's rows by score alone, the others by score and value."""
 
 import dataclasses
 from typing import ClassVar
@@ -35,17 +35,15 @@ class CriticalKV(Wrapper):
     usual: ClassVar[str] = "snapkv"
 
     def _check(self) -> None:
-        stages = TwoStageHeads(first=self.first, epsilon=self.epsilon)
-        for name in ("first", "epsilon"):
-            object.__setattr__(self, name, getattr(stages, name))
+        self._adopt(TwoStageHeads(first=self.first, epsilon=self.epsilon), "first", "epsilon")
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Values are looked at once, when all rows of a prompt are chosen."""
+        """Refuses bases that look at values already, or evict rows one by one while decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
         require(not parts.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
 
     def wrap(self, base: Parts) -> Parts:
-        """The base's choice, in two stages."""
+        """The base's parts with each head's rows chosen in two stages."""
         heads = TwoStageHeads(budgets=base.heads, first=self.first, epsilon=self.epsilon)
         return dataclasses.replace(base, heads=heads)

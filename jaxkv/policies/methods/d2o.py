@@ -3,9 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv._checks import field, flag
 from jaxkv._errors import require
-from jaxkv._values import flag, typed
+from jaxkv._values import typed
 from jaxkv.policies.attended import CumulativeAttention
+from jaxkv.policies.checks import instance
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
@@ -22,7 +24,7 @@ _MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decisi
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """Heavy hitters to recent tokens 3:1 behind four sinks; more rows for layers of even attention; merging.
+    """As H2O, 3:1 behind four sinks; more rows for layers of even attention; dropped rows merge into similar ones.
 
     `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
     ablations of the paper's Table 6. A prompt shorter than a budget in rows has nothing to divide yet: its layers may
@@ -49,20 +51,19 @@ class D2O(HeavyMethod):
     paper: ClassVar[str] = "D2O, arXiv:2406.13035"
 
     def _check(self) -> None:
-        flag(self, "official")
+        field(self, "official", flag)
         if self.official:
             preset = {"recent": _RECENT, "merge": _MERGE, "allocation": OfficialVarianceLayers()}
-            defaults = {field.name: field.default for field in dataclasses.fields(D2O)}
+            defaults = {each.name: each.default for each in dataclasses.fields(D2O)}
             for name, value in preset.items():
                 mine = getattr(self, name)
                 same = typed(mine) in (typed(defaults[name]), typed(value))
                 require(same, name, mine, "official=True sets it: leave it out")
-        budgets = isinstance(self.allocation, LayerBudgets) and not isinstance(self.allocation, type)
-        require(budgets, "allocation", self.allocation, "give budgets over layers, VarianceLayers() say")
+        instance("allocation", self.allocation, LayerBudgets, "give budgets over layers, VarianceLayers() say")
         super()._check()
 
     def parts(self) -> Parts:
-        """Heavy hitters, layers by variance and merging; with `official` as published code has them."""
+        """Parts of heavy hitters, layer budgets and merging; with `official` those of the published code."""
         scorer = CumulativeAttention()
         if self.official:
             return self.attended(scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE)

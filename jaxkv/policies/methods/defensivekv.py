@@ -35,7 +35,7 @@ class DefensiveKV(Method):
     paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """The worst case over the window, and heads that compete without a guaranteed share."""
+        """Parts that score by the window's largest attention, with heads that compete without a guaranteed share."""
         scorer = WorstAttention(window=self.window, kernel=self.kernel)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)
@@ -55,5 +55,5 @@ class LayerDefensiveKV(DefensiveKV):
     paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """DefensiveKV's, with one budget over layers."""
+        """DefensiveKV's parts, with one budget for all layers."""
         return dataclasses.replace(super().parts(), layers=GlobalLayers())

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxkv._values import count
+from jaxkv._checks import field, whole
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -43,11 +43,11 @@ class ExpectedAttention(Method):
 
     def _check(self) -> None:
         # The other fields are checked where the scorer is made of them, under the same names.
-        count(self, "future", 1, "average over at least 1 position")
-        count(self, "remembered", 1, "remember at least 1 query")
+        field(self, "future", whole, "average over at least 1 position")
+        field(self, "remembered", whole, "remember at least 1 query")
 
     def parts(self) -> Parts:
-        """Expected attention times the value's norm, behind the sinks."""
+        """Parts that score by expected attention times the value's norm, and keep the sinks."""
         scorer = FutureAttention(
             sinks=self.sinks,
             positions=self.future,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.heads import AdaptiveHeads, TwoStageHeads, UniformHeads, own_budgets
+from jaxkv.policies.heads import AdaptiveHeads, UniformHeads, inner_budgets, own_budgets, within_stages
 from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -37,28 +37,24 @@ class GlobalBudget(Wrapper):
     usual: ClassVar[str] = "expectedattention"
 
     def _check(self) -> None:
-        mine = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
-        for name in ("alpha", "capacity"):
-            object.__setattr__(self, name, getattr(mine, name))
+        self._adopt(AdaptiveHeads(alpha=self.alpha, capacity=self.capacity), "alpha", "capacity")
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases whose layers or heads are tied to one another already."""
+        """Refuses bases whose layers or heads have budgets that depend on one another already."""
         require(parts.layers == UniformLayers(), "base", base, "its layers have budgets of their own already")
-        inner = parts.heads.budgets if isinstance(parts.heads, TwoStageHeads) else parts.heads
         own = own_budgets(parts.heads)
-        competes = own is not None or isinstance(inner, UniformHeads)
+        competes = own is not None or isinstance(inner_budgets(parts.heads), UniformHeads)
         require(competes, "base", base, "its heads keep the same positions: give a policy whose heads choose apart")
         require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
-        for field in dataclasses.fields(AdaptiveHeads):
-            mine, usual = getattr(self, field.name), getattr(GlobalBudget, field.name)
-            said = own is None or mine in (usual, getattr(own, field.name))
-            require(said, field.name, mine, f"the base's heads have their own, {own}: give it there only")
+        for name in ("alpha", "capacity"):
+            mine, usual = getattr(self, name), getattr(GlobalBudget, name)
+            said = own is None or mine in (usual, getattr(own, name))
+            require(said, name, mine, f"the base's heads have their own, {own}: give it there only")
 
     def wrap(self, base: Parts) -> Parts:
-        """The base's parts with one budget over layers and heads."""
+        """The base's parts with one budget for all layers, and heads that compete."""
         heads = base.heads
         if own_budgets(heads) is None:
-            competing = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
-            heads = dataclasses.replace(heads, budgets=competing) if isinstance(heads, TwoStageHeads) else competing
+            heads = within_stages(heads, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity))
         return dataclasses.replace(base, heads=heads, layers=GlobalLayers())

@@ -1,10 +1,10 @@
-"""Policies that live on the attention each row receives: H2O, RoCo and TOVA. They drop a row for every new token."""
+"""Policies by the attention that each row receives: H2O, RoCo and TOVA. They drop a row for every new token."""
 
 import dataclasses
 import enum
 from typing import Any, ClassVar
 
-from jaxkv._values import choice, count, flag, real
+from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
 from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.parts import Keep, Parts
@@ -22,7 +22,7 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Streaming(Method):
-    """What these policies share.
+    """Base of policies that evict by attention, at every token or in the prompt alone.
 
     Attributes:
         mode: `Mode`, or its value.
@@ -34,11 +34,10 @@ class _Streaming(Method):
     sinks: int = 0
 
     def _check(self) -> None:
-        choice(self, "mode", Mode)
-        count(self, "sinks", 0, "give 0 or more first tokens")
+        field(self, "mode", choice, Mode)
 
     def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Scores by attention, which go on while tokens are drawn; of the newest token nothing is known yet."""
+        """Composes parts of a scorer whose rank evicts while decoding; the newest token always stays."""
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
@@ -46,7 +45,7 @@ class _Streaming(Method):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeavyMethod(_Streaming):
-    """Heavy hitters by cumulative attention, and the most recent tokens.
+    """Base of policies that keep heavy hitters by cumulative attention, and the most recent tokens.
 
     Attributes:
         recent: the recent tokens' share of what sinks leave of the budget; the rest goes to heavy hitters.
@@ -55,18 +54,18 @@ class HeavyMethod(_Streaming):
     recent: float = 0.5
 
     def _check(self) -> None:
-        real(self, "recent", "give a share between 0 and 1", low=0, high=1)
+        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
         super()._check()
 
     def parts(self) -> Parts:
-        """Attention received so far."""
+        """Parts that score rows by the sum of attention received."""
         return self.attended(CumulativeAttention(), recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyMethod):
-    """Heavy hitters and recent tokens, half and half; one row goes for each that comes.
+    """Heavy hitters by attention from all queries, and the most recent tokens, 1:1; a row goes for every new one.
 
     References:
         Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
@@ -79,7 +78,7 @@ class H2O(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyMethod):
-    """H2O by mean attention: what a row received, over the number of queries that could see it.
+    """As H2O, by mean attention: what a row received, over the number of queries that could see it.
 
     References:
         Ren and Zhu, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference,
@@ -89,17 +88,17 @@ class RoCo(HeavyMethod):
     paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
 
     def parts(self) -> Parts:
-        """Mean attention received."""
+        """Parts that score rows by the attention received per query."""
         return self.attended(CumulativeAttention(mean=True), recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """Whatever the latest token attends to least goes, the same position in all heads of a layer.
+    """What the last token attends to, the same positions in all heads of a layer; a row goes for every new one.
 
     Attributes:
-        per_head: let each kv head drop its own.
+        per_head: let each kv head drop a row of its own.
 
     References:
         Oren et al., Transformers are Multi-State RNNs, arXiv:2401.06104, section 4.
@@ -110,9 +109,9 @@ class TOVA(_Streaming):
     paper: ClassVar[str] = "TOVA, arXiv:2401.06104"
 
     def _check(self) -> None:
-        flag(self, "per_head")
+        field(self, "per_head", flag)
         super()._check()
 
     def parts(self) -> Parts:
-        """The last token's attention; one set of rows for all heads, unless they choose alone."""
+        """Parts that score rows by the last token's attention, in one set of positions unless `per_head`."""
         return self.attended(LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads())

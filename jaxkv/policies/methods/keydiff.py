@@ -26,5 +26,5 @@ class KeyDiff(Method):
     paper: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
 
     def parts(self) -> Parts:
-        """Minus the cosine of each key with the mean key."""
+        """Parts that score rows by minus the cosine of key and mean key."""
         return self.compose(scorer=KeyDifference())

@@ -1,21 +1,21 @@
-"""OmniKV: every row is kept; filter layers choose the tokens that the layers above them read."""
+"""OmniKV: every row is kept; filter layers choose the tokens that the layers above them read; and its baseline."""
 
 import dataclasses
 import functools
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv._values import typed
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
 from jaxkv.policies.registry import as_policy, register
+from jaxkv.policies.wrapper import check_shared
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniKV(Method):
-    """Drops nothing: a few filter layers choose, for every new token, what the layers above them read.
+    """Everything is kept; a few filter layers choose, for every new token, what the layers above them read.
 
     Attributes:
         filter_layers: layers that choose; None takes those found for the model, which its manifest names.
@@ -25,9 +25,9 @@ class OmniKV(Method):
         mem: the paper's Mem% in place of a budget: the share of the cache that layers which read everything hold, and
             the others' tokens, at least the window as above.
         selector: `Selector`, or its value: which queries choose.
-        window: newest tokens whose queries choose, if not only the last one's does.
+        window: newest tokens whose queries choose, unless only the last one's does.
         adjacent: layers behind a filter that read everything, while chosen rows are on their way.
-        include_generated: tokens after the prompt are read only if they are chosen, too.
+        include_generated: tokens after the prompt are read only if they are chosen as well.
         offload: rows of the layers that read chosen tokens wait in host memory.
         prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
             read this many chosen earlier tokens for each token of the chunk, and the chunk.
@@ -55,15 +55,9 @@ class OmniKV(Method):
     paper: ClassVar[str] = "OmniKV, ICLR 2025"
 
     def _check(self) -> None:
-        reads = self._reads
-        for name in _READS:
-            if name != "budget":
-                object.__setattr__(self, name, getattr(reads, name))
+        self._adopt(self._reads, *(name for name in _READS if name != "budget"))
         base = self.inner
-        for name, default in ((field.name, field.default) for field in dataclasses.fields(Method)):
-            mine, its = getattr(self, name), default if base is None else getattr(base, name)
-            same = name == "budget" or typed(mine) in (typed(default), typed(its))
-            require(same, name, mine, "OmniKV drops nothing: give it to the base, if any")
+        check_shared(self, base, "OmniKV drops nothing: give it to the base, if any", but=("budget",))
         if base is None:
             return
         parts = base.parts()
@@ -79,20 +73,21 @@ class OmniKV(Method):
 
     @property
     def _reads(self) -> FilteredReads:
+        """The part `read`, of this policy's fields of the same names."""
         return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
     @functools.cached_property
     def inner(self) -> Method | None:
-        """The base, if any."""
+        """The base policy; None if there is none."""
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """What is stored is the base's business; without one, everything is. What is read follows from the fields."""
+        """The base's parts, or parts that keep every row, with filter layers choosing what is read."""
         base = Parts() if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """This policy with its filter layers named."""
+        """Returns this policy with filter layers filled in, and its base's fields; see `Method.for_model`."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -106,13 +101,14 @@ class OmniKV(Method):
         return self
 
 
+# The fields that OmniKV and its part have in common.
 _READS = tuple(field.name for field in dataclasses.fields(FilteredReads))
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrutalOffload(Method):
-    """Full attention with the upper layers' rows in host memory, each loaded whole for every token: a baseline.
+    """Everything is kept, upper layers in host memory and loaded whole for every token: OmniKV's baseline.
 
     Attributes:
         resident_layers: layers from the bottom whose rows stay on the device.
@@ -129,20 +125,19 @@ class BrutalOffload(Method):
 
     def _check(self) -> None:
         require(self.budget is None, "budget", self.budget, "it reads everything: leave it out")
-        reads = self._reads
-        for name in ("resident_layers", "ahead"):
-            object.__setattr__(self, name, getattr(reads, name))
+        self._adopt(self._reads, "resident_layers", "ahead")
 
     @property
     def _reads(self) -> LoadedReads:
+        """The part `read`, of this policy's fields."""
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:
-        """Everything is kept, and read from where it waits."""
+        """Parts that keep every row, and load upper layers from host memory."""
         return self.compose(scorer=None, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
-        """This policy, if the model has layers to offload."""
+        """Returns this policy; refuses a model that has no layers to offload."""
         fits = self.resident_layers < layers
         require(fits, "resident_layers", self.resident_layers, f"the model has {layers} layers: give fewer")
         return self

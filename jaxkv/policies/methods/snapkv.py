@@ -1,11 +1,11 @@
-"""SnapKV: keep what the end of the prompt looks at."""
+"""SnapKV: keep what the end of the prompt looks at; and `WindowMethod`, the base of methods with such a window."""
 
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxkv._errors import require
-from jaxkv._values import choice, count
+from jaxkv._checks import field, whole
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
+from jaxkv.policies.checks import instance
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowMethod(Method):
-    """What SnapKV and its descendants share: an observation window that scores the rows before it.
+    """Base of SnapKV and its descendants: the prompt's last queries, the observation window, score the rows before it.
 
     Attributes:
         window: last tokens of the prompt; they observe and always stay.
@@ -33,30 +33,29 @@ class WindowMethod(Method):
     allocation: LayerBudgets = UniformLayers()
 
     def _check(self) -> None:
-        count(self, "window", 1, "observe at least 1 query")
-        count(self, "sinks", 0, "give 0 or more first tokens")
-        choice(self, "group", GroupReduce)
-        choice(self, "order", PoolOrder)
-        pools = callable(self.pooling) and not isinstance(self.pooling, type)
-        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
-        budgets = isinstance(self.allocation, LayerBudgets) and not isinstance(self.allocation, type)
-        require(budgets, "allocation", self.allocation, "give budgets over layers, LinearLayers() say")
+        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        self._adopt(self._scorer, "window", "pooling", "group", "order")
+        instance("allocation", self.allocation, LayerBudgets, "give budgets over layers, LinearLayers() say")
+
+    @property
+    def _scorer(self) -> WindowAttention:
+        """Attention of the window's queries, with this policy's pooling and reduction."""
+        return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
 
     def observed(self, **parts: Any) -> Parts:
-        """Scores by the attention of the window's queries, and the parts that differ between methods."""
-        scorer = WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
+        """Composes parts of the window's scores, sinks and window, and whatever else a method gives by name."""
         keep = Keep(sinks=self.sinks, window=self.window)
-        return self.compose(scorer=scorer, keep=keep, layers=self.allocation, **parts)
+        return self.compose(scorer=self._scorer, keep=keep, layers=self.allocation, **parts)
 
     def parts(self) -> Parts:
-        """The window's scores, with the same number of rows in each head."""
+        """Parts that score rows by the window's attention, with as many rows in each head."""
         return self.observed()
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(WindowMethod):
-    """The rows that the prompt's last queries attend to most, the same number in every layer and head.
+    """The rows that the prompt's last queries attend to most, smoothed over neighbours; as many in every head.
 
     References:
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.

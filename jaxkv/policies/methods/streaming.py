@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxkv._checks import field, flag
 from jaxkv._errors import require
-from jaxkv._values import count, flag
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.rank import ByAge
@@ -15,7 +15,7 @@ from jaxkv.policies.unseen import Position
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Method):
-    """Attention sinks and the most recent tokens.
+    """The first tokens (attention sinks) and the most recent ones.
 
     Attributes:
         sinks: first tokens that always stay; the rest of the budget goes to the last ones.
@@ -35,13 +35,12 @@ class StreamingLLM(Method):
     paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
 
     def _check(self) -> None:
-        count(self, "sinks", 0, "give 0 or more first tokens")
-        flag(self, "rolling_positions")
-        flag(self, "slide")
+        field(self, "rolling_positions", flag)
+        field(self, "slide", flag)
         both = self.slide and self.rolling_positions
         require(not both, "slide", self.slide, "rolling positions move in steps: every=64")
 
     def parts(self) -> Parts:
-        """Recency; the newest token always stays, for without it the next one could not go on."""
+        """Parts that score rows by position; the newest token always stays, for the next one goes on from it."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions)

@@ -1,0 +1,89 @@
+"""Writes the lists that follow from the policies themselves: `python docs/make_lists.py`, which `make format` runs.
+
+Policies are found in `jaxkv/policies/methods`. Their order, and where each paper lies, is that of the table in
+`docs/policies.md`, which people write. Made of both are the imports of `jaxkv/policies/methods/__init__.py`, the names
+that `jaxkv` knows before it imports them, and the table in `README.md`.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jaxkv.policies import methods  # noqa: E402
+from jaxkv.policies.policy import Method  # noqa: E402
+from jaxkv.policies.registry import POLICIES  # noqa: E402
+
+INIT, TOP = ROOT / "jaxkv/policies/methods/__init__.py", ROOT / "jaxkv/__init__.py"
+README, TABLE = ROOT / "README.md", ROOT / "docs/policies.md"
+_ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*)\|$", flags=re.M)
+_HEADER = '''"""Methods of the literature, one short file each; importing them makes their names known, in this order.
+
+Written by docs/make_lists.py from the files beside this one: a new policy needs no line here.
+"""
+
+# isort: off
+'''
+
+
+def found() -> dict[str, type[Method]]:
+    """Classes of the shipped policies by class name, in the order of the table in docs/policies.md; others behind."""
+    for module in pkgutil.iter_modules(methods.__path__):
+        importlib.import_module(f"{methods.__name__}.{module.name}")
+    classes = {cls.__name__: cls for cls in POLICIES.values() if cls.__module__.startswith(methods.__name__)}
+    order = list(_papers())
+    return dict(sorted(classes.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _papers() -> dict[str, str]:
+    """Links to papers by class name, as the table in docs/policies.md has them."""
+    return dict(_ROW.findall(TABLE.read_text("utf-8")))
+
+
+def init_text() -> str:
+    """Text of `methods/__init__.py`: an import of each module's policies, and `__all__`."""
+    by_module: dict[str, list[str]] = {}
+    for name, cls in found().items():
+        by_module.setdefault(cls.__module__, []).append(name)
+    lines = [f"from {module} import {', '.join(names)}" for module, names in by_module.items()]
+    listed = "\n".join(f'    "{name}",' for name in sorted(found()))
+    return _HEADER + "\n".join(lines) + f"\n# isort: on\n\n__all__ = [\n{listed}\n]\n"
+
+
+def top_text() -> str:
+    """Text of `jaxkv/__init__.py` with the names of all policies, 8 a line."""
+    names = sorted(found())
+    lines = [" ".join(names[at : at + 8]) for at in range(0, len(names), 8)]
+    listed = "\n".join(f'        "{line}{" " if line != lines[-1] else ""}"' for line in lines)
+    block = re.compile(r'("jaxkv\.policies\.methods": \(\n).*?(\n    \),)', flags=re.S)
+    return block.sub(lambda match: match[1] + listed + match[2], TOP.read_text("utf-8"))
+
+
+def readme_text() -> str:
+    """Text of README.md with the table of policies: class, first sentence of its docstring, paper."""
+    papers, text = _papers(), README.read_text("utf-8")
+    rows = []
+    for name, cls in found().items():
+        about = (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".")
+        first, _, rest = about.partition(" ")
+        rows.append(f"| `{name}` | {first.lower() if first.istitle() else first} {rest} | {papers.get(name, '')}|")
+    head = "| Class | What stays | Paper |\n|---|---|---|\n"
+    return re.sub(re.escape(head) + r"(\|.*\n)*", lambda _: head + "\n".join(rows) + "\n", text)
+
+
+def main(*, write: bool = True) -> list[str]:
+    """Writes the files; returns the names of those whose text was another."""
+    texts = {INIT: init_text(), TOP: top_text(), README: readme_text()}
+    stale = [path for path, text in texts.items() if path.read_text("utf-8") != text]
+    for path in stale if write else ():
+        path.write_text(texts[path], encoding="utf-8")
+    return [str(path.relative_to(ROOT)) for path in stale]
+
+
+if __name__ == "__main__":
+    print(*main(), sep="\n")
