@@ -311,7 +311,7 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
 def _over_older(
     spec: Spec, token: Token, rows: LayerRows, *, rest: bool
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention to rows from before the step; of a sparse layer to chosen rows, with `rest` others too."""
+    """Attention to rows from before the step; sparse layers read chosen rows and, with `rest`, always-read rows."""
     pool, segments = rows.pool, rows.segments
     if rows.chosen is None:
         return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, spec)
