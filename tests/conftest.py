@@ -6,6 +6,7 @@ import pathlib
 import time
 
 import annotations
+import compiling
 import hypothesis
 import jax
 import jaxtyping
@@ -32,10 +33,13 @@ _QUICK = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before jax starts its backend, whose flags cannot change later; `make test` runs SmolLM2 in a run of its own."""
-    wanted = (_DEVICES, *(_QUICK if config.option.markexpr == "not real" else ()))
+    small = config.option.markexpr == "not real"
+    wanted = (_DEVICES, *(_QUICK if small else ()))
     given = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in wanted if flag not in given)])
     os.environ.setdefault("NPROC", _THREADS)
+    if small:
+        compiling.install()
 
 
 # An implicit float32 + bfloat16 or int + float is a bug in a library that promises a dtype.
@@ -83,7 +87,10 @@ _counted = time.monotonic()
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Frees compiled programs file by file, sooner where a file compiles thousands: out of mappings XLA crashes."""
-    if nextitem is None or nextitem.path != item.path or _mappings() > _MOST_MAPPINGS:
+    full = _mappings() > _MOST_MAPPINGS
+    if full:
+        compiling.forget()
+    if full or nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
         gc.collect()
 
