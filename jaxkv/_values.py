@@ -1,7 +1,6 @@
 """Frozen values that compare with the types of their numbers, so that 1 row is no share of 1.0; plain numbers."""
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable
 from decimal import Decimal
@@ -11,8 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxkv._errors import require
 
 # Positions are int32. Half of that leaves room to add to a limit.
 FARTHEST = 2**31 - 1
@@ -108,39 +105,6 @@ def as_real(value: Any) -> float | None:
     except OverflowError:
         return None
     return None if math.isnan(number) else number
-
-
-def count(value: Any, name: str, least: int, remedy: str) -> None:
-    """Checks that a field is an int of at least `least`, and makes it plain."""
-    given = plain(getattr(value, name))
-    require(is_whole(given, least), name, given, remedy)
-    require(given <= FARTHEST, name, given, f"give at most {FARTHEST}: no text is longer")
-    object.__setattr__(value, name, given)
-
-
-def real(value: Any, name: str, remedy: str, *, low: int | float, high: int | float, above: bool = False) -> None:
-    """Checks that a field is a number in [low, high], or with `above` in (low, high], and makes it a float."""
-    given = getattr(value, name)
-    number = as_real(given)
-    fits = number is not None and low <= number <= high and not (above and number == low)
-    require(fits, name, given, remedy)
-    object.__setattr__(value, name, number)
-
-
-def flag(value: Any, name: str) -> None:
-    """Checks that a field is True or False, and makes it plain."""
-    given = plain(getattr(value, name))
-    require(isinstance(given, bool), name, given, "give True or False")
-    object.__setattr__(value, name, given)
-
-
-def choice(value: Any, name: str, kind: type[enum.Enum]) -> None:
-    """Checks that a field is a member of an enum or its value, and makes it the member."""
-    given = getattr(value, name)
-    known = [each.value for each in kind]
-    fits = isinstance(given, kind) or (isinstance(given, str) and given in known)
-    require(fits, name, given, f"use one of {', '.join(known)}")
-    object.__setattr__(value, name, kind(given))
 
 
 def brief(value: Any) -> str:
