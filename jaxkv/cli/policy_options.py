@@ -39,8 +39,9 @@ class Option:
     about: str
 
 
+# Of `type[Any]`, for mypy takes a class that writes its own `__hash__` for one that cannot be hashed itself.
 @cache
-def options_of(cls: type[Method]) -> dict[str, Option]:
+def options_of(cls: type[Any]) -> dict[str, Option]:
     """Options of a policy's class by flag, in the order of its fields."""
     hints, about, meaningful = typing.get_type_hints(cls), documented(cls), _meaningful(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init and field.name in meaningful]
@@ -56,7 +57,7 @@ def flags_of(cls: type[Method]) -> list[str]:
 
 
 @cache
-def _drops_rows(cls: type[Method]) -> bool:
+def _drops_rows(cls: type[Any]) -> bool:
     """True if a policy keeps less than every row: not FullKV, nor OmniKV, which reads less."""
     return cls().parts().scorer is not None
 
