@@ -43,7 +43,7 @@ def test_no_fact_is_a_part_of_anothers_question():
     """Else an answer that repeats the question would count."""
     from jaxkv.evals import turns
 
-    asked = " ".join(fact.asked + fact.told for fact in turns._FACTS).lower()
+    asked = " ".join(fact.question + fact.sentence for fact in turns._FACTS).lower()
     assert all(isinstance(fact, _Fact) and value.lower() not in asked for fact in turns._FACTS for value in fact.values)
 
 
