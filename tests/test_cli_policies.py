@@ -201,7 +201,7 @@ def test_policies_that_disagree_on_an_option_are_found(monkeypatch):
 
 def test_docstrings_say_what_fields_are():
     about = documented(TOVA)
-    assert about["per_head"] == "let each kv head drop its own."
+    assert about["per_head"] == "let each kv head drop a row of its own."
     assert about["sinks"] == "first tokens that always stay, within the budget."
     assert about["every"].startswith("compress again after so many more tokens, over prompt and answer in order")
     assert documented(Throwaway).keys() == documented(Method).keys() | {"depth", "quiet", "seed"}
