@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from jaxkv._errors import require
 from jaxkv._values import shortened
@@ -28,6 +28,13 @@ _ALIASES = {"--filter-layers": "--filters"}
 _PREFIX = "policy "
 _SHARED = frozenset(field.name for field in dataclasses.fields(Method))
 
+Function = TypeVar("Function")
+
+
+def _cached(function: Function) -> Function:
+    """`functools.cache` with the function's own type: mypy holds classes that write `__hash__` for unhashable."""
+    return typing.cast(Function, lru_cache(maxsize=None)(typing.cast(Any, function)))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
@@ -39,9 +46,8 @@ class Option:
     about: str
 
 
-# Of `type[Any]`, for mypy takes a class that writes its own `__hash__` for one that cannot be hashed itself.
-@cache
-def options_of(cls: type[Any]) -> dict[str, Option]:
+@_cached
+def options_of(cls: type[Method]) -> dict[str, Option]:
     """Options of a policy's class by flag, in the order of its fields."""
     hints, about, meaningful = typing.get_type_hints(cls), documented(cls), _meaningful(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init and field.name in meaningful]
@@ -56,8 +62,8 @@ def flags_of(cls: type[Method]) -> list[str]:
     return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_BASE))]))
 
 
-@cache
-def _drops_rows(cls: type[Any]) -> bool:
+@_cached
+def _drops_rows(cls: type[Method]) -> bool:
     """True if a policy keeps less than every row: not FullKV, nor OmniKV, which reads less."""
     return cls().parts().scorer is not None
 
