@@ -203,5 +203,5 @@ def test_docstrings_say_what_fields_are():
     about = documented(TOVA)
     assert about["per_head"] == "let each kv head drop a row of its own."
     assert about["sinks"] == "first tokens that always stay, within the budget."
-    assert about["every"].startswith("compress again after so many more tokens, over prompt and answer in order")
+    assert about["every"].startswith("compress again after this many more tokens, over prompt and answer in order")
     assert documented(Throwaway).keys() == documented(Method).keys() | {"depth", "quiet", "seed"}
