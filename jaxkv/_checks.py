@@ -38,7 +38,13 @@ def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int 
 
 
 def real(
-    name: str, value: Any, remedy: str = "", *, low: int | float = 0.0, high: int | float = math.inf, open_low: bool = False
+    name: str,
+    value: Any,
+    remedy: str = "",
+    *,
+    low: int | float = 0.0,
+    high: int | float = math.inf,
+    open_low: bool = False,
 ) -> float:
     """Returns a number of Python's, numpy's or JAX's as a plain float.
 

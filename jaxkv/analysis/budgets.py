@@ -22,7 +22,7 @@ _ACROSS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgets(PolicyFigure):
-    """Rows that policies keep, by layer and kv head.
+    """Rows that each policy keeps at each budget: means by layer and kv head (`rows`), and totals by text (`totals`).
 
     Attributes:
         rows: `f32[P, N, L, K]` rows kept, averaged over texts.
@@ -39,7 +39,7 @@ class Budgets(PolicyFigure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path, budget: int = 0) -> None:
-        """Draws a map of layers and heads for each policy.
+        """Writes a picture file: one heat map per policy of the rows kept by layer and kv head, at one budget.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -68,7 +68,7 @@ class Budgets(PolicyFigure):
             figure.colorbar(image, ax=panels, label=f"rows kept, budget {said}")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Rows kept of a text in all, and per head on average, at least and at most, and in the outer layers."""
+        """Numbers of one table row: rows kept per text; mean, min and max per head; means of first and last layer."""
         mine = self.rows[policy, budget]
         return {
             "rows": float(self.totals[policy, budget].mean()),
@@ -89,7 +89,7 @@ def budgets(
     following: int = 0,
     key: int | Array | None = 0,
 ) -> Budgets:
-    """Counts the rows that policies keep of texts.
+    """Runs texts through a model and counts the rows that policies keep, as a `Budgets`.
 
     Args:
         params: from `jaxkv.load`.
@@ -109,14 +109,14 @@ def budgets(
 
 
 class BudgetsMeasure(PolicyMeasure):
-    """Measure of `budgets`: counts kept rows and looks at no layer."""
+    """Measurement behind `budgets`: counts the rows that each policy keeps; uses no layer outputs."""
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Number of kept rows `[C, L, K]`."""
+        """Number of rows kept of one text, `[C, L, K]`: by cell (policy and budget), layer and kv head."""
         return (self.counts(text),)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Budgets:
-        """Counts by policy and budget: averaged over texts, and summed over heads."""
+        """`Budgets` from the counts of all texts: means over texts, and totals by text."""
         counts = self.by_policy([each for (each,) in found])
         return Budgets(
             rows=mean_of(list(np.moveaxis(counts, 2, 0))),

@@ -34,7 +34,7 @@ Policies = Mapping[str, PolicyLike] | Sequence[PolicyLike]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Policies at every budget: `cells[policy][budget]`, with the policies' names and the budgets."""
+    """Every policy at every budget, `cells[policy][budget]`, with the policies' names and the budgets."""
 
     names: tuple[str, ...]
     budgets: tuple[Budget, ...]
@@ -42,7 +42,7 @@ class Grid:
 
 
 def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -> Grid:
-    """Checked policies at every budget, completed with what they take from the model: its filter layers."""
+    """Validated `Grid` of every policy at every budget, bound to the model's number of layers and filter layers."""
     params, made = as_model(params), checked(policies, budgets)
     layers, filters = params.config.layers, params.filter_layers
     cells = tuple(tuple(cell.for_model(layers, filters) for cell in row) for row in made.cells)
@@ -50,9 +50,9 @@ def grid(params: LanguageModel, policies: Policies, budgets: Sequence[Budget]) -
 
 
 def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
-    """Policies at every budget, for no model yet; a policy outside a dictionary is named by its text.
+    """Validated `Grid` of every policy at every budget, not bound to a model; unnamed policies are named by `_name`.
 
-    Refuses none, two of one name, and policies that choose for each token which rows they read.
+    ValueError for empty lists, repeated names or budgets, and policies that choose the rows to read for each token.
     """
     listed = _checks.several("policies", policies, "give a list of one or more policies")
     remedy = "give a list of one or more budgets, rows or shares"
@@ -74,7 +74,7 @@ def checked(policies: Policies, budgets: Sequence[Budget]) -> Grid:
 
 
 def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
-    """`with_budget`, with the policy's name in its error."""
+    """The policy with this budget; a ValueError is prefixed with the policy's name."""
     try:
         return with_budget(as_policy(policy), budget)
     except ValueError as error:
@@ -82,14 +82,14 @@ def _cell(name: str, policy: PolicyLike, budget: Budget) -> Method:
 
 
 def _name(policy: PolicyLike) -> str:
-    """Name of a policy: its registered name if it was given by that, else its class and changed fields."""
+    """Name of a policy: the registered name it was given by, else its class and its changed fields."""
     return policy if isinstance(policy, str) else brief(as_policy(policy))
 
 
 def kept_rows(
     params: LanguageModel, prompt: Encoded, policies: Sequence[Method], *, key: int | Array | None = 0
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
-    """Masks of the prompt's rows that each policy's prefill keeps; the prompt runs through the model once.
+    """Masks `bool[L, K, n]` of the prompt rows that each policy's prefill keeps, by policy, from one forward pass.
 
     `prompt` holds one prompt, repeated for each data group of a mesh; `key` is for policies that draw, seed 0 for None.
     """
@@ -114,7 +114,7 @@ def kept_rows(
 
 
 class _Choices:
-    """One policy's masks of kept rows, made layer by layer, or at the end if layers share a budget."""
+    """Collects one policy's masks of kept rows: layer by layer, or at the end if layer budgets depend on scores."""
 
     def __init__(self, flat: Flat, policy: Method, prompt: Encoded, slots: int, key: PRNGKeyArray):
         self.flat, self.parts = flat, policy.parts()
@@ -127,7 +127,7 @@ class _Choices:
         self.below: Array | None = None
 
     def look(self, index: int, out: LayerOut) -> None:
-        """Scores a layer's rows, and chooses among them unless that depends on other layers."""
+        """Scores the rows of one layer, and selects the kept rows unless layer budgets depend on scores."""
         parts, scorer = self.parts, self.parts.scorer
         if scorer is None:
             self.chosen.append(np.broadcast_to(host(self.whole.inside)[0], out.k.shape[1:3]))
@@ -141,7 +141,7 @@ class _Choices:
             self._choose([self.waiting], rows[index : index + 1], recent[index : index + 1])
 
     def masks(self) -> Bool[np.ndarray, "L K n"]:
-        """Masks of the rows that stay, after the last layer."""
+        """Masks `bool[L, K, n]` of the kept rows of all layers; called after `look` of the last layer."""
         if self.waiting and self.parts.layers.joint:
             rows, recent = self._tables()
             self._choose([self.waiting], rows[:1], recent[:1])
@@ -152,12 +152,12 @@ class _Choices:
         return np.stack(self.chosen)
 
     def _tables(self) -> tuple[Table, Table]:
-        """Numbers of rows and of most recent rows that each layer keeps, for budgets that do not depend on scores."""
+        """Numbers of kept rows and of most recent rows by layer and sequence, if they do not depend on scores."""
         assert self.told.rows is not None and self.told.recent is not None
         return self.told.rows, self.told.recent
 
     def _choose(self, groups: Sequence[Sequence[Candidates]], rows: Table, recent: Table) -> None:
-        """Chooses among the rows of each group of layers, one or several that share a budget; drops their scores."""
+        """Selects the kept rows of each group of layers with a shared budget, appends their masks, drops the scores."""
         axes = self.flat.axes
         for layers, wanted, last in zip(groups, rows, recent, strict=True):
             some, newest = (place(each, "B", axes, jnp.int32) for each in (wanted, last))

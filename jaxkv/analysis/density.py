@@ -32,7 +32,7 @@ _MAPS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Density(Figure):
-    """How evenly each layer's attention is spread.
+    """Spread of each layer's attention over keys: `variance` and share of `dense` weights by head, and `maps` by bin.
 
     Attributes:
         variance: `f32[L, H]` of each query head, the variance over keys of the attention that each key receives from
@@ -51,7 +51,7 @@ class Density(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path, layers: Sequence[int] | None = None) -> None:
-        """Draws maps of some layers, and variance and density by layer.
+        """Writes a picture file: maps of mean weights for up to five layers, and variance and dense weights by layer.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -74,7 +74,7 @@ class Density(Figure):
             self._draw_lines(panels["lines"])
 
     def _draw_maps(self, figure: Any, panels: list[Any], layers: list[int]) -> None:
-        """Draws a map in each panel, all on one logarithmic scale."""
+        """Draws the map of mean weights of each layer into its panel, all on one logarithmic colour scale."""
         from matplotlib.colors import LogNorm
 
         drawn = np.where(np.tril(np.ones(self.maps.shape[1:], bool)), self.maps, np.nan)[layers]
@@ -89,7 +89,7 @@ class Density(Figure):
         figure.colorbar(image, ax=panels, label="mean weight", pad=0.01)
 
     def _draw_lines(self, panel: Any) -> None:
-        """Draws variance, and on an axis of its own density, by layer."""
+        """Draws variance and share of dense weights against the layer into one panel, on two y axes."""
         index = np.arange(len(self.variance))
         other = panel.twinx()
         for head in self.variance.T:
@@ -106,7 +106,7 @@ class Density(Figure):
         whole_numbers(panel.xaxis)
 
     def records(self) -> list[dict[str, Any]]:
-        """Rows of a table by layer: variance over heads on average, at least and at most, and dense weights in %."""
+        """Table rows as dictionaries, one per layer: mean, min and max variance over heads, and dense weights in %."""
         heads = zip(self.variance.mean(axis=1), self.variance.min(axis=1), self.variance.max(axis=1), strict=True)
         return [
             {
@@ -121,7 +121,7 @@ class Density(Figure):
 
 
 def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = _BINS) -> Density:
-    """Measures how evenly layers attend.
+    """Runs texts through a model and measures how evenly each layer's attention is spread, as a `Density`.
 
     Args:
         params: from `jaxkv.load`.
@@ -143,7 +143,7 @@ def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.
 
 
 class DensityMeasure(Measure):
-    """Measure of `density`: all queries of each layer."""
+    """Measurement behind `density`: uses all queries of each layer and the attention that each key receives."""
 
     def __init__(self, *, least: float = 0.01, bins: int = _BINS):
         remedy = "give a share of a query's largest weight, above 0 and below 1"
@@ -151,12 +151,12 @@ class DensityMeasure(Measure):
         self.bins = _checks.whole("bins", bins, f"give 1 to {_MOST_BINS} bins", most=_MOST_BINS)
 
     def needs(self, text: Text) -> Needs:
-        """Asks layers for all queries, and the attention that each key receives."""
+        """`Needs` of all queries and of the attention that each key receives; ValueError for a single token."""
         require(text.count > 1, "texts", f"{text.count} tokens", "a variance needs two tokens: give longer texts")
         return Needs(queries=text.slots, sums=True)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Variances `[H]`, shares of dense weights `[H]`, and the map's mass `[n, n]`."""
+        """Arrays of one layer: variances `[H]`, shares of dense weights `[H]`, attention mass by bins `[n, n]`."""
         q, positions = layer.last(text.slots)
         assert layer.out.sums is not None
         count, mass = _dense(
@@ -174,19 +174,19 @@ class DensityMeasure(Measure):
         return variance, host(count)[0].reshape(-1) / pairs, host(mass)[0]
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Variances and shares `[L, H]`, and maps `[L, n, n]` of the mean weight over pairs of a query and a key."""
+        """Arrays of one text: variances and dense shares `[L, H]`, and mean weight by query and key bin `[L, n, n]`."""
         variance, dense, mass = (np.stack(each) for each in zip(*layers, strict=True))
         return variance, dense, mass / np.maximum(_pairs(text.count, self.bins), 1)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Density:
-        """Mean over texts."""
+        """`Density` from the arrays of all texts: their mean over texts."""
         variance, dense, maps = (mean_of(list(each)) for each in zip(*found, strict=True))
         lengths = tuple(text.count for text in texts)
         return Density(variance=variance, dense=dense, maps=maps, least=self.least, lengths=lengths)
 
 
 def _pairs(count: int, bins: int) -> np.ndarray:
-    """Number of pairs of a query and a key it sees, by the query's bin and the key's."""
+    """Number of causal (query, key) pairs in a text of `count` tokens, `[bins, bins]` by query bin and key bin."""
     of = np.arange(count) * bins // count
     first, size = np.searchsorted(of, np.arange(bins)), np.bincount(of, minlength=bins)
     seen = np.clip(np.arange(count)[:, None] + 1 - first, 0, size)
@@ -206,7 +206,7 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """Number of weights that are not small, and the mass that bins of queries pay to bins of keys, over all heads."""
+    """Number of dense weights by head, and attention mass `[n, n]` from query bins to key bins, averaged over heads."""
     queries = q.shape[3]
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, queries)
@@ -235,5 +235,5 @@ def _dense(
 
 
 def _in_bins(at: Int[Array, " n"], count: Int[Array, ""], bins: int) -> Float[Array, "n bins"]:
-    """One-hot bins of positions in a text of `count` tokens."""
+    """One-hot matrix of the bin of each position, for a text of `count` tokens cut into `bins` bins."""
     return ((at * bins // count)[:, None] == jnp.arange(bins, dtype=jnp.int32)).astype(jnp.float32)

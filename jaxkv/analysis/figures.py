@@ -16,11 +16,11 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure(abc.ABC):
-    """Arrays and numbers measured in some texts."""
+    """Base class of a measurement's result: arrays and numbers, with a picture file and table rows made from them."""
 
     @abc.abstractmethod
     def picture(self, path: str | Path) -> None:
-        """Draws the figure, fit for a paper.
+        """Writes the figure as a picture file in the size of a paper's figure.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -31,30 +31,30 @@ class Figure(abc.ABC):
 
     @abc.abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """Rows of a table: names to text and numbers, as JSON has them.
+        """Table rows: dictionaries of column name to text or number, ready for JSON.
 
         Returns:
             Dictionaries of equal keys.
         """
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All fields as arrays by name, as `np.savez` takes them."""
+        """All fields as numpy arrays by field name, ready for `np.savez`."""
         return {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
 class PolicyFigure(Figure):
-    """Figure of policies, each at every budget: the first two axes of its arrays are the policy and the budget."""
+    """`Figure` of policies at several budgets: the first two axes of its arrays are policy and budget."""
 
     policies: tuple[str, ...]
     budgets: tuple[int | float, ...]
 
     def index_of(self, policy: str) -> int:
-        """Index of a policy by its name."""
+        """Index of a policy on the arrays' first axis, by its name; ValueError for an unknown name."""
         require(policy in self.policies, "policy", policy, f"give one of {', '.join(self.policies)}")
         return self.policies.index(policy)
 
     def records(self) -> list[dict[str, Any]]:
-        """Rows of a table, one for each policy at each budget."""
+        """Table rows as dictionaries, one for each policy at each budget."""
         return [
             {"policy": policy, "budget": budget, **self._record(at, column)}
             for at, policy in enumerate(self.policies)
@@ -63,14 +63,14 @@ class PolicyFigure(Figure):
 
     @abc.abstractmethod
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Numbers of the table's row for a policy and a budget, given by index."""
+        """Numbers by column name for one table row, that of a policy and a budget given by index."""
 
 
 def mean_of(parts: list[np.ndarray]) -> np.ndarray:
-    """Mean over texts, float32."""
+    """Mean over texts of arrays of one shape, as float32."""
     return np.mean(np.stack(parts).astype(np.float64), axis=0).astype(np.float32)
 
 
 def error(values: np.ndarray) -> float:
-    """Standard error of the mean over texts; NaN for a single text."""
+    """Standard error of the mean of one value per text; NaN for a single text."""
     return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")

@@ -39,7 +39,7 @@ _exact = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionLoss(PolicyFigure):
-    """The L1 distance between a layer's attention output with all rows and with those that a policy keeps.
+    """L1 distance of each layer's attention output with a policy's kept rows from that with all rows, and its bound.
 
     Attributes:
         loss: `f32[P, N, T, L, w]` for each text, layer and query.
@@ -59,7 +59,7 @@ class EvictionLoss(PolicyFigure):
     lengths: tuple[int, ...]
 
     def at_most(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-        """How often one policy's loss is no larger than another's.
+        """Share of cases in which one policy's loss is no larger than another's, by budget.
 
         Args:
             policy: name of the one.
@@ -76,7 +76,7 @@ class EvictionLoss(PolicyFigure):
         return (one <= two).mean(axis=(1, 2, 3)), together.mean(axis=(1, 2))
 
     def picture(self, path: str | Path, budget: int = 0) -> None:
-        """Draws loss and bound by layer, and the last policy's loss against the first one's, text by text.
+        """Writes a picture file: loss and bound by layer, and the last policy's loss against the first one's.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -107,7 +107,7 @@ class EvictionLoss(PolicyFigure):
             right.set_title(f"layers of texts: {share:.0%}\non or below the line")
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Rows kept, loss, bound, and how often the loss is no larger than the first policy's, in %."""
+        """Numbers of one table row: mean rows, loss, bound, and % of cases with loss <= the first policy's."""
         first = self.policies[0]
         queries, layers = self.at_most(self.policies[policy], first)
         return {
@@ -128,7 +128,7 @@ def eviction_loss(
     following: int = 16,
     key: int | Array | None = 0,
 ) -> EvictionLoss:
-    """Measures what dropping rows changes in each layer's attention, for the tokens that follow a prompt.
+    """Measures the L1 change of each layer's attention output that evicted rows cause, as an `EvictionLoss`.
 
     Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Rows that a
     policy drops while tokens are drawn are not dropped: it keeps the rows chosen at the prompt's end.
@@ -157,7 +157,7 @@ def eviction_loss(
 
 
 class LossMeasure(PolicyMeasure):
-    """Measure of `eviction_loss`: the queries behind prompts, and the values."""
+    """Measurement behind `eviction_loss`: uses the queries after the prompt, and the values."""
 
     least_following = 1
 
@@ -175,23 +175,23 @@ class LossMeasure(PolicyMeasure):
             )
 
     def needs(self, text: Text) -> Needs:
-        """Asks layers for the queries behind the prompt."""
+        """`Needs` of the queries after the prompt."""
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Losses and bounds, `[2, C, w]`."""
+        """Losses and bounds of one layer, `[2, C, w]`: by cell (policy and budget) and query."""
         q, positions = layer.last(text.following)
         rows, prompt = text.masks(self.policies, layer.index), text.repeated(text.prompt)
         loss, bound = _loss(layer.leaves, q, layer.out.k, layer.out.v, positions, rows, prompt, graphs=layer.graphs)
         return (np.stack([host(loss)[0, :-1], host(bound)[0, :-1]]),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Losses and bounds `[C, L, w]`, and number of kept rows `[C]`."""
+        """Arrays of one text: losses `[C, L, w]`, bounds `[C, L, w]` and numbers of kept rows `[C]`."""
         loss, bound = np.moveaxis(np.stack([each for (each,) in layers]), 0, 2)
         return loss, bound, self.counts(text).sum(axis=(1, 2))
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> EvictionLoss:
-        """Losses, bounds and rows by policy and budget."""
+        """`EvictionLoss` from the arrays of all texts, arranged by policy and budget."""
         loss, bound, rows = (self.by_policy(each) for each in zip(*found, strict=True))
         return EvictionLoss(
             loss=loss,
@@ -215,7 +215,7 @@ def _loss(
     *,
     graphs: Graphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
-    """Eviction losses of the queries for n masks of kept rows, and their bounds."""
+    """Eviction losses `[B, n, w]` of the queries' attention output for n masks of kept rows, and their upper bounds."""
     block, (_, heads, group, _, dim) = graphs.block(leaves), q.shape
     weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
@@ -245,7 +245,7 @@ def _loss(
 
 
 def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float[Array, "B S"]:
-    """Largest L1 norm of each position's values at the layer's output, over heads."""
+    """L1 norm of each position's value after the output projection, `[B, S]`: the largest over query heads."""
     batch, heads, slots, dim = v.shape
     size = min(256, slots)
 

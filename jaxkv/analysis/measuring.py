@@ -37,7 +37,7 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text under measurement: its tokens, and the mask of prompt rows that each policy keeps.
+    """One measured text: its numbers of tokens, and the masks of prompt rows that each policy keeps (`rows`).
 
     Attributes:
         count: number of tokens.
@@ -57,11 +57,11 @@ class Text:
 
     @property
     def following(self) -> int:
-        """Number of tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return self.count - self.prompt
 
     def masks(self, policies: Sequence[Method], layer: int) -> Bool[Array, "B K S n"]:
-        """Mask of prompt rows that each policy keeps in a layer, then of all prompt rows; placed on the mesh."""
+        """Masks on the mesh of the prompt rows that each policy keeps in one layer; the last has all prompt rows."""
         heads = next(iter(self.rows.values())).shape[1]
         out = np.zeros((heads, self.slots, len(policies) + 1), bool)
         for at, policy in enumerate(policies):
@@ -70,13 +70,13 @@ class Text:
         return place(np.broadcast_to(out, (self.copies, *out.shape)), "B K S n", self.axes)
 
     def repeated(self, value: int) -> Int[Array, " B"]:
-        """A number once for each sequence, placed on the mesh."""
+        """int32 array `[B]` that holds `value` for each sequence, placed on the mesh."""
         return place(np.full(self.copies, value, np.int32), "B", self.axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer under measurement: its index and parameters, and its queries, keys and values in `out`."""
+    """One measured layer: its index, parameters and prefill output (`out`, with queries, keys and values)."""
 
     index: int
     leaves: Leaves
@@ -84,13 +84,13 @@ class Layer:
     out: LayerOut
 
     def last(self, queries: int) -> tuple[Float[Array, "B K G w D"], Int[Array, "B w"]]:
-        """The last `queries` queries and their positions; other measures may have asked for more."""
+        """The layer's last `queries` queries and their positions; its output may hold more for other measurements."""
         first = self.out.q.shape[3] - queries
         return self.out.q[..., first:, :], self.out.q_positions[:, first:]
 
 
 class Measure(abc.ABC):
-    """How a figure is measured: arrays of each layer, from them arrays of each text, from those the figure.
+    """Base class of a measurement: computes arrays of each layer, from them arrays of each text, then a `Figure`.
 
     Attributes:
         policies: policies whose kept rows it looks at.
@@ -101,35 +101,35 @@ class Measure(abc.ABC):
     least_following: int = 0
 
     def needs(self, text: Text) -> Needs | None:
-        """What layers are to compute beside keys and values; None if the measure looks at no layer."""
+        """Prefill outputs required besides keys and values, as `Needs`; None if no layer outputs are used."""
         return None
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Arrays of one layer of a text."""
+        """Arrays computed from one layer of one text; none by default."""
         return ()
 
     @abc.abstractmethod
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Arrays of one text, from those of its layers."""
+        """Arrays of one text, computed from the arrays of its layers."""
 
     @abc.abstractmethod
     def figure(self, texts: list[Text], found: list[Arrays]) -> Figure:
-        """The figure, from the arrays of all texts; of each Text the masks are dropped."""
+        """The `Figure`, computed from the arrays of all texts; each `Text` comes without its masks."""
 
 
 class PolicyMeasure(Measure):
-    """Measure of policies, each at every budget of a grid."""
+    """Base class of measurements of policies, each at every budget of a `Grid`."""
 
     def __init__(self, grid: Grid):
         self.grid = grid
         self.policies = tuple(cell for row in grid.cells for cell in row)
 
     def counts(self, text: Text) -> Int[np.ndarray, "C L K"]:
-        """Number of rows that stay of a text, by cell of the grid, layer and kv head."""
+        """Number of rows kept of one text, `[C, L, K]`: by cell (policy and budget), layer and kv head."""
         return np.asarray([text.rows[cell].sum(axis=-1) for cell in self.policies], np.int64)
 
     def by_policy(self, found: Sequence[np.ndarray]) -> np.ndarray:
-        """Texts' arrays, whose first axis is the cell, as one array `[P, N, T, ...]`."""
+        """Stacks the texts' arrays `[C, ...]` into one array `[P, N, T, ...]`: policy, budget and text first."""
         stacked = np.stack(found, axis=1)
         return stacked.reshape(len(self.grid.names), len(self.grid.budgets), *stacked.shape[1:])
 
@@ -144,7 +144,7 @@ def measured(
     key: int | Array | None = 0,
     begin: Callable[[int, int], object] = lambda at, tokens: None,
 ) -> list[Any]:
-    """Figures of any number of measures, from one run of each text under full attention.
+    """Runs each text once under full attention and returns the `Figure` of each measurement.
 
     Where measures have policies, each text's beginning, all but its `following` last tokens, is run once more for all
     policies. `key` is for those that draw; `begin` is called before each text with its index and number of tokens.
@@ -179,7 +179,7 @@ def measured(
 
 
 def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Sequence[Measure]) -> list[list[Arrays]]:
-    """Arrays of each layer of a text, by measure; the text is not run if no measure looks at layers."""
+    """Arrays of each layer of one text, as one list per measurement; the model runs only if a measurement needs it."""
     asked = [measure.needs(text) for measure in measures]
     found = [list[Arrays]() for _ in measures]
     some = [each for each in asked if each is not None]
@@ -198,7 +198,7 @@ def _layers(params: LanguageModel, encoded: Encoded, text: Text, measures: Seque
 
 
 def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> list[Encoded]:
-    """Texts as token ids; all are checked before the first is run."""
+    """Token ids of each text; ValueError for texts too long for the model or not longer than `following` tokens."""
     listed = _checks.several("texts", texts, "give a list of one or more texts")
     one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
     require(not one, "texts", texts, "give a list of texts, each of them text or ids")
@@ -215,7 +215,7 @@ def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> 
 
 
 def by_head(function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]) -> Any:
-    """Results `[B, K, ...]` of a function called for one kv head of one sequence after the other, to save memory.
+    """Calls `function` for one kv head of one sequence at a time, to save memory; stacks the results `[B, K, ...]`.
 
     Its arguments are the arrays `[B, K, ...]` and then the arrays `[B, ...]`, without those axes.
     """

@@ -25,7 +25,7 @@ FOLLOWING = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(PolicyFigure):
-    """Full attention's probability on rows that policies keep, for the tokens that follow a prompt.
+    """Share of full attention on the rows that policies keep (`recall`), for the tokens that follow a prompt.
 
     Attributes:
         recall: `f32[P, N, T, L, H]` for each text, layer and query head: mass on the prompt's rows that are kept, of
@@ -51,11 +51,11 @@ class Recall(PolicyFigure):
 
     @property
     def by_text(self) -> Float[np.ndarray, "P N T"]:
-        """Recall, averaged over layers and heads."""
+        """Recall averaged over layers and query heads, by policy, budget and text."""
         return self.recall.mean(axis=(3, 4))
 
     def difference(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-        """One policy's recall less another's, text by text.
+        """Mean over texts of one policy's recall minus another's, and its standard error, by budget.
 
         Args:
             policy: name of the one.
@@ -72,7 +72,7 @@ class Recall(PolicyFigure):
         return apart.mean(axis=1), np.asarray([error(each) for each in apart])
 
     def picture(self, path: str | Path) -> None:
-        """Draws recall against rows, a line for each policy; bars are standard errors over texts.
+        """Writes a picture file: recall against rows kept, one line per policy; bars are standard errors over texts.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -92,7 +92,7 @@ class Recall(PolicyFigure):
             panel.legend(frameon=False)
 
     def _record(self, policy: int, budget: int) -> dict[str, float]:
-        """Rows kept, and recall, its standard error and visible attention in %."""
+        """Numbers of one table row: mean rows kept, and recall, its standard error and visible attention in %."""
         mine = self.by_text[policy, budget]
         return {
             "rows": float(self.rows[policy, budget].mean()),
@@ -111,7 +111,7 @@ def recall(
     following: int = FOLLOWING,
     key: int | Array | None = 0,
 ) -> Recall:
-    """Measures how much of full attention falls on rows that policies keep.
+    """Measures the share of full attention that falls on the rows policies keep, as a `Recall`.
 
     Policies see each text but for its last tokens, whose attention is then measured. Rows that a policy drops while
     tokens are drawn are not dropped: it keeps the rows chosen at the prompt's end. Of merged rows the positions count,
@@ -139,30 +139,30 @@ def recall(
 
 
 class RecallMeasure(PolicyMeasure):
-    """Measure of `recall`: the queries behind prompts."""
+    """Measurement behind `recall`: uses the queries after the prompt."""
 
     least_following = 1
 
     def needs(self, text: Text) -> Needs:
-        """Asks layers for the queries behind the prompt."""
+        """`Needs` of the queries after the prompt."""
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Attention paid to each cell's rows, then to all prompt rows: `[H, w, C + 1]`."""
+        """Attention of each query in one layer on each cell's kept rows, then on all prompt rows, `[H, w, C + 1]`."""
         q, positions = layer.last(text.following)
         rows = text.masks(self.policies, layer.index)
         mine = host(paid(q, layer.out.k, positions, rows, axes=text.axes))[0]
         return (mine.reshape(-1, *mine.shape[2:]).astype(np.float64),)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """Recall and visible attention `[C, L, H]`, and number of kept rows `[C, L, K]`."""
+        """Arrays of one text: recall and visible attention `[C, L, H]`, and numbers of kept rows `[C, L, K]`."""
         sets = np.moveaxis(np.stack([each for (each,) in layers]), -1, 0)
         kept, prompt = sets[:-1], sets[-1]
         recalled = kept.sum(axis=-1) / np.maximum(prompt.sum(axis=-1), 1e-30)
         return recalled, (kept + 1 - prompt).mean(axis=-1), self.counts(text)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Recall:
-        """Recall, visible attention and rows by policy and budget."""
+        """`Recall` from the arrays of all texts, arranged by policy and budget."""
         recalled, seen, rows = (self.by_policy(each) for each in zip(*found, strict=True))
         return Recall(
             recall=recalled.astype(np.float32),
@@ -185,7 +185,7 @@ def paid(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B K G w n"]:
-    """Attention probability that each query pays to each of n masks of rows, summed over a mask's rows."""
+    """Attention probability of each query on each of n masks of rows: the sum over a mask's rows, `[B, K, G, w, n]`."""
 
     def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
         shares = probabilities(mine, keys, position)

@@ -26,7 +26,7 @@ SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retained(Figure):
-    """Attention that the most attended keys of each kv head hold.
+    """Share of each kv head's attention that its most attended keys hold (`mass`), for several `shares` of keys.
 
     Attributes:
         mass: `f32[L, K, n]` share of the attention of a head's queries that falls on its top keys, for each of the n
@@ -42,7 +42,7 @@ class Retained(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path) -> None:
-        """Draws a curve for each head, coloured by layer.
+        """Writes a picture file: attention held against share of keys, one curve per kv head, coloured by layer.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -70,7 +70,7 @@ class Retained(Figure):
             figure.colorbar(ScalarMappable(norm, colours), ax=panel, label="layer")
 
     def records(self) -> list[dict[str, Any]]:
-        """Rows of a table by share of keys: attention held on average, at least, in the median and at most, in %."""
+        """Table rows as dictionaries, one per share of keys: mean, min, median and max attention held, in %."""
         heads = self.mass.reshape(-1, len(self.shares))
         return [
             {
@@ -87,7 +87,7 @@ class Retained(Figure):
 def retained(
     params: LanguageModel, texts: Sequence[Prompt], *, shares: Sequence[float] = SHARES, queries: int = 32
 ) -> Retained:
-    """Measures how concentrated each head's attention is.
+    """Measures the share of each kv head's attention that its most attended keys hold, as a `Retained`.
 
     Args:
         params: from `jaxkv.load`.
@@ -109,7 +109,7 @@ def retained(
 
 
 class RetainedMeasure(Measure):
-    """Measure of `retained`: the last queries of each layer."""
+    """Measurement behind `retained`: uses the last queries of each layer."""
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
         remedy = "give shares of a text's keys, above 0 and at most 1"
@@ -118,11 +118,11 @@ class RetainedMeasure(Measure):
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def needs(self, text: Text) -> Needs:
-        """Asks layers for their last queries."""
+        """`Needs` of the last queries of each layer."""
         return Needs(queries=min(self.queries, text.count))
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Share of attention that the top keys hold, `[K, n]`."""
+        """Share of attention that the top keys hold in one layer, `[K, n]`: by kv head and share of keys."""
         q, positions = layer.last(min(self.queries, text.count))
         mine = host(_mean_weights(q, layer.out.k, positions, axes=text.axes))[0, :, : text.count]
         running = np.cumsum(-np.sort(-mine.astype(np.float64), axis=-1), axis=-1)
@@ -130,11 +130,11 @@ class RetainedMeasure(Measure):
         return (running[:, np.asarray(keys) - 1] / running[:, -1:],)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """The layers' curves, `[L, K, n]`."""
+        """Share of attention that the top keys hold in one text, `[L, K, n]`."""
         return (np.stack([each for (each,) in layers]),)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Retained:
-        """Mean over texts."""
+        """`Retained` from the arrays of all texts: their mean over texts."""
         return Retained(
             mass=mean_of([each for (each,) in found]),
             shares=self.shares,
@@ -147,6 +147,6 @@ class RetainedMeasure(Measure):
 def _mean_weights(
     q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"], positions: Int[Array, "B w"], *, axes: Axes | None
 ) -> Float[Array, "B K S"]:
-    """Attention probability of each key, averaged over a kv head's queries and query heads."""
+    """Attention probability of each key: the mean over a kv head's queries and query heads."""
     mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
     return mean_of_devices(mine, "G", axes)

@@ -30,7 +30,7 @@ from jaxkv.text.prompts import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Similarity(Figure):
-    """How much of one layer's attention falls on the tokens that another layer attends to most.
+    """Share of each layer's attention that falls on the most attended tokens of a lower layer (`mass`).
 
     Attributes:
         mass: `f32[L, L]` at [l, m], for m >= l: the share of m's attention on l's most attended tokens, averaged over
@@ -46,7 +46,7 @@ class Similarity(Figure):
     lengths: tuple[int, ...]
 
     def picture(self, path: str | Path, filters: Sequence[int] = ()) -> None:
-        """Draws the similarity map.
+        """Writes a picture file: the similarity map as a heat map, with the layers in `filters` marked.
 
         Args:
             path: the file; its suffix names the format, such as .png or .svg.
@@ -67,7 +67,7 @@ class Similarity(Figure):
                 panel.axhline(layer, color="#D55E00", linewidth=0.8, linestyle="--")
 
     def records(self) -> list[dict[str, Any]]:
-        """Rows of a table by layer: share of its own and higher layers' attention on its most attended tokens."""
+        """Table rows by layer but the last: attention on its top tokens, its own and that of higher layers."""
         above = [self.mass[layer, layer + 1 :] for layer in range(len(self.mass))]
         return [
             {
@@ -83,7 +83,7 @@ class Similarity(Figure):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterLayers:
-    """The best filter layers of a model.
+    """The best OmniKV filter layers of a model (`filters`), and the share of attention that they carry (`carried`).
 
     Attributes:
         filters: indices of the layers, ascending.
@@ -96,7 +96,7 @@ class FilterLayers:
     similarity: Similarity
 
     def to_json(self) -> str:
-        """All fields as JSON text, the map rounded to four digits."""
+        """JSON text of all fields, the similarity map rounded to four digits."""
         similarity = dataclasses.asdict(self.similarity) | {"mass": np.round(self.similarity.mass, 4).tolist()}
         return json.dumps({"filters": self.filters, "carried": round(self.carried, 4), "similarity": similarity})
 
@@ -104,7 +104,7 @@ class FilterLayers:
 def similarity(
     params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
 ) -> Similarity:
-    """Measures how much attention layers share.
+    """Measures how much of each layer's attention falls on the top tokens of lower layers, as a `Similarity`.
 
     Args:
         params: from `jaxkv.load`.
@@ -126,7 +126,7 @@ def similarity(
 
 
 class SimilarityMeasure(Measure):
-    """Measure of `similarity`: the last queries of each layer."""
+    """Measurement behind `similarity`: uses the last queries of each layer."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
         remedy = "give a share of the tokens, above 0 and below 1"
@@ -134,21 +134,21 @@ class SimilarityMeasure(Measure):
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def needs(self, text: Text) -> Needs:
-        """Asks layers for their last queries."""
+        """`Needs` of the last queries of each layer."""
         return Needs(queries=min(self.queries, text.count))
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
-        """Attention of each query to each token, `[w, S]`."""
+        """Attention weight of each query on each token in one layer, `[w, S]`."""
         q, positions = layer.last(min(self.queries, text.count))
         return (host(_weights(q, layer.out.k, positions, axes=text.axes))[0],)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
-        """The text's similarity map, `[L, L]`."""
+        """Similarity map of one text, `[L, L]`."""
         weights = np.stack([each for (each,) in layers])
         return (_shared(weights, np.arange(text.count - weights.shape[1], text.count), self.share),)
 
     def figure(self, texts: list[Text], found: list[Arrays]) -> Similarity:
-        """Mean over texts."""
+        """`Similarity` from the maps of all texts: their mean over texts."""
         return Similarity(
             mass=mean_of([each for (each,) in found]),
             share=self.share,
@@ -165,7 +165,7 @@ def _weights(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B w S"]:
-    """Each query's attention to each token: the largest probability over its heads, scaled to sum to one."""
+    """Attention weight of each query on each token: the largest probability over all heads, scaled to sum to one."""
     largest_of_window = partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1)))
     per_query = jax.vmap(largest_of_window, in_axes=(3, None, 1), out_axes=1)
     largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
@@ -175,7 +175,7 @@ def _weights(
 
 
 def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float) -> np.ndarray:
-    """Similarity map `[L, L]` of one text, from each query's attention and the queries' positions."""
+    """Similarity map `[L, L]` of one text, from the queries' attention weights and positions."""
     layers = len(weights)
     out = np.zeros((layers, layers))
     for row, at in enumerate(positions):
@@ -188,7 +188,7 @@ def _shared(weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"
 
 
 def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole: int | None = None) -> FilterLayers:
-    """The filter layers whose choices carry most of the attention of the layers that read them.
+    """The `m` filter layers whose chosen tokens carry most attention of the layers that reuse them, as `FilterLayers`.
 
     Args:
         found: the similarity map.
@@ -222,7 +222,7 @@ def best_filters(found: Similarity, *, m: int = 3, adjacent: int = 1, most_whole
 
 
 def _settings(m: int, adjacent: int, most_whole: int | None, layers: int) -> tuple[int, int, int]:
-    """Checked `m`, `adjacent` and `most_whole` of `best_filters`, as plain ints."""
+    """`m`, `adjacent` and `most_whole` of `best_filters` as validated ints; `most_whole` None becomes its default."""
     m = _checks.whole("m", m, "give at least 1 filter layer")
     adjacent = _checks.whole("adjacent", adjacent, "give 0 or more layers", least=0)
     most = -(-layers // 4) if most_whole is None else most_whole
@@ -239,7 +239,7 @@ def filter_layers(
     share: float = 0.067,
     queries: int = 64,
 ) -> FilterLayers:
-    """Finds a model's filter layers: `similarity`, then `best_filters`.
+    """Finds a model's OmniKV filter layers from texts by `similarity` and `best_filters`; returns a `FilterLayers`.
 
     Args:
         params: from `jaxkv.load`.

@@ -59,9 +59,9 @@ _EXPECTED = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line on `argv`, the process' own by default.
+    """Runs the command line on `argv` (default: the process's arguments) and returns the exit code.
 
-    Returns the exit code: 0, or 2 after an error, which is one line on stderr.
+    The code is 0, 2 after an error, which is one line on stderr, or 130 after an interrupt.
     """
     prepare_streams()
     with warnings_in_one_line():
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    """Exit code of the command that was asked for; errors go to stderr."""
+    """Parses `argv`, runs its command and returns the exit code; expected errors become one line on stderr."""
     try:
         try:
             options = parser.parse_args(argv)
@@ -100,7 +100,7 @@ def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
 
 def _remedy(error: RuntimeError) -> str | None:
-    """Remedy for a RuntimeError that is no mistake of ours: no home folder, no memory; None for any other."""
+    """Remedy for a RuntimeError that the machine causes (no home folder, out of memory) as text; None for any other."""
     if "home directory" in str(error):  # pathlib's, where a user has none
         return "set HOME, and JAXKV_CACHE to a folder for models"
     if isinstance(error, JaxRuntimeError) and re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
@@ -109,19 +109,19 @@ def _remedy(error: RuntimeError) -> str | None:
 
 
 def _message(error: BaseException) -> str:
-    """An error's text in one line, or its class' name if it has none."""
+    """An error's text on one line, or its class name if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = "; ".join(lines) or type(error).__name__
     return f"nested too deeply ({message})" if isinstance(error, RecursionError) else message
 
 
 def _complain(message: str) -> None:
-    """Writes an error to stderr."""
+    """Writes `jaxkv: error: ` and the message to stderr."""
     to_stderr(f"jaxkv: error: {message}")
 
 
 def version() -> str:
-    """Version of the installed package; of a plain checkout the one in its pyproject.toml, or "unknown"."""
+    """Version of the installed package as text, else that in the checkout's pyproject.toml, else "unknown"."""
     try:
         return importlib.metadata.version("jaxkv")
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +134,7 @@ def version() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors have the form of all others, and whose help raises `Unwritten` if stdout fails."""
+    """Argument parser whose errors have jaxkv's format, and whose help raises `Unwritten` if stdout fails."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
@@ -149,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """`--version`, which looks the version up only when it is asked for."""
+    """Argparse action of `--version`: looks the version up, prints it and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         to_stdout(f"jaxkv {version()}")
@@ -157,7 +157,7 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the whole command line; each command stores its function in `run`."""
+    """Argument parser of all commands; each command stores its function in `run`."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=_EXAMPLES, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")

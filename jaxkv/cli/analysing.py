@@ -70,7 +70,7 @@ examples:
 
 
 def add_analyze_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jaxkv analyze`."""
+    """Adds the options of `jaxkv analyze` to its parser."""
     count = argument(positive)
     add = parser.add_argument_group("what is looked at").add_argument
     add_model_option(add)
@@ -95,9 +95,9 @@ def add_analyze_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_analyze(options: argparse.Namespace) -> int:
-    """Looks at texts, prints tables, then writes files; what can be refused before the model is fetched and loaded is.
+    """Runs `jaxkv analyze`: measures texts, prints tables or JSON, then writes files; returns exit code 0.
 
-    Where a file cannot be written, the tables are on stdout.
+    Bad options are refused before the model is loaded. If a file cannot be written, the tables are already on stdout.
     """
     require_model(options.model)
     names = _listed(options.what, "--what", FIGURES)
@@ -148,12 +148,12 @@ def run_analyze(options: argparse.Namespace) -> int:
 
 
 def _measures(names: Sequence[str], grid_of: Callable[[str], Grid]) -> list[Measure]:
-    """A measure for each figure; `grid_of` gives the policies of one by its name."""
+    """One `Measure` per figure name; `grid_of(name)` returns the policies and budgets for a figure of policies."""
     return [_OF_MODELS[name]() if name in _OF_MODELS else _OF_POLICIES[name](grid_of(name)) for name in names]
 
 
 def _listed(given: str, flag: str, known: Iterable[str]) -> list[str]:
-    """Known names with commas between them, each once, at least one."""
+    """Comma-separated names as a list without repeats; ValueError for an empty list or a name not in `known`."""
     names = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
     odd = [name for name in names if name not in known]
     require(bool(names) and not odd, flag, ",".join(odd) or given, f"give some of {', '.join(known)}")
@@ -161,7 +161,7 @@ def _listed(given: str, flag: str, known: Iterable[str]) -> list[str]:
 
 
 def _policies(given: str) -> dict[str, PolicyLike]:
-    """Policies of `--policies` by the text of each, which may not say a budget."""
+    """Policies written in `--policies`, by the text of each; ValueError for a policy with a budget of its own."""
     made: dict[str, PolicyLike] = {}
     for each in spelled(given):
         require(not each.sized, "--policies", each.text, "budgets are the same for all: give --budgets")
@@ -170,7 +170,7 @@ def _policies(given: str) -> dict[str, PolicyLike]:
 
 
 def _folder(given: str, *, pictures: bool) -> Path:
-    """Folder of `--out`, refused before the work if it cannot be made or written to; leaves no new folder."""
+    """Path of `--out`; raises an error if it cannot be created or written to, and leaves no new folder."""
     if pictures:
         drawing()
     folder = Path(os.path.expanduser(given))
@@ -188,7 +188,7 @@ def _folder(given: str, *, pictures: bool) -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Makes a folder and those above it."""
+    """Creates a folder and its parents; an OSError names `--out`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -196,7 +196,7 @@ def _make(folder: Path) -> None:
 
 
 def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[int]], following: int) -> list[list[int]]:
-    """Token ids of texts cut to --tokens; refuses texts without a prompt of two tokens before the `following` ones."""
+    """Token ids of texts cut to --tokens; ValueError for a text without two tokens before the last `following`."""
     longest = params.config.max_positions
     tokens = min(_TOKENS, longest) if options.tokens is None else options.tokens
     require(tokens <= longest, "--tokens", tokens, f"the model was made for {longest} at most")
@@ -209,14 +209,14 @@ def _cut(params: LanguageModel, options: argparse.Namespace, texts: list[list[in
 
 
 def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with None for NaN, which JSON lacks: a spread over one text is not known."""
+    """Copy of a record with None in place of NaN and infinity, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    """Text table of records, numbers to the right."""
+    """Text of a table of records, with numbers aligned to the right."""
     if not records:
         return "(nothing to say: a single layer)"
     lines = [list(records[0]), *([_cell(value) for value in each.values()] for each in records)]
@@ -227,14 +227,14 @@ def _table(records: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as a table shows it."""
+    """Text of a table cell: numbers rounded, None as a dash."""
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return "-" if value is None else str(value)
 
 
 def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], kinds: Sequence[str]) -> None:
-    """Writes arrays and pictures, each file whole, and the record last: it says that the others are there."""
+    """Writes all figures' arrays (.npz) and pictures into a folder, and analysis.json last, to mark it complete."""
     _make(folder)
     for name, figure in figures.items():
         file = io.BytesIO()
@@ -250,5 +250,5 @@ def _write(folder: Path, figures: Mapping[str, Figure], record: dict[str, Any], 
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Writes a file of the folder."""
+    """Writes bytes to a file as a whole; an OSError names `--out`."""
     Target(flag="--out", name=str(path)).write(data)

@@ -46,7 +46,7 @@ examples:
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--list` and the subcommands of `jaxkv eval`: the tasks, merge and report."""
+    """Adds `--list` and the subcommands of `jaxkv eval` to its parser: each task, merge and report."""
     parser.add_argument("--list", action="store_true", help="print the tasks with their settings")
     commands = parser.add_subparsers(title="tasks, and what is done after them", metavar="TASK")
     for name, cls in TASKS.items():
@@ -68,7 +68,7 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
-    """Adds the options that all tasks share."""
+    """Adds the options that all tasks share to one task's parser."""
     add = parser.add_argument_group("what is run").add_argument
     add_model_option(add)
     about = "of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base pyramidkv'"
@@ -91,12 +91,15 @@ def _add_run_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
 
 
 def _runner(name: str, cls: type[Task]) -> Callable[[argparse.Namespace], int]:
-    """`run_task` of one task, as a subcommand's `run`."""
+    """Function from parsed options to exit code that runs `run_task` with this task."""
     return lambda options: run_task(options, name, cls)
 
 
 def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
-    """Runs a task and prints its table; what can be refused before the model is fetched and loaded is."""
+    """Runs one evaluation task from parsed options and prints its table or JSON; returns exit code 0.
+
+    Bad options are refused before the model is loaded.
+    """
     task = task_from(options, cls)
     policies = rows_of(options.policies, budgets(options.budgets))
     agnostic, raw = getattr(options, "question_agnostic", False), options.raw
@@ -138,19 +141,19 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Joins the shards in `folders` into the folder `out`, and prints the table."""
+    """Runs `jaxkv eval merge`: joins the shards in `folders` into one folder, prints the table; returns exit code 0."""
     _print(merge(options.folders, options.out), as_json=options.json)
     return 0
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Writes the HTML page of a finished evaluation, and prints its path."""
+    """Runs `jaxkv eval report`: writes an evaluation's HTML page and prints its path; returns exit code 0."""
     to_stdout(str(report(options.folder, samples=options.samples)))
     return 0
 
 
 def print_tasks(options: argparse.Namespace) -> int:
-    """Prints the tasks of `--list`, each with its settings; refuses a command without a task."""
+    """Runs `jaxkv eval --list`: prints each task with its settings; ValueError without --list and without a task."""
     require(options.list, "TASK", None, f"give one of {', '.join(TASKS)}, merge or report; --list prints what they are")
     for name, cls in TASKS.items():
         about = documented(cls)
@@ -162,14 +165,14 @@ def print_tasks(options: argparse.Namespace) -> int:
 
 
 def _print(done: Evaluation, *, as_json: bool) -> None:
-    """Prints the table or JSON, and to stderr the folder."""
+    """Prints an evaluation's table or JSON to stdout, and its folder to stderr."""
     to_stdout(json.dumps(done.as_dict(), indent=2) if as_json else done.table())
     missing = "; no pictures: they need matplotlib, pip install 'jaxkv[plots]'" if PLOTS_MISSING else ""
     to_stderr(f"jaxkv: all of it is in {done.folder}{missing}")
 
 
 def _shard(given: str) -> tuple[int, int]:
-    """Index of a shard and number of shards, of a text such as 0/4."""
+    """Index of a shard and number of shards, parsed from text such as 0/4."""
     first, slash, count = given.partition("/")
     fine = bool(slash) and first.isdecimal() and count.isdecimal() and int(first) < int(count)
     require(fine, "--shard", given, "give I/N, such as 0/4 for the first of four parts")

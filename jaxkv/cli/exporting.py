@@ -28,7 +28,7 @@ _SAMPLERS: dict[str, Sampling] = {
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jaxkv export`."""
+    """Adds the options of `jaxkv export` to its parser."""
     add = parser.add_argument
     add("directory", metavar="DIR", help="the folder to make; nothing may be there")
     add_model_option(add, about="")
@@ -48,7 +48,10 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Writes the folder; what can be refused before the model is fetched and loaded is."""
+    """Runs `jaxkv export`: writes a folder of exported programs and weights; returns exit code 0.
+
+    Bad options are refused before the model is loaded.
+    """
     policy, implementation = policy_from(options), named(options.implementation)
     require_model(options.model)
     folder = Path(os.path.expanduser(options.directory))
@@ -85,14 +88,14 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _names(flag: str, given: str, known: Collection[str]) -> tuple[str, ...]:
-    """Names with commas between them, maybe none; refuses those that are not known."""
+    """Comma-separated names as a tuple, maybe empty; ValueError for a name not in `known`."""
     names = tuple(filter(None, given.split(",")))
     require(all(name in known for name in names), flag, given, f"give of {', '.join(known)}")
     return names
 
 
 def _counts(flag: str, given: str) -> list[int]:
-    """Positive integers with commas between them."""
+    """Comma-separated positive integers as a list."""
     try:
         return [positive(word) for word in given.split(",")]
     except ValueError as error:

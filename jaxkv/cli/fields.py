@@ -15,7 +15,7 @@ from jaxkv.cli.numbers import real, span, whole, whole_or_real
 
 
 class Arity(enum.Enum):
-    """How many words an option takes: none (it has a twin with "no-"), one, several, or one at each mention."""
+    """How many words an option takes: none (a switch with a --no- twin), one, several, or one per repetition."""
 
     SWITCH = "switch"
     ONE = "one"
@@ -25,7 +25,7 @@ class Arity(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
-    """How a field is written: a reader of one word (of True or False for a switch), and how many words there are.
+    """How an option's words become a field's value: the parser of one word (`read`) and the number of words (`arity`).
 
     Attributes:
         read: from a word to a value; its ValueError says what to write.
@@ -38,7 +38,7 @@ class Words:
     arity: Arity = Arity.ONE
 
     def value(self, given: Any) -> Any:
-        """The field's value: of the word, or the tuple of several words' values."""
+        """The field's value parsed from the option's word, or a tuple parsed from its words."""
         many = self.arity in (Arity.SEVERAL, Arity.REPEATED)
         return tuple(map(self.read, given)) if many else self.read(given)
 
@@ -53,7 +53,7 @@ class Words:
         required: bool = False,
         read: Callable[[str], Any] = str,
     ) -> None:
-        """Adds the option to an argparse group; `read` is argparse's `type`. An option that is not given is None."""
+        """Adds the option to an argparse group, with None as its default; `read` is argparse's `type`."""
         shared = partial(group.add_argument, *spellings, dest=dest, help=about, required=required)
         if self.arity is Arity.SWITCH:
             shared(action=argparse.BooleanOptionalAction, default=None)
@@ -77,18 +77,18 @@ _ONE = {
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """Types that an annotation allows, without None and numpy's numbers, which no word stands for."""
+    """Types in an annotation, with a union split up, and None and numpy scalar types left out."""
     union = typing.get_origin(hint) in (Union, types.UnionType)
     return tuple(kind for kind in (typing.get_args(hint) if union else (hint,)) if not _is_none_or_numpy(kind))
 
 
 def _is_none_or_numpy(kind: Any) -> bool:
-    """True for None's type and numpy's scalar types."""
+    """True if a type is None's or a numpy scalar type."""
     return isinstance(kind, type) and issubclass(kind, (type(None), np.generic))
 
 
 def words_of(kinds: tuple[Any, ...]) -> Words | None:
-    """How a field of these types is written: a number, text, flag, enum, literal or tuple; None for anything else."""
+    """`Words` of a field with these types (number, text, bool, enum, literal or tuple); None for any other type."""
     if frozenset(kinds) in _ONE:
         return _ONE[frozenset(kinds)]
     if choices := _choices(kinds):
@@ -97,7 +97,7 @@ def words_of(kinds: tuple[Any, ...]) -> Words | None:
 
 
 def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
-    """Values by their spelling, of an enum (or its value) or of literal words; empty for other types."""
+    """Values of an enum or of literal strings by the word that stands for each; empty for other types."""
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
         return {word: word for word in typing.get_args(kinds[0]) if isinstance(word, str)}
     enums = [each for each in kinds if isinstance(each, type) and issubclass(each, enum.Enum)]
@@ -107,7 +107,7 @@ def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _chosen(choices: dict[str, Any], word: str) -> Any:
-    """The value that a word stands for."""
+    """The value that `word` stands for in `choices`; ValueError for an unknown word."""
     if word not in choices:
         raise ValueError(f"use one of {', '.join(choices)}")
     return choices[word]

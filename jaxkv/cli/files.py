@@ -45,14 +45,14 @@ def read_text(name: str, flag: str) -> str:
 
 
 def read_long_text(name: str, flag: str) -> str:
-    """`read_text`, which refuses a file of nothing but white space."""
+    """Text of a file as from `read_text`; ValueError if it is empty or only white space."""
     text = read_text(name, flag)
     require(bool(text.strip()), flag, name, "it is empty: give a long text")
     return text
 
 
 def _stdin() -> bytes:
-    """Bytes of stdin, one more than `MOST_BYTES` at most."""
+    """Bytes of stdin, read up to `MOST_BYTES + 1`."""
     if sys.stdin.isatty():
         to_stderr("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
     source: Any = getattr(sys.stdin, "buffer", None)
@@ -63,7 +63,7 @@ def _stdin() -> bytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """An output file: the option that names it and its name. `check` it before the work, `write` it once after.
+    """Output file `name` given by option `flag`: `check` it before the work, `write` it once afterwards.
 
     Links are followed. A regular file is replaced by a new one with its mode and owner, or written in place where
     it cannot be replaced. A FIFO or character device is opened and written to, and only once the result is there.
@@ -73,7 +73,7 @@ class Target:
     name: str
 
     def check(self, inputs: Mapping[str, str]) -> None:
-        """Refuses a file that cannot be written, or is one of `inputs`, option to file name. Opens nothing."""
+        """Raises ValueError if the file cannot be written or is one of `inputs` (option to file name)."""
         path, state = self._path, self._state()
         if state is None:
             folder = os.path.dirname(os.path.realpath(path))
@@ -87,7 +87,7 @@ class Target:
             self._require(not same, f"it is the file of {flag}={name}; give another")
 
     def write(self, data: bytes) -> None:
-        """Writes the whole result; raises an OSError that names the option, the old file then as it was."""
+        """Writes `data` to the file, atomically if the file can be replaced; an OSError names the option."""
         state, real = self._state(), os.path.realpath(self._path)
         try:
             number = None if state is None else _standard_stream(state)
@@ -112,15 +112,15 @@ class Target:
 
     @property
     def _path(self) -> str:
-        """The name with ~ expanded."""
+        """File name with ~ expanded."""
         return os.path.expanduser(self.name)
 
     def _require(self, condition: bool, remedy: str) -> None:
-        """Raises a ValueError that names the option unless `condition` holds."""
+        """Raises a ValueError that names the option and the file unless `condition` holds."""
         require(condition, self.flag, self.name, remedy)
 
     def _state(self) -> os.stat_result | None:
-        """`os.stat` of the file, links followed; None if there is none. Refuses folders, disks and sockets."""
+        """`os.stat` of the file, links followed; None if there is none. ValueError for folders, disks and sockets."""
         path = self._path
         self._require(bool(path), "give a file")
         try:
@@ -140,7 +140,7 @@ class Target:
 
 
 def _is_file(name: str, state: os.stat_result) -> bool:
-    """True if `name`, "-" for stdin, is the file of `state`; hard links and symbolic ones are."""
+    """True if `name` ("-" for stdin) is the file that `state` describes, also by a hard or symbolic link."""
     try:
         return os.path.samestat(os.fstat(0) if name == "-" else os.stat(os.path.expanduser(name)), state)
     except (OSError, ValueError):
@@ -148,7 +148,7 @@ def _is_file(name: str, state: os.stat_result) -> bool:
 
 
 def _standard_stream(state: os.stat_result) -> int | None:
-    """File descriptor of stdout (1) or stderr (2) if it is the file of `state`, else None."""
+    """File descriptor of stdout (1) or stderr (2) if it is the file that `state` describes, else None."""
     for number in (2,) if stdout_is_closed() else (1, 2):
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(number), state):
@@ -157,6 +157,9 @@ def _standard_stream(state: os.stat_result) -> int | None:
 
 
 def _write_in_place(path: str, data: bytes) -> None:
-    """Writes to an existing file, FIFO or device. Not by `open`: O_CREAT is refused for others' FIFOs in /tmp."""
+    """Writes bytes to an existing file, FIFO or device.
+
+    Not by `open`: O_CREAT is refused for others' FIFOs in /tmp.
+    """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
         file.write(data)

@@ -18,7 +18,7 @@ from jaxkv.loading import LanguageModel, load
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jaxkv filters`."""
+    """Adds the options of `jaxkv filters` to its parser."""
     add = parser.add_argument
     add_model_option(add, about="")
     add("--text-file", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, long ones; - for stdin")
@@ -33,7 +33,10 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_filters(options: argparse.Namespace) -> int:
-    """Finds the layers and prints them, then saves and draws: where that fails, the layers are on stdout."""
+    """Runs `jaxkv filters`: finds and prints the filter layers, then saves and draws them; returns exit code 0.
+
+    If saving or drawing fails, the layers are already on stdout.
+    """
     require_model(options.model)
     most = options.most_whole
     require(
@@ -65,7 +68,7 @@ def print_filters(options: argparse.Namespace) -> int:
 
 
 def _check_manifest(model: str) -> None:
-    """Refuses `--save` for a model without a manifest that can be written."""
+    """Raises ValueError unless `model` is a named model whose manifest can be written, as `--save` requires."""
     known = ", ".join(names())
     require(model in names(), "save", model, f"only named models have a manifest: {known}")
     folder = manifests_folder()
@@ -73,7 +76,7 @@ def _check_manifest(model: str) -> None:
 
 
 def _picture(options: argparse.Namespace) -> Target:
-    """File of `--picture`, checked before the work; .png is added to a name without suffix, as matplotlib does."""
+    """`Target` of `--picture`, checked before the work; .png is added to a name without suffix, as matplotlib does."""
     path = os.path.expanduser(options.picture)
     plain = not Path(path).suffix and (not os.path.exists(path) or os.path.isfile(path))
     target = Target(flag="--picture", name=options.picture + ".png" if plain and options.picture else options.picture)
@@ -94,7 +97,7 @@ def _suffix(name: str) -> str:
 
 
 def _drawn(found: FilterLayers, suffix: str) -> bytes:
-    """Bytes of the map's picture with the filter layers marked."""
+    """Bytes of an image file of the similarity map, with the filter layers marked."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"map.{suffix}"
         found.similarity.picture(path, found.filters)
@@ -102,7 +105,7 @@ def _drawn(found: FilterLayers, suffix: str) -> bytes:
 
 
 def _ids(params: LanguageModel, options: argparse.Namespace, texts: list[str]) -> list[list[int]]:
-    """Texts as token ids, cut to --tokens; refuses more filters than the model's layers allow, and texts too long."""
+    """Token ids of texts, cut to --tokens; ValueError for more filters than the layers allow and for texts too long."""
     ids = [each[: options.tokens] for each in ids_of(params, options.model, texts)]
     layers, longest = params.config.layers, params.config.max_positions
     most = -(-layers // 4) if options.most_whole is None else options.most_whole

@@ -24,7 +24,7 @@ from jaxkv.sampling import Greedy, MinP, Sampling, Temperature, TopK, TopP
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jaxkv generate`."""
+    """Adds the options of `jaxkv generate` to its parser."""
     add = parser.add_argument_group("model and prompt").add_argument
     add_model_option(add)
     add_dtype_option(add)
@@ -54,7 +54,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
-    """The sampler of --temperature, --top-k, --top-p and --min-p."""
+    """Sampler chosen by --temperature, --top-k, --top-p and --min-p; `Greedy` if none is given."""
     heat = options.temperature
     require(heat is None or heat > 0, "--temperature", heat, "give a positive number; leave it out for the likeliest")
     temperature = 1.0 if heat is None else heat
@@ -68,7 +68,7 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _prompt(options: argparse.Namespace) -> str:
-    """Text of --prompt-file, --prompt and --question, joined by blank lines."""
+    """Prompt text: --prompt-file, --prompt and --question joined by blank lines; ValueError if it is empty."""
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
         for text in [given] if isinstance(given, str) else given:
@@ -81,7 +81,9 @@ def _prompt(options: argparse.Namespace) -> str:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Answers the prompt; options that cannot be honoured are refused before the model is fetched and loaded.
+    """Runs `jaxkv generate`: answers the prompt and prints the answer or JSON; returns exit code 0.
+
+    Options that cannot be honoured are refused before the model is fetched and loaded.
 
     Where the answer cannot be written to its file, the OSError says that it is on stdout, or else on stderr. Where
     stdout fails, the file is written nonetheless, and `Unwritten` raised.
@@ -135,14 +137,14 @@ def run_generate(options: argparse.Namespace) -> int:
 
 
 def _answer(record: dict[str, Any], result: Generation, *, as_json: bool) -> str:
-    """What goes to stdout: the record as JSON, or the answer's text, its token ids without a tokenizer."""
+    """Text for stdout: the record as JSON, or the answer's text, or its token ids without a tokenizer."""
     if as_json:
         return _as_json(record, getattr(sys.stdout, "encoding", None) or "utf-8")
     return result.text if isinstance(result.text, str) else " ".join(map(str, record["tokens"]))
 
 
 def _print_pieces(pieces: Iterable[str], *, go_on: bool) -> Unwritten | None:
-    """Prints pieces of text as they come; raises stdout's error, or with `go_on` reads all pieces and returns it."""
+    """Prints pieces of text as they are generated; a stdout error is raised, or with `go_on` returned at the end."""
     lost = None
     for piece in pieces:
         lost = lost or _print(piece, end="")
@@ -152,7 +154,7 @@ def _print_pieces(pieces: Iterable[str], *, go_on: bool) -> Unwritten | None:
 
 
 def _print(text: str, *, end: str = "\n") -> Unwritten | None:
-    """Writes to stdout; returns the error if that fails."""
+    """Writes text to stdout; returns the `Unwritten` error if that fails, else None."""
     try:
         to_stdout(text, end=end)
     except Unwritten as lost:
@@ -161,7 +163,7 @@ def _print(text: str, *, end: str = "\n") -> Unwritten | None:
 
 
 def _write(target: Target, text: str, answer: str, *, on_stdout: bool) -> None:
-    """Writes the output file; where that fails the answer goes to stderr, unless it is on stdout."""
+    """Writes text to the output file; if that fails, prints the answer to stderr unless stdout has it, and raises."""
     try:
         target.write(text.encode())
     except (OSError, ValueError) as error:
@@ -172,7 +174,7 @@ def _write(target: Target, text: str, answer: str, *, on_stdout: bool) -> None:
 
 
 def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -> str:
-    """JSON text with characters as they are if the encoding has them all, else escaped."""
+    """JSON text of a record; non-ASCII characters are escaped only if the encoding lacks some of them."""
     text = json.dumps(record, indent=indent, ensure_ascii=False)
     try:
         text.encode(encoding)
@@ -182,7 +184,7 @@ def _as_json(record: dict[str, Any], encoding: str, indent: int | None = None) -
 
 
 def _record(model: str, policy: Method, sampling: Sampling, result: Generation) -> dict[str, Any]:
-    """JSON record of the answer: model, policy, sampler, text, token ids and stats."""
+    """Dictionary for JSON of the answer: model, policy, sampler, text, token ids and stats."""
     stats = dataclasses.asdict(result.stats)
     stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
     return {
@@ -196,7 +198,7 @@ def _record(model: str, policy: Method, sampling: Sampling, result: Generation) 
 
 
 def _print_stats(result: Generation) -> None:
-    """Writes times, speed and bytes to stderr."""
+    """Writes the answer's times, tokens per second and cache bytes to stderr."""
     stats = result.stats
     lines = [
         f"prompt   {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",

@@ -14,12 +14,12 @@ _OTHERS = "Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (o
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`."""
+    """Adds the `--json` option to a parser."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def print_models(options: argparse.Namespace) -> int:
-    """Prints name, source, license, bytes, hub id and notes of the named models, and whether each is cached here."""
+    """Runs `jaxkv models`: prints the named models' sources, sizes, licenses and cache state; returns exit code 0."""
     models = [_model(name) for name in names()]
     if options.json:
         to_stdout(json.dumps(models, indent=2))
@@ -41,7 +41,7 @@ def print_models(options: argparse.Namespace) -> int:
 
 
 def print_policies(options: argparse.Namespace) -> int:
-    """Prints name, first docstring line, paper, parts, defaults and command-line options of the policies."""
+    """Runs `jaxkv policies`: prints each policy's summary, paper, parts, defaults and options; returns exit code 0."""
     policies = [_policy(name) for name in POLICIES]
     if options.json:
         to_stdout(json.dumps(policies, indent=2))
@@ -54,7 +54,7 @@ def print_policies(options: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> Record:
-    """JSON record of a named model."""
+    """Dictionary for JSON of a named model: source, license, bytes, hub id, notes, and whether it is cached."""
     model = manifest(name)
     source = model.source
     return {
@@ -69,7 +69,7 @@ def _model(name: str) -> Record:
 
 
 def _policy(name: str) -> Record:
-    """JSON record of a policy's class."""
+    """Dictionary for JSON of a policy: first docstring line, paper, parts, defaults and options."""
     cls = POLICIES[name]
     return {
         "name": name,
@@ -82,7 +82,7 @@ def _policy(name: str) -> Record:
 
 
 def _described(title: str, facts: dict[str, Any]) -> str:
-    """A title above a table of those facts that are not empty."""
+    """Text of a title line above a two-column table of the facts that are not empty."""
     width = max(map(len, facts)) + 2
     lines = [f"  {name:<{width}}{value}" for name, value in facts.items() if value]
     return "\n".join([title, *lines, ""])

@@ -14,7 +14,7 @@ _LEAST, _MOST = 8, 1024
 
 
 def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
-    """Mesh with axes data and model over this machine's devices, of a text such as 1x8.
+    """JAX mesh with axes data and model over this machine's devices, parsed from text such as 1x8.
 
     A CPU has as many devices as the mesh needs, if no array was made yet. `platform` is whose devices are taken: "cpu",
     say; by default those that arrays lie on.

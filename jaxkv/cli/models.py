@@ -15,24 +15,27 @@ _KNOWN = "a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a h
 
 
 def add_model_option(add: Callable[..., Any], about: str = _KNOWN) -> None:
-    """Adds `--model` through a group's `add_argument`."""
+    """Adds the `--model` option by `add`, an argparse group's `add_argument`."""
     add("--model", default="smollm2-135m-instruct", metavar="NAME", help=f"{about}(default: %(default)s)")
 
 
 def add_dtype_option(add: Callable[..., Any]) -> None:
-    """Adds `--dtype` through a group's `add_argument`."""
+    """Adds the `--dtype` option by `add`, an argparse group's `add_argument`."""
     add("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU)")
 
 
 def require_model(name: str) -> None:
-    """Refuses a `--model` that is empty or in a home folder that is not there, before it is looked for."""
+    """Raises ValueError for a `--model` that is empty or in a home folder that does not exist."""
     require(bool(name.strip()), "--model", name, "give a name from `jaxkv models`, a folder, a .gguf file or a hub id")
     home = name.startswith("~") and os.path.expanduser(name) == name
     require(not home, "--model", name, "there is no such home folder; a file of that name is ./" + name)
 
 
 def random_key(seed: int) -> PRNGKeyArray:
-    """Random key of a seed of 64 bits: that of `jax.random.key` up to 32, of longer ones JAX would drop the rest."""
+    """JAX random key of a 64-bit seed; up to 32 bits it equals `jax.random.key(seed)`.
+
+    Of longer seeds, JAX would drop the upper half.
+    """
     if -(2**31) <= seed < 2**32:
         return jax.random.key(seed)
     low, high = np.uint32(seed % 2**32), np.uint32(seed // 2**32 % 2**32)
@@ -40,7 +43,7 @@ def random_key(seed: int) -> PRNGKeyArray:
 
 
 def ids_of(params: LanguageModel, name: str, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts; refuses the model called `name` if it has no tokenizer."""
+    """Token ids of each text; ValueError if the model called `name` has no tokenizer."""
     remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
     require(params.text is not None, "--model", name, remedy)
     assert params.text is not None

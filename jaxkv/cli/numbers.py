@@ -13,27 +13,27 @@ _DIGITS = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
 
 
 def whole(text: str) -> int:
-    """Integer of 32 bits with a sign: positions and rows are int32 in every program."""
+    """Signed 32-bit integer parsed from text, as positions and rows are int32 in every program."""
     return _within(text, -FARTHEST, FARTHEST, f"give at most {FARTHEST}: no prompt is as long")
 
 
 def natural(text: str) -> int:
-    """Integer from 0 on, of 32 bits."""
+    """Integer from 0 on, of 32 bits, parsed from text."""
     return _at_least(text, 0)
 
 
 def positive(text: str) -> int:
-    """Integer from 1 on, of 32 bits."""
+    """Integer from 1 on, of 32 bits, parsed from text."""
     return _at_least(text, 1)
 
 
 def seed(text: str) -> int:
-    """Integer of 64 bits, with a sign or without."""
+    """Integer of 64 bits, signed or unsigned, parsed from text."""
     return _within(text, -(2**63), 2**64 - 1, "give a number of 64 bits, such as 0 to 18446744073709551615")
 
 
 def _at_least(text: str, least: int) -> int:
-    """Integer of 32 bits that is `least` or more."""
+    """Integer of 32 bits that is `least` or more, parsed from text."""
     value = whole(text)
     if value < least:
         raise ValueError(f"give at least {least}")
@@ -41,7 +41,7 @@ def _at_least(text: str, least: int) -> int:
 
 
 def _within(text: str, low: int, high: int, remedy: str) -> int:
-    """Integer in [low, high]; the error outside it is `remedy`."""
+    """Integer in [low, high], parsed from text; out of range, a ValueError has the text `remedy`."""
     if _DIGITS.fullmatch(text) is None:
         raise ValueError("give a whole number")
     # Python reads no more than 4300 digits; what is longer than ours is too large as well.
@@ -52,17 +52,20 @@ def _within(text: str, low: int, high: int, remedy: str) -> int:
 
 
 def real(text: str) -> float:
-    """Finite float."""
+    """Finite float parsed from text."""
     return _finite(text, "give a number")
 
 
 def whole_or_real(text: str) -> int | float:
-    """Int if it is written as one, else a finite float: 1 is one row and 1.0 is all rows."""
+    """Number parsed from text: an int if it has only digits, else a finite float.
+
+    As a budget, 1 is one row and 1.0 is all rows.
+    """
     return whole(text) if _DIGITS.fullmatch(text) else _finite(text, "give a number, such as 256 or 0.2")
 
 
 def _finite(text: str, remedy: str) -> float:
-    """Finite float; the error for text that is no number is `remedy`."""
+    """Finite float parsed from text; for text that is no number, a ValueError has the text `remedy`."""
     try:
         value = float(text)
     except ValueError:
@@ -73,7 +76,7 @@ def _finite(text: str, remedy: str) -> float:
 
 
 def span(text: str) -> tuple[int, int]:
-    """First position and last + 1 of a span written as a Python slice, such as 100:200."""
+    """First position and last + 1 of a span, parsed from text such as 100:200."""
     match = re.fullmatch(r"([+-]?\d+):([+-]?\d+)", text)
     if match is None:
         raise ValueError("give first and last + 1, such as 100:200")
@@ -81,7 +84,7 @@ def span(text: str) -> tuple[int, int]:
 
 
 def budgets(text: str) -> list[int | float]:
-    """Budgets of `--budgets`, rows or shares, with commas between them; maybe none."""
+    """List of the comma-separated numbers in `--budgets`: ints for rows, floats for shares; maybe empty."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         try:
@@ -92,7 +95,7 @@ def budgets(text: str) -> list[int | float]:
 
 
 def argument(read: Callable[[str], Read]) -> Callable[[str], Read]:
-    """The reader as argparse's `type`: its error shows the text before the remedy."""
+    """Wraps `read`, a parser of text, for argparse's `type`: its errors show the text before the remedy."""
 
     def argued(text: str) -> Read:
         try:

@@ -35,7 +35,7 @@ examples:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jaxkv plan`."""
+    """Adds the options of `jaxkv plan` to its parser."""
     count = argument(positive)
     add = parser.add_argument_group("what is planned for").add_argument
     known = "a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder"
@@ -58,7 +58,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_plan(options: argparse.Namespace) -> int:
-    """Plans, prints, and draws the picture last: where it cannot be written, the plan is on stdout."""
+    """Runs `jaxkv plan`: prints the plans, then writes the picture of `--plot`; returns exit code 0.
+
+    If the picture cannot be written, the plans are already on stdout.
+    """
     require_model(options.model)
     target = _target(options)
     policies = [policy_from(options)] if options.compare is None else _compared(options)
@@ -76,7 +79,7 @@ def print_plan(options: argparse.Namespace) -> int:
 
 
 def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | MachinePlan]:
-    """Plans for each policy; all are checked before the first is compiled."""
+    """Memory plan of each policy; all settings are validated before the first is compiled."""
     known = known_model(options.model)
     asked = [
         setting_of(
@@ -101,7 +104,7 @@ def _plans(options: argparse.Namespace, policies: list[Method]) -> list[Plan | M
 
 
 def _target(options: argparse.Namespace) -> Target | None:
-    """File of `--plot`, checked before anything is printed; None if it was not given."""
+    """`Target` of `--plot`, checked before anything is printed; None if the option is not given."""
     if options.plot is None:
         return None
     picture.kind_of(options.plot)
@@ -112,7 +115,7 @@ def _target(options: argparse.Namespace) -> Target | None:
 
 
 def _compared(options: argparse.Namespace) -> list[Method]:
-    """Policies of `--compare`, each with those options that it has; an option that none has is refused."""
+    """Policies of `--compare`, each with those given options that it has; ValueError for an option that none has."""
     names = [name.strip() for name in options.compare.split(",") if name.strip()]
     require(bool(names), "--compare", options.compare, "give policies, such as full,snapkv,adakv,omnikv")
     require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")

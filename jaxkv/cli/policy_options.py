@@ -32,13 +32,13 @@ Function = TypeVar("Function")
 
 
 def _cached(function: Function) -> Function:
-    """`functools.cache` with the function's own type: mypy holds classes that write `__hash__` for unhashable."""
+    """`functools.cache` with the function's own type: mypy takes classes with a written `__hash__` for unhashable."""
     return typing.cast(Function, lru_cache(maxsize=None)(typing.cast(Any, function)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """A policy's field as an option: the flag, how its words are read, and its help."""
+    """A policy's field as a command-line option: the flag, how its words are parsed, and its help text."""
 
     field: str
     flag: str
@@ -48,7 +48,7 @@ class Option:
 
 @_cached
 def options_of(cls: type[Method]) -> dict[str, Option]:
-    """Options of a policy's class by flag, in the order of its fields."""
+    """Command-line options of a policy class by flag, in the order of its fields."""
     hints, about, meaningful = typing.get_type_hints(cls), documented(cls), _meaningful(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init and field.name in meaningful]
     options = [_option(field, hints[field.name], about.get(field.name, "")) for field in fields]
@@ -56,7 +56,7 @@ def options_of(cls: type[Method]) -> dict[str, Option]:
 
 
 def flags_of(cls: type[Method]) -> list[str]:
-    """Flags that `--policy` of this class takes; for one built on another policy, the usual base's too."""
+    """Flags that a policy class accepts on the command line; for a wrapper policy, the default base's flags too."""
     if not _takes_base(cls):
         return list(options_of(cls))
     return list(dict.fromkeys(["--base", *_own_options_of(cls), *options_of(policy_class(_BASE))]))
@@ -64,12 +64,12 @@ def flags_of(cls: type[Method]) -> list[str]:
 
 @_cached
 def _drops_rows(cls: type[Method]) -> bool:
-    """True if a policy keeps less than every row: not FullKV, nor OmniKV, which reads less."""
+    """True if a policy class drops rows: not FullKV, nor OmniKV, which keeps all rows and reads fewer."""
     return cls().parts().scorer is not None
 
 
 def _takes_base(cls: type[Method]) -> bool:
-    """True if a policy is built on another one, whose budget it has, as AdaKV is.
+    """True if a policy class wraps a base policy and has that policy's budget, as AdaKV does.
 
     OmniKV may have a base, and then two budgets: that is said in Python.
     """
@@ -77,12 +77,12 @@ def _takes_base(cls: type[Method]) -> bool:
 
 
 def _own_options_of(cls: type[Method]) -> dict[str, Option]:
-    """Options that set fields of a policy built on another one itself; all others set its base's."""
+    """Options, by flag, that set a wrapper policy's own fields; all other options set its base's fields."""
     return {flag: option for flag, option in options_of(cls).items() if option.field not in _SHARED}
 
 
 def _meaningful(cls: type[Method]) -> set[str]:
-    """Names of fields that change something: where every row is kept, those about dropped rows do not."""
+    """Names of a policy class's fields that have an effect; those about dropped rows need a policy that drops."""
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
         return names
@@ -90,7 +90,7 @@ def _meaningful(cls: type[Method]) -> set[str]:
 
 
 def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
-    """The option of a field; None if only Python can write it."""
+    """Command-line `Option` of one policy field; None if the field's type cannot be written as text."""
     kinds, flag = kinds_of(hint), "--" + field.name.replace("_", "-")
     words, default = words_of(kinds), typing.cast(Any, field.default)
     # Parts of a policy of which a number, or yes and no, says enough for a command line.
@@ -110,7 +110,7 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
 
 
 def _pooling(word: str) -> MaxPool | NoPool:
-    """Max pooling of a kernel's width."""
+    """Max pooling with the kernel width parsed from `word`; `NoPool` for width 1."""
     kernel = whole(word)
     return NoPool() if kernel == 1 else MaxPool(kernel)
 
@@ -152,7 +152,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(having: dict[str, Option], dropping: set[str]) -> str:
-    """Help of an option by policy: each text once, with the policies' names unless all that drop rows share it."""
+    """Help text of an option: each distinct text once, with its policies' names unless all that drop rows share it."""
     by_text: dict[str, list[str]] = {}
     for name, option in having.items():
         by_text.setdefault(option.about.rstrip("."), []).append(name)
@@ -164,7 +164,7 @@ def _help(having: dict[str, Option], dropping: set[str]) -> str:
 
 
 def policy_from(options: argparse.Namespace) -> Method:
-    """The policy that was asked for; an option that it does not have is refused by name."""
+    """Policy built from parsed options; ValueError for an option that the policy does not have."""
     cls = policy_class(options.policy)
     nested = _takes_base(cls)
     require(options.base is None or nested, "--base", options.base, f"{options.policy} is not built on a policy")
@@ -189,13 +189,13 @@ def policy_from(options: argparse.Namespace) -> Method:
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, str]:
-    """Options of policies that were given: by flag, the text that the user wrote."""
+    """Policy options that the user gave: their text as written, by flag."""
     base = {} if options.base is None else {"--base": f"--base={options.base}"}
     return base | {flag: written for flag, written, _ in _given(options)}
 
 
 def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Namespace:
-    """A copy of the options for another policy, of policies' options only those among `flags`."""
+    """Copy of the parsed options for another policy, with only those policy options that are among `flags`."""
     given = vars(options) | {"policy": name}
     for flag in given_flags(options).keys() - flags:
         given["base" if flag == "--base" else _PREFIX + flag] = None
@@ -203,7 +203,7 @@ def only(options: argparse.Namespace, name: str, flags: set[str]) -> argparse.Na
 
 
 def _given(options: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """Yields each option that was given: its flag, the text that the user wrote, and its words."""
+    """Yields each policy option that the user gave: its flag, its text as written, and its words."""
     for flag, spelling in options.policy_spellings.items():
         words = getattr(options, _PREFIX + flag)
         if isinstance(words, bool):

@@ -16,7 +16,7 @@ _SIZES = frozenset({"--budget", "--mem"})
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser of one policy's words, whose complaints are ValueErrors."""
+    """Argument parser of one policy's words that raises ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spelled:
-    """One policy of `--policies` as it was written.
+    """One policy as written in `--policies`: its text, name and parser, and if it has a budget of its own (`sized`).
 
     Attributes:
         text: its words, a space between them.
@@ -39,7 +39,7 @@ class Spelled:
     parser: argparse.ArgumentParser
 
     def policy(self, budget: int | float | None = None) -> Method:
-        """The policy, at a budget in rows or a share; None leaves the policy's own."""
+        """The policy at a budget, an int of rows or a float share; None leaves the policy's own budget."""
         more = [] if budget is None else ["--budget", str(budget)]
         try:
             return policy_from(self.parser.parse_args(["--policy", *self.text.split(), *more]))
@@ -48,7 +48,7 @@ class Spelled:
 
 
 def spelled(given: str) -> Iterator[Spelled]:
-    """Yields the policies of a text such as "full,adakv --base pyramidkv --alpha 0", at least one."""
+    """Yields each policy of text such as "full,adakv --base pyramidkv --alpha 0"; ValueError if there is none."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))
@@ -65,7 +65,7 @@ def spelled(given: str) -> Iterator[Spelled]:
 
 
 def rows_of(given: str, budgets: Sequence[int | float]) -> dict[str, Method]:
-    """Policies of an evaluation's rows: each policy of `--policies` at each budget.
+    """Policies of an evaluation by row name: each policy of `--policies` at each budget.
 
     A policy that takes no budget, or whose options are one, has one row.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Unwritten(Exception):
-    """Raised when stdout takes no more text; `gone` is True if its reader has left, as `head` does: no error."""
+    """Raised when a write to stdout fails; `gone` is True if its reader has left, as `head` does, which is no error."""
 
     def __init__(self, message: str, *, gone: bool = False):
         super().__init__(f"stdout: {message}")
@@ -19,7 +19,7 @@ class Unwritten(Exception):
 
 
 class _Closed(io.TextIOBase):
-    """Replaces stdin or stdout where it was closed before Python started; reading and writing raise an OSError."""
+    """Stands in for a stdin or stdout that was closed before Python started; reading and writing raise an OSError."""
 
     def _refuse(self, *_: Any) -> Any:
         # An empty text would pass for a prompt, and a lost one for an answer.
@@ -30,10 +30,10 @@ class _Closed(io.TextIOBase):
 
 
 def prepare_streams() -> None:
-    """Replaces closed standard streams; call it before any file is opened.
+    """Replaces closed standard streams and lets stdout escape characters it cannot encode; call it first.
 
-    Their numbers get a place holder: the next file that is opened would get them, and what libraries write to number 2
-    would land in it. stdout writes characters that its encoding lacks with backslashes, unless the user chose otherwise
+    Their descriptors are opened on the null device: the next opened file would get them, and text that libraries write
+    to descriptor 2 would land in it. stdout escapes characters with backslashes, unless the user chose otherwise
     (`PYTHONIOENCODING=ascii:replace`).
     """
     for number in range(3):
@@ -61,7 +61,7 @@ def stdout_is_closed() -> bool:
 
 
 def to_stdout(text: str, *, end: str = "\n") -> None:
-    """Writes and flushes text to stdout; raises `Unwritten` if stdout fails, and drops all that is written later."""
+    """Writes and flushes text to stdout; raises `Unwritten` if that fails, and discards all later output."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
@@ -70,7 +70,7 @@ def to_stdout(text: str, *, end: str = "\n") -> None:
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line to stderr; a stderr that fails is ignored."""
+    """Writes a line of text to stderr; errors are ignored."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -79,19 +79,19 @@ def to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Writes warnings as the command line writes errors, one line each on stderr, until the block ends."""
+    """Context manager in which warnings are printed to stderr as one line each."""
     with warnings.catch_warnings():
         warnings.showwarning = _show
         yield
 
 
 def _show(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Writes one warning to stderr as one line, without its place in the code."""
+    """Replacement for `warnings.showwarning` that writes a warning to stderr as one line, without file and line."""
     to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
 
 
 def _silence(stream: Any) -> None:
-    """Redirects a stream to the null device: Python flushes at exit, and would end with a complaint and code 120."""
+    """Redirects a stream to the null device, because a failing flush at exit would end Python with code 120."""
     with contextlib.suppress(OSError, ValueError):
         number = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -15,7 +15,7 @@ _PREFIX = "task "
 
 
 def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
-    """Adds an option for each field of a task's class to a parser that has its other options.
+    """Adds an option for each field of a task class to a parser that has its other options.
 
     A field of the name of another option is called --task-NAME; --seed is shared with policies that draw.
     """
@@ -40,12 +40,12 @@ def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
 
 
 def _with_commas(words: Words) -> Callable[[str], list]:
-    """A reader of values with commas between them."""
+    """Function that parses comma-separated text into a list of values."""
     return lambda text: [words.read(word) for word in text.split(",") if word]
 
 
 def task_from(options: argparse.Namespace, cls: type[Task]) -> Task:
-    """The task with the settings that were given."""
+    """Task of class `cls`, built from those of its settings that were given in the parsed options."""
     given = {
         # Values with commas between them come as a list for each word: one tuple of all.
         name.removeprefix(_PREFIX): tuple(sum(value, [])) if isinstance(value, list) else value
@@ -58,7 +58,7 @@ def task_from(options: argparse.Namespace, cls: type[Task]) -> Task:
 
 
 def _default(field: dataclasses.Field) -> str:
-    """A field's default as the help shows it; empty where there is none to show."""
+    """Text of a field's default for the help; empty if there is none to show."""
     value = field.default
     if value is dataclasses.MISSING or value is None or value == () or value == "":
         return ""
