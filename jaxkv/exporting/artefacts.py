@@ -16,7 +16,7 @@ from jaxkv.sharding.letters import hints_of, letters_at
 
 
 class Artefact(NamedTuple):
-    """A serialised program: its bytes, its manifest entry and its abstract results."""
+    """A program serialised by `jax.export`: its bytes (`data`), its manifest `entry` and its abstract results."""
 
     data: bytes
     entry: dict[str, Any]
@@ -24,7 +24,7 @@ class Artefact(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names of a model's parameters, of the ends and of each block, and of a sampler's numbers."""
+    """Manifest names of the parameters of the `ends`, of each block, and of a sampler's numbers."""
 
     ends: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ class Names(NamedTuple):
 def artefact(
     door: Door, *args: Any, spec: BucketSpec, names: Names, platform: str, batch: int, sampling: tuple[str, ...] = ()
 ) -> Artefact:
-    """Traces and serialises a program for abstract arguments; `sampling` names the numbers of its sampler."""
+    """Traces and serialises a program for some arguments; returns its bytes, manifest entry and abstract results."""
     run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     names = names._replace(sampling=sampling)
@@ -74,7 +74,7 @@ def artefact(
 
 
 def abstract(tree: Any) -> Any:
-    """Tree with abstract arrays; dataclasses are rebuilt without their checks, which want real arrays."""
+    """Tree with each array replaced by an abstract one; dataclasses are rebuilt without running their checks."""
     if tree is None or jax.tree_util.all_leaves([tree]):
         return _abstract(tree) if hasattr(tree, "dtype") else tree
     if dataclasses.is_dataclass(tree):
@@ -87,20 +87,20 @@ def abstract(tree: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Abstract array with the sharding of one that lies on a mesh."""
+    """Abstract array (`ShapeDtypeStruct`) of an array, with its sharding if it lies on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding if split else None)
 
 
 def _keys(path: tuple[Any, ...]) -> list[Any]:
-    """Names and indices of a path; fields of the arguments `asked` go by their own names."""
+    """Names and indices along a pytree path; a leading `asked` is dropped."""
     keys = [next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each)) for key in path]
     return keys[1:] if keys[0] == "asked" else keys
 
 
 def _name(path: tuple[Any, ...], names: Names) -> str:
-    """Manifest name of an argument or result, such as `pools.0.k`; parameters go by the model's names."""
+    """Manifest name of an argument or result, such as `pools.0.k`; parameters have their names in the model."""
     keys = _keys(path)
     if keys[0] == "ends":
         return names.ends[keys[1]]
@@ -112,7 +112,7 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
 
 
 def _entry(name: str, leaf: Any, letters: str | None) -> dict[str, Any]:
-    """Manifest entry of an array: name, dtype and shape, with "B" for the axis of sequences."""
+    """Manifest entry of an array: name, dtype and shape, with "B" as the size of the axis of sequences."""
     axes = (letters or "").split()
     sequences = axes.index("B") if "B" in axes else None
     shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]

@@ -21,26 +21,26 @@ from jaxkv.policies.policy import Method
 
 
 class Limits(NamedTuple):
-    """Most tokens of a `question` on top of a cache, and most `new` tokens."""
+    """Largest number of `question` tokens read on top of a cache, and of `new` tokens drawn."""
 
     question: int
     new: int
 
     @property
     def every_token(self) -> int:
-        """Most rows that are added to a cache: question and new tokens."""
+        """Largest number of rows added to a cache: question tokens plus new tokens."""
         return self.question + self.new
 
 
 class Table(NamedTuple):
-    """Policy's numbers `[..., S + 1]` by prompt length, -1 for refused lengths; and `allowed` lengths, ascending."""
+    """The policy's budgets and row counts by prompt length, -1 if refused, and the `allowed` lengths, ascending."""
 
     numbers: ByLength
     allowed: Int[np.ndarray, " n"]
 
 
 def table(parts: Parts, layers: int, slots: int) -> Table:
-    """Policy's numbers for all prompts of a bucket; ValueError, for the longest, if it accepts none."""
+    """Tabulates a policy's budgets and row counts for prompts of 1 to `slots` tokens; ValueError if all are refused."""
     lengths = np.arange(1, slots + 1)
     allowed = lengths[_allowed(lambda some: _numbers(parts, some, layers), lengths)]
     if not allowed.size:
@@ -48,7 +48,7 @@ def table(parts: Parts, layers: int, slots: int) -> Table:
     known = _numbers(parts, allowed, layers)
 
     def by_index(numbers: np.ndarray | None) -> np.ndarray | None:
-        """Numbers `[..., S + 1]` indexed by length."""
+        """Numbers `[..., S + 1]` indexed by prompt length, -1 for refused lengths."""
         if numbers is None:
             return None
         wide = np.full((*numbers.shape[:-1], slots + 1), -1, np.int32)
@@ -60,7 +60,7 @@ def table(parts: Parts, layers: int, slots: int) -> Table:
 
 
 def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], layers: int) -> ByLength:
-    """Policy's numbers for prompts of some lengths; ValueError if it refuses one, whatever layers claim."""
+    """The policy's budgets and row counts for some prompt lengths; ValueError if it refuses one of them."""
     known = by_length(parts, lengths, layers)
     if parts.claims:
         rows_by_claims(parts, known.budget, lengths, known.forced, np.ones((layers, len(lengths))))
@@ -82,7 +82,7 @@ def _allowed(numbers: Callable[[np.ndarray], object], lengths: np.ndarray) -> Bo
 def spec_of_bucket(
     flat: Flat, policy: Method, known: Table, limits: Limits, *, platform: str, implementation: Implementation
 ) -> BucketSpec:
-    """Static config of a bucket's programs for one platform."""
+    """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
     parts, slots = policy.parts(), known.numbers.budget.shape[0] - 1
     dtype = flat.ends[0].dtype
     # The longest prompt of each smaller bucket: shapes depend on buckets alone.
@@ -90,7 +90,7 @@ def spec_of_bucket(
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
 
     def planned(room: int | tuple[int, ...]) -> PrefillPlan:
-        """Plan of the prefill with `room` free rows behind every segment."""
+        """The engine's `PrefillPlan` of the bucket, with `room` free rows behind every segment."""
         return plan_prefill(flat.config, policy, longest, dtype=dtype, room=room, implementation=implementation)
 
     room = _room(parts, known, planned(0), flat.config.layers, limits)
@@ -114,7 +114,7 @@ def spec_of_bucket(
 
 
 def _room(parts: Parts, known: Table, bare: PrefillPlan, layers: int, limits: Limits) -> Int[np.ndarray, " L"]:
-    """Free rows behind every segment of each layer, so that no cache of the bucket ever needs a larger pool."""
+    """Free rows behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
     if parts.ongoing is None:
         return np.full(layers, limits.every_token)
     numbers, lengths = known.numbers, known.allowed
@@ -130,7 +130,7 @@ def _room(parts: Parts, known: Table, bare: PrefillPlan, layers: int, limits: Li
 
 
 def require_exportable(policy: Method, layers: int, slots: int) -> None:
-    """Refuses policies that programs without a host cannot honour: offloading, chunked prompts, budgets in numpy."""
+    """ValueError for policies that need a host: offloading, prompts in chunks, budgets computed by numpy alone."""
     parts, name = policy.parts(), type(policy).__name__
     read = parts.read
     if read is not None:
@@ -146,7 +146,7 @@ def require_exportable(policy: Method, layers: int, slots: int) -> None:
 
 
 def require_positions(parts: Parts, known: Table, limits: Limits, positions: int) -> None:
-    """Refuses `new` if positions are places in the cache and its rows can exceed the model's positions."""
+    """ValueError if a cache's rows can exceed the model's positions, for policies whose positions are rows."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return
@@ -159,7 +159,7 @@ def require_positions(parts: Parts, known: Table, limits: Limits, positions: int
 
 
 def _on_host_only(parts: Parts) -> bool:
-    """True if the budget over layers cannot be traced, so that a program cannot compute it."""
+    """True if JAX cannot trace the policy's budget over layers, so that no program can compute it."""
 
     def rows(n):
         with jax.enable_x64(True):

@@ -10,7 +10,7 @@ from jaxkv.checkpoints.orbax_files import require_free
 
 
 def as_folder(given: Any) -> Path:
-    """Path given as `directory`, at which nothing lies, with `~` expanded; TypeError for anything but a path."""
+    """Path of the export's folder with `~` expanded; TypeError if it is no path, ValueError if something lies there."""
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
         raise TypeError(f"directory={given!r}: give the path of the folder to make")

@@ -30,7 +30,7 @@ from jaxkv.sharding.mesh import Axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """Static config of the programs of one bucket of prompt lengths.
+    """Static config of the exported programs of one bucket of prompt lengths: model, policy, prefill plan.
 
     Attributes:
         flat: the decoder; only the shapes of its leaves matter.
@@ -52,12 +52,12 @@ class BucketSpec:
 
     @property
     def axes(self) -> Axes | None:
-        """Axes of the mesh that the programs run on; None without a mesh."""
+        """Axes of the mesh that the exported programs run on; None without a mesh."""
         return self.flat.axes
 
 
 class Asked(NamedTuple):
-    """Arguments of a call of the decode loop; in the manifest these fields go by their own names.
+    """Arguments of an exported decode loop: ended sequences (`done`), random `key`, number of `steps`, sampler.
 
     Sequences that are `done` draw nothing. `key` is random key data, `eos` the ids that end a sequence, `steps` the
     number of tokens to draw, and `sampling` a sampler whose numbers are arrays.
@@ -71,7 +71,7 @@ class Asked(NamedTuple):
 
 
 class After(NamedTuple):
-    """Cache that a program returns, the next tokens' `logits` and, of a prompt, `ordered`: True if no score is NaN."""
+    """Result of an exported program: the cache, the next tokens' logits, and True in `ordered` if no score is NaN."""
 
     pools: tuple[Pool, ...]
     cache: Tables
@@ -81,7 +81,7 @@ class After(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Ids `drawn`, -1 after a sequence's end, the number `ran` of steps, and the cache: pools or rows beside them."""
+    """Result of an exported decode loop: ids `drawn` (-1 after a sequence's end), steps `ran`, logits and the cache."""
 
     beside: Beside | None
     pools: tuple[Pool, ...] | None
@@ -103,7 +103,7 @@ def prompt(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Prefills and compresses prompts; `told` holds the policy's numbers for their lengths."""
+    """Exported program that prefills and compresses prompts; returns the cache and the next tokens' logits."""
     flat = spec.flat.around(ends, blocks)
     walk = read(flat, tokens, length, told, spec.policy, spec.needed, key=_key(key), implementation=spec.implementation)
     prompts, cache = finished(walk)
@@ -124,7 +124,7 @@ def question(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Appends the first `count` tokens of each sequence; logits stay where it has none."""
+    """Exported program that appends `count` tokens per sequence to a cache; returns it and the next logits."""
     flat = spec.flat.around(ends, blocks)
     after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=spec.decoding)
     return After(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
@@ -140,7 +140,7 @@ def again(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Recompresses the sequences that exceed their limit; the rows of others are packed unchanged."""
+    """Exported program that recompresses sequences above their limit; returns the cache with all segments repacked."""
     flat = spec.flat.around(ends, blocks)
     heads, parts = flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K")
     handle = KVCache(
@@ -167,7 +167,7 @@ def draw(
     *,
     spec: BucketSpec,
 ) -> Drawn:
-    """Draws tokens; each is appended to the pools before the next one is drawn."""
+    """Exported decode loop that appends each drawn token to the pools; returns ids, logits and the cache."""
     return _drawn(ends, blocks, Running(cache=Cache(pools=pools, tables=cache)), logits, asked, spec)
 
 
@@ -183,14 +183,14 @@ def draw_beside(
     *,
     spec: BucketSpec,
 ) -> Drawn:
-    """Draws tokens whose rows are kept beside the pools."""
+    """Exported decode loop for read-only pools; new rows go to `beside`. Returns ids, logits and these rows."""
     running = Running(cache=Cache(pools=pools, tables=cache), beside=beside)
     return _drawn(ends, blocks, running, logits, asked, spec)
 
 
 @program(static=("spec",), donate=("beside", "pools", "cache"), on="spec")
 def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: BucketSpec) -> After:
-    """Appends the rows kept beside the pools to them."""
+    """Exported program that appends the rows in `beside` to the pools; returns the cache and an empty `beside`."""
     running = Running(cache=Cache(pools=pools, tables=cache), beside=beside)
     whole = loop.settle(running, spec=spec.decoding)
     empty = Beside(beside.tails, jnp.zeros_like(beside.written))
@@ -200,7 +200,7 @@ def settle(beside: Beside, pools: tuple[Pool, ...], cache: Tables, *, spec: Buck
 def _drawn(
     ends: Leaves, blocks: tuple[Leaves, ...], running: Running, logits: Array, asked: Asked, spec: BucketSpec
 ) -> Drawn:
-    """Runs the decode loop, and returns the pools or, where they are read-only, the rows beside them."""
+    """Runs the decode loop; returns ids, logits, and the pools or, if these are read-only, the rows beside them."""
     flat = spec.flat.around(ends, blocks)
     begun = loop.draw_of(logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes)
     after, now, tokens, ran = loop.decode(
@@ -211,5 +211,5 @@ def _drawn(
 
 
 def _key(data: UInt[Array, " two"]) -> Array:
-    """Random key of key data; the implementation is fixed, whatever JAX's default is where it runs."""
+    """Typed threefry random key of raw key data; JAX's default implementation where it runs does not matter."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")

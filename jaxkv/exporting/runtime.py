@@ -189,7 +189,7 @@ class Model:
         return new, seed, f"draw.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
-        """Cache of prompts, or of more tokens on top of `cache`; a text's user turn stays open unless `close`."""
+        """Prefills prompts, or appends them to `cache`; returns the cache. `close` ends the user turn of a text."""
         said, (_, seed, _, _) = self.said, self.asked(1, seed)
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)
@@ -207,7 +207,7 @@ class Model:
         return Cache(self.again(out, at)[0], at, count, room, turns, self.of)
 
     def draw(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
-        """Ids `[B, n]` drawn, -1 behind a sequence's end, and the cache then; `tell` hears all so far now and then."""
+        """Draws up to `max_new_tokens`, passing ids to `tell`; returns ids `[B, n]`, -1 after an end, and the cache."""
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
         at, drawn = self.fits(np.zeros(cache.count, np.int32), new, cache), np.zeros((cache.count, 0), np.int32)
@@ -225,7 +225,7 @@ class Model:
         return drawn, cache._replace(arrays=self.again(out, at, True)[0], room=left)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
-        """Tokens and text of the answers, lists where a list of prompts was given, and the cache; None for no text."""
+        """Generates answers to a prompt or a list; returns token ids, text (None without tokenizer) and cache."""
         new, one = self.said["new"] if max_new_tokens is None else max_new_tokens, prompts(prompt)[1]
         new = self.asked(new, seed, **drawing)[0]
         drawn, cache = self.draw(self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing)

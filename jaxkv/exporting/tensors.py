@@ -16,7 +16,7 @@ _MOST_BYTES = 4 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes arrays of host or device into as many files `name*.safetensors` as they need; returns {file: entry}."""
+    """Writes arrays into one or several `name*.safetensors`; returns each file's bytes and checksum by file name."""
     parts = list(_parts(arrays))
     files = {}
     for at, names in enumerate(parts):
@@ -26,7 +26,7 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
 
 
 def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Names of the arrays of each file, which holds at most `_MOST_BYTES` or a single array."""
+    """Yields the array names of each file, which holds at most `_MOST_BYTES` or a single array."""
     names, size = list[str](), 0
     for name, array in arrays.items():
         if names and size + array.nbytes > _MOST_BYTES:
@@ -38,7 +38,7 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes one file; returns its bytes and checksum."""
+    """Writes arrays into one safetensors file; returns a dict of its size in bytes and its SHA-256."""
     entries, at = {}, 0
     for name, array in arrays.items():
         end = at + array.nbytes

@@ -66,7 +66,7 @@ def export(
     implementation: Implementation | str = Implementation.XLA,
     weights: bool = True,
 ) -> Path:
-    """Writes a model and a policy as programs that run without jaxkv.
+    """Writes a model and a policy as StableHLO programs and weights that run without jaxkv; returns the folder.
 
     `directory` then holds StableHLO by `jax.export`, `manifest.json`, the weights as safetensors, the tokenizer's file
     if there is one, and `runtime.py`, which generates from them with jax and numpy alone.
@@ -139,7 +139,7 @@ def export(
 
 
 def _counts(name: str, given: Any) -> tuple[int, ...]:
-    """Positive integers, ascending and each once, of one number or several."""
+    """Checks one positive integer or several; returns them as an ascending tuple without repetitions."""
     listed = given if isinstance(given, (list, tuple, np.ndarray)) else (given,)
     numbers = [plain(each) for each in listed]
     sound = bool(numbers) and all(is_whole(each, 1) for each in numbers)
@@ -148,7 +148,7 @@ def _counts(name: str, given: Any) -> tuple[int, ...]:
 
 
 def _samplings(given: Any) -> tuple[Sampling, ...]:
-    """Greedy() and the other samplers, one of each class."""
+    """Checked samplers to export: Greedy() and the given ones, one of each class."""
     listed = given if isinstance(given, (list, tuple)) else (given,)
     samplings = (Greedy(), *(as_sampling(each) for each in listed if type(each) is not Greedy))
     names = {type(each).__name__ for each in samplings}
@@ -159,7 +159,7 @@ def _samplings(given: Any) -> tuple[Sampling, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Checked arguments of `export`: the model, and what each of its programs is made for."""
+    """Checked arguments of `export`: model, policy, and the buckets, batches and platforms to make programs for."""
 
     params: LanguageModel
     policy: Method
@@ -172,33 +172,33 @@ class _Job:
 
     @functools.cached_property
     def names(self) -> Names:
-        """Names of the model's parameters, in the order of the programs' arguments."""
+        """Manifest names of the model's parameters, in the order of the programs' arguments."""
         decoder = self.params.decoder
         blocks = tuple(_leaf_names(block, f"blocks.{at}.") for at, block in enumerate(decoder.blocks))
         return Names(_leaf_names(Ends(decoder), ""), blocks)
 
     @property
     def eos(self) -> list[int]:
-        """Ids that end a sequence, of the config and of the tokenizer; [-2], which is no id, if there are none."""
+        """Token ids that end a sequence, of the config and of the tokenizer; [-2], which no token has, without any."""
         params = self.params
         return sorted({*params.config.eos, *(params.text.eos_ids if params.text else ())}) or [-2]
 
 
 def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
-    """Names of a module's parameters, in the order of its leaves."""
+    """Dotted names of a module's parameters, each after `prefix`, in the order of its leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.split(module)[1])[0]
     return tuple(prefix + ".".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in leaves)
 
 
 class _Programs(NamedTuple):
-    """Manifest `entries` of the programs, and the policy's `tables` by bucket."""
+    """Manifest `entries` of the written programs, and the policy's `tables` of budgets by bucket."""
 
     entries: list[dict[str, Any]]
     tables: dict[int, Table]
 
 
 def _programs(part: Path, job: _Job) -> _Programs:
-    """Makes the programs of every bucket, platform and batch, and writes each into `part`."""
+    """Writes the programs of every bucket, platform and batch into `part`; returns manifest entries and tables."""
     made = _Programs([], {})
     parts, config = job.policy.parts(), job.params.config
     (part / "programs").mkdir()
@@ -215,13 +215,13 @@ def _programs(part: Path, job: _Job) -> _Programs:
 
 
 def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -> Iterator[tuple[str, Artefact]]:
-    """(kind, program) of all programs of a bucket, for one platform and batch."""
+    """Yields (kind, serialised program) for every program of one bucket, platform and batch."""
     flat, limits = job.params.flat, job.limits
     spec = spec_of_bucket(flat, job.policy, known, limits, platform=platform, implementation=job.implementation)
     made = functools.partial(artefact, spec=spec, names=job.names, platform=platform, batch=batch)
 
     def array(dtype: Any, *shape: int) -> Any:
-        """Abstract array."""
+        """Abstract array of a dtype and a shape."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weights = abstract((flat.ends, flat.blocks))
@@ -248,12 +248,12 @@ def _of_bucket(job: _Job, known: Table, slots: int, platform: str, batch: int) -
 
 
 def _as_numbers(sampling: Any) -> Any:
-    """Sampler whose fields are a program's arguments; a user's own class is compiled in, and has none."""
+    """The sampler whose fields are arguments of the exported program; Greedy() for users' classes, which have none."""
     return sampling if type(sampling).__module__ == Greedy.__module__ else Greedy()
 
 
 def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
-    """Writes everything but the programs: manifest, weights, tables, tokenizer and runtime."""
+    """Writes all files but the programs: manifest, weights, tables of budgets, tokenizer and `runtime.py`."""
     manifest = _manifest(part, job, made)
     if weights:
         names, flat = job.names, job.params.flat
@@ -272,7 +272,7 @@ def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
 
 
 def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
-    """Manifest without weights, tables and text; programs lie in `part`."""
+    """The export's manifest as a dict for JSON, without weights, tables and text."""
     params, names, parts = job.params, job.names, job.policy.parts()
     config, axes = params.config, params.axes
     today, unstable = datetime.date.today(), bool(backend_of(job.implementation).custom_calls)
@@ -328,12 +328,12 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
 
 
 def _day(day: datetime.date, later: int) -> str:
-    """ISO date `later` days after a day."""
+    """ISO date, as text, `later` days after a date."""
     return (day + datetime.timedelta(days=later)).isoformat()
 
 
 def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
-    """Writes the tokenizer; returns its manifest entry with the chat template's turns, or None for a model without."""
+    """Writes `tokenizer.json`; returns its manifest entry with the chat template's turns; None without a tokenizer."""
     if params.text is None:
         return None
     tokenizer = params.text.tokenizer_json()

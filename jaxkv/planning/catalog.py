@@ -22,7 +22,7 @@ _FILTERS, _OF = (2, 8, 18), 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A model of the packaged catalogue: names, the address `source` of its config, and the config as JSON (`raw`)."""
+    """A model of the packaged catalogue: `name`, hub id, aliases, and its `config.json` as a dict (`raw`)."""
 
     name: str
     hub_id: str
@@ -33,18 +33,18 @@ class Entry:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Name, hub id and aliases."""
+        """Every text that selects this catalogue entry: its name, hub id and aliases."""
         return self.name, self.hub_id, *self.aliases
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """`ModelConfig` built from the catalogue entry's `config.json`."""
         return ModelConfig.from_hf(self.raw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """Name, config and OmniKV's filter layers (None if not found yet) of a model whose weights are not needed."""
+    """Name and `ModelConfig` of a model to plan for, and OmniKV's filter layers (None if not found yet); no weights."""
 
     name: str
     config: ModelConfig
@@ -52,14 +52,14 @@ class Known:
 
     @property
     def likely_filters(self) -> tuple[int, ...]:
-        """Filter layers found for the model, or those at the relative depth of Llama 3 8B's."""
+        """Indices of the model's OmniKV filter layers, or of Llama 3 8B's scaled to this number of layers."""
         layers = self.config.layers
         return self.filters or tuple(sorted({each * layers // _OF for each in _FILTERS}))
 
 
 @functools.cache
 def catalog() -> dict[str, Entry]:
-    """Every model of the packaged catalogue by name."""
+    """Reads the packaged catalogue of models; returns its entries by model name, cached."""
     found = {}
     for file in sorted((resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name):
         if file.name.endswith(".json"):
@@ -70,7 +70,7 @@ def catalog() -> dict[str, Entry]:
 
 
 def model_named(given: str | os.PathLike[str]) -> Known:
-    """Config of a named model, folder, `.gguf` file or hub id; of a hub id only `config.json` is fetched.
+    """`Known` of a catalogue name, folder, `.gguf` file or hub id; of a hub id only `config.json` is fetched.
 
     ValueError for unknown names, with the nearest ones, and for configs that jaxkv does not build.
     """
@@ -96,17 +96,17 @@ def model_named(given: str | os.PathLike[str]) -> Known:
 
 
 def _packaged() -> tuple[str, ...]:
-    """Names of the models whose files come with jaxkv, so that nothing is fetched."""
+    """Names of the models whose checkpoint files come with jaxkv, so that nothing is fetched."""
     return tuple(name for name in names() if isinstance(manifest(name).source, FolderSource))
 
 
 def _found(name: str) -> tuple[int, ...] | None:
-    """Filter layers in the manifest of a model that jaxkv loads by name; None for other models."""
+    """Indices of OmniKV's filter layers in the manifest of a model that jaxkv loads by name; None for other models."""
     return manifest(name).filter_layers if name in names() else None
 
 
 def _of_files(name: str, path: Path) -> Known:
-    """Config of a folder or file; a Hugging Face folder needs no more than its `config.json`."""
+    """`Known` of a model folder or checkpoint file; of a Hugging Face folder only `config.json` is read."""
     if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).exists():
         return Known(name=name, config=ModelConfig.from_hf(read_json(path / "config.json")))
     opened = open_checkpoint(fetch(path))
@@ -114,7 +114,7 @@ def _of_files(name: str, path: Path) -> Known:
 
 
 def _of_hub(hub_id: str) -> dict[str, Any]:
-    """Contents of a hub model's `config.json`."""
+    """Downloads the `config.json` of a Hugging Face hub id and returns it as a dict; ValueError if that fails."""
     import huggingface_hub
     from huggingface_hub.utils import HfHubHTTPError
 

@@ -27,7 +27,7 @@ _CHILD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A collective, its arrays as HLO text, their bytes, and the number of such instructions; loops count once."""
+    """A collective of a compiled program: its kind, arrays as HLO text, bytes, and count of such instructions."""
 
     kind: str
     arrays: str
@@ -35,13 +35,13 @@ class Sent:
     count: int
 
     def __str__(self) -> str:
-        """One line."""
+        """Count, kind and arrays of a collective as text, such as `2 x all-reduce f32[4,8]`."""
         return f"{self.count} x {self.kind} {self.arrays}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """Memory, collectives and compile time of one program; bytes are those of one GPU.
+    """XLA's figures of one compiled program: argument, output and temporary bytes of one GPU, collectives, times.
 
     Attributes:
         name: its purpose.
@@ -67,11 +67,11 @@ class CompiledProgram:
 
     @property
     def peak(self) -> int:
-        """Peak bytes: live arrays, arguments, outputs that are not aliased, temporaries."""
+        """Peak bytes of one GPU: live arrays, arguments, outputs that are not aliased, temporaries."""
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        """One line."""
+        """One line of text: the program's peak, argument and temporary bytes, its trace and compile seconds."""
         return (
             f"{self.name}: peak {self.peak / 1e9:.2f} GB a GPU (arguments {self.arguments / 1e9:.2f}, "
             f"temporaries {self.temporaries / 1e9:.3f}, beside them {self.beside / 1e9:.2f}); "
@@ -81,7 +81,7 @@ class CompiledProgram:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """The compiler's figures of a setting. Nothing has run on a GPU.
+    """XLA's figures of the `decode` loop and the largest `prefill` program, compiled without a GPU.
 
     Attributes:
         decode: the decode loop with all layers.
@@ -112,7 +112,7 @@ class CompiledPlan:
     seconds: float
 
     def __str__(self) -> str:
-        """Some lines: both programs, collectives of a decode step, register spills."""
+        """Report as text: figures of the decode loop and of prefill, a step's collectives, register spills."""
         lines = [f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s; nothing has run on a GPU"]
         lines += [f"  decode loop, {str(self.decode).partition(': ')[2]}"]
         lines += [f"  prefill, at its {self.prefill}"]
@@ -126,7 +126,7 @@ class CompiledPlan:
 
 
 def plugin() -> str:
-    """Version of XLA's compiler for GPUs beside this jaxlib; ImportError says what to install."""
+    """Version of the installed XLA compiler for GPUs; ImportError with the pip command if it does not match jaxlib."""
     jaxlib = importlib.metadata.version("jaxlib")
     found = None
     for name in _PLUGINS:
@@ -145,7 +145,7 @@ def plugin() -> str:
 
 
 def compile_plan(setting: Setting) -> CompiledPlan:
-    """Compiles the programs of a setting for its GPUs, which need not be there.
+    """Compiles a setting's programs with XLA in a child process, without GPUs; returns a `CompiledPlan`.
 
     A process of its own does it, because this one's JAX may be in use on other devices; its output is discarded.
     ImportError without the compiler; ValueError where it refuses, and for policies with chunked prompts or offloaded
@@ -184,7 +184,7 @@ def compile_plan(setting: Setting) -> CompiledPlan:
 
 
 def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
-    """(kernel, bytes) of the kernels that spill registers, largest first."""
+    """(kernel name, bytes) of the kernels that spill registers, largest first."""
     worst = collections.Counter[str]()
     for each in found:
         worst[each.name] = max(worst[each.name], each.spills)
@@ -192,7 +192,7 @@ def _spills(found: list[Kernel]) -> tuple[tuple[str, int], ...]:
 
 
 def _in_another_process(given: bytes, folder: Path, setting: Setting, *, dump: bool) -> dict[str, Any]:
-    """Runs `worker.main` in a child process and returns its result; `dump` keeps the PTX in `folder`."""
+    """Runs `worker.main` in a child process and returns its dict; `dump` writes the PTX into `folder`."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     if dump:
         # From JAX 0.11 on PTX is dumped only on demand.

@@ -26,7 +26,7 @@ device_description_str: "{description}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPU:
-    """A kind of GPU: figures of its data sheet and of the driver.
+    """A kind of GPU: memory bytes, bandwidth, FLOP/s and other figures of its data sheet and of the driver.
 
     Attributes:
         name: as users write it.
@@ -79,20 +79,20 @@ class GPU:
 
     @property
     def architecture(self) -> str:
-        """Architecture name for ptxas, such as `sm_90a`."""
+        """Architecture name for ptxas as text, such as `sm_90a`."""
         major, minor = self.capability
         return f"sm_{major}{minor}{'a' * (major >= 9)}"
 
     @property
     def target(self) -> str:
-        """XLA's target config, as text, for compiling without the GPU."""
+        """XLA's target config of this GPU as text, with which programs are compiled without the GPU."""
         major, minor = self.capability
         return _TARGET.format(major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self))
 
 
 @functools.cache
 def gpus() -> dict[str, GPU]:
-    """Every known GPU by name."""
+    """Reads the packaged data sheets; returns every known `GPU` by name, cached."""
     data = json.loads(resources.files(__package__).joinpath("data/gpus.json").read_text("utf-8"))
     found = {}
     for name, given in data.items():
@@ -104,7 +104,7 @@ def gpus() -> dict[str, GPU]:
 
 
 def gpu_named(name: str) -> GPU:
-    """GPU of a name or alias in any case; ValueError offers the nearest names."""
+    """`GPU` of a name or alias in any case; ValueError with the nearest names if it is unknown."""
     known = {spelling: gpu for gpu in gpus().values() for spelling in (gpu.name, *gpu.aliases)}
     spelled = name.strip().lower().replace("_", "-").replace(" ", "-")
     near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)
@@ -114,7 +114,7 @@ def gpu_named(name: str) -> GPU:
 
 
 def gpus_named(given: str) -> tuple[GPU, int]:
-    """Kind and number of GPUs in a text such as `h100x8`, or `h100` for one."""
+    """(`GPU`, count) of a text such as `h100x8`, or of `h100` with count 1."""
     if not isinstance(given, str):
         raise TypeError(f"gpus={given!r}: give a kind and how many, 'h100x8' say")
     counted = _COUNTED.fullmatch(given.strip().lower())

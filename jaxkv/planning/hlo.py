@@ -14,22 +14,22 @@ NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32",
 
 
 def arrays_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of each array named in a piece of HLO text."""
+    """(dtype, shape) of each array named in a piece of HLO text, in order."""
     return [(kind, tuple(map(int, filter(None, sizes.split(","))))) for kind, sizes in _ARRAY.findall(text)]
 
 
 def shown(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> str:
-    """Arrays as HLO text, such as `f32[4,8]`."""
+    """HLO text of (dtype, shape) pairs, such as `f32[4,8] s32[2]`."""
     return " ".join(f"{kind}[{','.join(map(str, sizes))}]" for kind, sizes in arrays)
 
 
 def size_of(kind: str, sizes: tuple[int, ...]) -> int:
-    """Bytes of an array."""
+    """Bytes of an array of an HLO dtype and a shape."""
     return BYTES[kind] * math.prod(sizes)
 
 
 def collectives(text: str) -> collections.Counter[Any]:
-    """Number of collectives by (kind, arrays sent); an instruction in a loop counts once."""
+    """Counts the collectives of an HLO text by (kind, arrays sent); an instruction in a loop counts once."""
     found = collections.Counter[Any]()
     for result, kind, start in re.findall(rf"{_RESULT} ({_KINDS})(-start)?\(", text):
         arrays = arrays_in(result)
@@ -41,7 +41,7 @@ def collectives(text: str) -> collections.Counter[Any]:
 
 
 def aliased(text: str) -> int:
-    """Bytes of the donated arguments that results are written into."""
+    """Bytes of the donated arguments of an HLO module into which results are written."""
     head = text.split("\n", 1)[0]
     layout = head[head.index("entry_computation_layout=") :]
     arguments = arrays_in(layout[: layout.index("->")])
@@ -51,6 +51,6 @@ def aliased(text: str) -> int:
 
 
 def copies(text: str, arrays: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Number of copy instructions of arrays of given dtypes and shapes."""
+    """Number of copy instructions in an HLO text whose result has one of the given (dtype, shape) pairs."""
     made = re.findall(rf"{_RESULT} (?:copy|copy-start)\(", text)
     return sum(arrays_in(result)[0] in arrays for result in made)

@@ -14,14 +14,14 @@ _LEAST, _POINTS = 1024, 15
 
 
 def kind_of(name: str) -> str:
-    """Kind of picture of a file name, one of `KINDS`; ValueError for any other."""
+    """Suffix of a picture's file name, one of `KINDS`; ValueError for any other."""
     suffix = name.rpartition(".")[2].lower() if "." in name else ""
     require(suffix in KINDS, "--plot", name, f"give a file that ends in .{', .'.join(KINDS)}")
     return suffix
 
 
 def peaks(setting: Setting) -> list[tuple[int, int]]:
-    """(tokens, peak bytes) of a GPU for contexts up to the model's positions, where the budget can be honoured."""
+    """(context, peak bytes of one GPU) for contexts up to the model's positions; refused budgets are left out."""
     limit = setting.config.max_positions
     lengths = sorted({limit, *(limit >> step for step in range(_POINTS) if limit >> step >= min(_LEAST, limit))})
     found = []
@@ -34,7 +34,7 @@ def peaks(setting: Setting) -> list[tuple[int, int]]:
 
 
 def drawn(plans: Sequence[Plan], kind: str) -> bytes:
-    """Bytes of a picture of kind `kind`, with a line for each plan, all of one model on the same GPUs."""
+    """Plots peak memory over context, one line per plan; returns the picture file's bytes in format `kind`."""
     first = plans[0].setting
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()

@@ -33,7 +33,7 @@ Model = str | os.PathLike[str] | ModelConfig | LanguageModel
 
 
 class _Options(TypedDict, total=False):
-    """Arguments of `plan` besides model, GPUs and context."""
+    """Keyword arguments of `plan` besides model, GPUs and context, as a TypedDict for its overloads."""
 
     mesh: str | tuple[int, int] | None
     batch: int
@@ -61,7 +61,7 @@ def plan(
     dtype: Any = None,
     compile: bool = False,
 ) -> Plan | MachinePlan:
-    """Plans memory on GPUs that need not be there, by arithmetic and at once.
+    """Plans the memory of a model, a policy and prompts by arithmetic, on GPUs that need not be there or on this CPU.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
@@ -91,7 +91,7 @@ def plan(
 
 
 def known_model(given: Any) -> Known:
-    """Name, config and filter layers of a model given by name, path, config or as a loaded model."""
+    """`Known` (name, config, filter layers) of a model name, a path, a config or a loaded model."""
     if isinstance(given, Known):
         return given
     if isinstance(given, LanguageModel):
@@ -114,7 +114,7 @@ def setting_of(
     new: int,
     dtype: Any,
 ) -> tuple[Setting | HostSetting, tuple[str, ...]]:
-    """Checked setting of `plan`'s arguments, with notes on what it assumes."""
+    """Checks `plan`'s arguments; returns a `Setting` for GPUs or a `HostSetting`, and notes on assumptions."""
     here = isinstance(gpus, str) and gpus.strip().lower() == "cpu"
     filters, given, notes = known.filters, as_policy(policy), list[str]()
     if filters is None and getattr(given, "filter_layers", ()) is None:
@@ -139,7 +139,7 @@ def setting_of(
 
 
 def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups in a mesh of `count` GPUs such as `2x4` or (2, 4)."""
+    """Number of data-parallel groups in a mesh of `count` GPUs such as `2x4` or (2, 4); ValueError if they differ."""
     if mesh is None:
         return 1
     parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []
@@ -153,7 +153,7 @@ def _groups(mesh: Any, count: int) -> int:
 def planned(
     setting: Setting | HostSetting, notes: tuple[str, ...] = (), *, compile: bool = False
 ) -> Plan | MachinePlan:
-    """Plan of a setting; `compile` asks the compiler, too, for GPUs."""
+    """Plan of a setting: bytes, largest batch and context, remedies; with `compile` also XLA's own figures."""
     if isinstance(setting, HostSetting):
         return MachinePlan(
             setting=setting,
@@ -179,7 +179,7 @@ def planned(
 
 
 def fits(request: Request) -> bool:
-    """True if the peak of a setting is within memory; False if not, or if its budget cannot be honoured."""
+    """True if a request's peak is within its memory; False if it is not, or if the budget cannot be honoured."""
     try:
         if isinstance(request, Setting):
             return sizes_of(request).peak <= request.memory
@@ -190,7 +190,7 @@ def fits(request: Request) -> bool:
 
 
 def largest_batch(setting: Setting | HostSetting) -> int:
-    """Largest number of prompts of this length that fit; 0 where none does."""
+    """Largest number of prompts of the setting's length that fits into memory; 0 if not even one does."""
 
     def fit(batch: int) -> bool:
         return fits(dataclasses.replace(setting, batch=batch))
@@ -203,13 +203,13 @@ def largest_batch(setting: Setting | HostSetting) -> int:
 
 
 def largest_context(setting: Setting | HostSetting) -> int:
-    """Largest number of tokens that so many prompts can have each, up to the model's positions; 0 where none fits."""
+    """Largest prompt length at which the setting's batch fits, up to the model's positions; 0 if none does."""
     lengths = lengths_below(setting.config.max_positions)
     return next((length for length in lengths if fits(dataclasses.replace(setting, context=length))), 0)
 
 
 def _remedies(setting: Setting) -> Iterator[Remedy]:
-    """Changes that would make a setting fit: a smaller budget, another policy, more GPUs; each if there is one."""
+    """Yields changed settings that fit: with a smaller budget, with another policy, with more GPUs."""
     policy, budget = setting.policy, setting.policy.parts().budget
     if isinstance(budget, int):
         smaller = _with_smaller_budget(setting, policy, budget)
@@ -232,7 +232,7 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
 
 
 def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setting | None:
-    """Setting with the largest budget of `policy` up to `budget` that fits; None if not even a small one does."""
+    """Setting with the largest budget of `policy` up to `budget` that fits into memory; None if none fits."""
 
     def changed(steps: int) -> Setting | None:
         try:
@@ -251,7 +251,7 @@ def _with_smaller_budget(setting: Setting, policy: Method, budget: int) -> Setti
 
 
 def _with_more_gpus(setting: Setting) -> Setting | None:
-    """Setting with the fewest GPUs that fit, up to 16 times as many, split further or in more groups; None if none."""
+    """Setting with 2, 4, 8 or 16 times the GPUs, the fewest that fit; None if none fits."""
     for times in (2, 4, 8, 16):
         for data in dict.fromkeys((setting.data, setting.data * times)):
             try:

@@ -17,7 +17,7 @@ _MACHINE_HEAD = ("policy", "cache", "peak", "first run", "fits", "largest batch"
 
 
 def gigabytes(size: int) -> str:
-    """Bytes as text in decimal gigabytes, as data sheets count; in megabytes below 0.1 GB."""
+    """Number of bytes as text in decimal gigabytes, as data sheets count; in megabytes below 0.1 GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
@@ -36,30 +36,30 @@ def policy_name(policy: Method) -> str:
 
 
 def title(setting: Setting) -> str:
-    """Model, dtype and GPUs in one line."""
+    """One line of text: model name, dtype, number and kind of GPUs, and how the model is split over them."""
     split = f"split over {setting.split}" if setting.split > 1 else "whole"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
     return f"{setting.model}, {setting.dtype}, on {setting.gpus} x {setting.gpu.name}: {split}{groups}"
 
 
 def _machine_title(setting: HostSetting) -> str:
-    """Model and dtype in one line, for a process on this machine."""
+    """One line of text: model name and dtype, in a process on this machine's CPU."""
     return f"{setting.model}, {setting.dtype}, in a process on this machine's CPU"
 
 
 def _prompts(request: Request) -> str:
-    """Numbers of prompts, of their tokens and of new tokens, as text."""
+    """Text such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
     return f"{_count_of_prompts(request)} of {request.context:,} tokens, {request.new:,} new tokens each"
 
 
 def _count_of_prompts(request: Request) -> str:
-    """Number of prompts as text."""
+    """Text such as `1 prompt` or `8 prompts`."""
     return f"{request.batch} prompt{'s' * (request.batch > 1)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that would make a setting fit: `about` it as text, the changed setting, its peak bytes on one GPU."""
+    """A changed setting that fits: `about` it as text, the `setting`, and its peak bytes on one GPU."""
 
     about: str
     setting: Setting
@@ -68,7 +68,7 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Memory and speed of a model, a policy and prompts on GPUs that need not be there. Bytes are those of one GPU.
+    """Result of `plan` for GPUs: bytes of one GPU (`sizes`), whether they fit, the largest batch and context, speed.
 
     Attributes:
         setting: what was asked.
@@ -92,36 +92,36 @@ class Plan:
 
     @property
     def weights(self) -> int:
-        """Bytes of a GPU's part of the parameters."""
+        """Bytes of the parameters that one GPU holds."""
         return self.sizes.weights
 
     @property
     def cache(self) -> int:
-        """Bytes of a GPU's part of the compressed cache, with room for new tokens and policy state."""
+        """Bytes of one GPU's part of the compressed cache at the end of the answer, policy state included."""
         return self.sizes.grown
 
     @property
     def prefill_peak(self) -> int:
-        """Peak bytes of a GPU during prefill."""
+        """Peak bytes of one GPU during prefill: weights, cache and activations."""
         return self.sizes.prefill_peak
 
     @property
     def decode_peak(self) -> int:
-        """Peak bytes of a GPU during decoding."""
+        """Peak bytes of one GPU during decoding: weights, cache and activations."""
         return self.sizes.decode_peak
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that hold a GPU's offloaded rows."""
+        """Bytes of host memory that hold the offloaded rows of one GPU."""
         return self.sizes.host
 
     @property
     def fits(self) -> bool:
-        """True if the peak is within the GPU's memory."""
+        """True if the peak of prefill and decoding is within one GPU's memory."""
         return self.sizes.peak <= self.setting.memory
 
     def __str__(self) -> str:
-        """What `jaxkv plan` prints."""
+        """Report of a plan for GPUs as text, as `jaxkv plan` prints it."""
         setting, sizes, memory = self.setting, self.sizes, gigabytes(self.setting.memory)
         rows = f"{sizes.kept:,.0f} of {setting.context:,} rows a head; uncompressed {gigabytes(sizes.full)}"
         facts = [
@@ -149,15 +149,15 @@ class Plan:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """One line."""
+        """One line of text: model, GPUs, and whether the plan fits."""
         return f"Plan({title(self.setting)}: {self._verdict()})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """In a notebook, the text."""
+        """Prints the plan's report to IPython's pretty printer, for notebooks."""
         printer.text(str(self))
 
     def _verdict(self) -> str:
-        """Sentence that says whether it fits, and by how much."""
+        """Sentence as text: whether the plan fits, with the bytes to spare or needed on each GPU."""
         peak, memory = self.sizes.peak, self.setting.memory
         if self.fits:
             return f"it fits, with {gigabytes(memory - peak)} of {gigabytes(memory)} to spare on each GPU"
@@ -165,7 +165,7 @@ class Plan:
         return f"it does NOT fit: {when} needs {gigabytes(peak)} of {gigabytes(memory)} on each GPU"
 
     def _compiled_lines(self) -> list[str]:
-        """Lines with the compiler's figures and how far the arithmetic is off; none if it was not asked."""
+        """Text lines with XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
         compiled, weights = self.compiled, self.sizes.weights
         if compiled is None:
             return []
@@ -180,7 +180,7 @@ class Plan:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON can have it; sizes in bytes."""
+        """The plan as a dict for JSON; sizes in bytes."""
         setting, sizes = self.setting, self.sizes
         found: dict[str, Any] = {
             "model": setting.model,
@@ -217,7 +217,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachinePlan:
-    """Memory of a process that loads a model here, on a CPU, and generates with it.
+    """Result of `plan` for a process on this machine's CPU: its bytes by part, the largest batch and context.
 
     Attributes:
         setting: what was asked, with the bytes that are free now.
@@ -235,16 +235,16 @@ class MachinePlan:
 
     @property
     def free(self) -> int | None:
-        """Bytes that are free on this machine; None if the system does not say."""
+        """Bytes of memory that are free on this machine; None if the system does not say."""
         return self.setting.memory
 
     @property
     def fits(self) -> bool:
-        """True if a first run fits into free memory, or nothing says how much is free."""
+        """True if a first run, which compiles, fits into free memory, or if the free memory is unknown."""
         return self.setting.memory is None or self.process.first_peak <= self.setting.memory
 
     def __str__(self) -> str:
-        """What `jaxkv plan --gpus cpu` prints."""
+        """Report of a plan for this machine as text, as `jaxkv plan --gpus cpu` prints it."""
         made, free = self.process, self.setting.memory
         facts = [
             ("Python and JAX", made.started + made.left, "with the tokenizer, and what loading leaves"),
@@ -263,15 +263,15 @@ class MachinePlan:
         return "\n".join([*head, verdict, _largest(self), *_notes([self])])
 
     def __repr__(self) -> str:
-        """One line."""
+        """One line of text: model, policy and peak memory."""
         return f"MachinePlan({self.setting.model}, {policy_name(self.setting.policy)}: {gigabytes(self.process.peak)})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """In a notebook, the text."""
+        """Prints the plan's report to IPython's pretty printer, for notebooks."""
         printer.text(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON can have it; sizes in bytes."""
+        """The plan for this machine as a dict for JSON; sizes in bytes."""
         setting, made = self.setting, self.process
         return {
             **{name: getattr(setting, name) for name in ("model", "batch", "context", "new", "dtype")},
@@ -289,7 +289,7 @@ class MachinePlan:
 
 
 def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, str]]) -> list[str]:
-    """Lines of a plan's title, policy and prompts, then one line per (name, bytes, remark)."""
+    """Text lines that begin a report: title, policy and prompts, then one line per (name, bytes, remark)."""
     sizes = [gigabytes(size) for _, size, _ in facts]
     width = max(map(len, sizes))
     lines = [first, f"{policy_name(plan.setting.policy)}: {_prompts(plan.setting)}", ""]
@@ -299,19 +299,19 @@ def _head(first: str, plan: Plan | MachinePlan, facts: Sequence[tuple[str, int, 
 
 
 def _largest(plan: Plan | MachinePlan, limit: str = "") -> str:
-    """Sentence with the largest batch and the longest context."""
+    """Sentence as text with a plan's largest batch and longest context."""
     batch, context = (f"{each:,}" if each else "none" for each in (plan.largest_batch, plan.largest_context))
     prompts = _count_of_prompts(plan.setting)
     return f"Largest batch of such prompts: {batch}. Longest context of {prompts}: {context}{limit}."
 
 
 def _notes(plans: Iterable[Plan | MachinePlan]) -> list[str]:
-    """Lines of the notes of plans, each note once."""
+    """Text lines `Note: ...` of all plans' notes, each note once."""
     return [f"Note: {note}." for note in dict.fromkeys(note for each in plans for note in each.notes)]
 
 
 def compared(plans: Sequence[Plan | MachinePlan]) -> str:
-    """Table as text of plans that differ in the policy, one line each; bytes are those of a GPU or of the process."""
+    """Text table of plans that differ in the policy, one line each; bytes are those of a GPU or of the process."""
     first = plans[0]
     rows, compiled = list[tuple[str, ...]](), list[str]()
     for plan in plans:
@@ -336,7 +336,7 @@ def compared(plans: Sequence[Plan | MachinePlan]) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first column aligned left, the others right."""
+    """Lines of a text table: the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -21,14 +21,14 @@ WORKSPACE = 1 << 25
 
 
 def row_bytes(config: ModelConfig, parts: Parts, item: int) -> int:
-    """Bytes of a pool's row: key, value and position, and the score where the policy goes on observing."""
+    """Bytes of one row of a pool: key, value and position, and the score of policies that score while decoding."""
     ongoing = parts.ongoing
     return parts.store.row_bytes(config.head_dim, item) + 4 + (4 if ongoing is not None and ongoing.scored else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBytes:
-    """Sizes of a prefill on one device, and the bytes that follow from them.
+    """Shapes of a prefill on one device (`batch`, `slots`, `pool_rows`), and the bytes that follow from them.
 
     Attributes:
         config: the device's part of the model.
@@ -52,12 +52,12 @@ class PrefillBytes:
 
     @cached_property
     def reading(self) -> Reading | None:
-        """Which layers read what while tokens are drawn; None if all read everything."""
+        """Static config of which layers choose and read which tokens in decoding; None if all layers read all."""
         return self.parts.reading(self.config.layers, self.slots)
 
     @cached_property
     def pools(self) -> list[int]:
-        """Bytes of each layer's pool, or of the one that all layers share."""
+        """Bytes of each layer's pool, or of the one pool that all layers share."""
         return [rows * self.batch * row_bytes(self.config, self.parts, self.item) for rows in self.pool_rows]
 
     @property
@@ -67,17 +67,17 @@ class PrefillBytes:
 
     @property
     def host(self) -> int:
-        """Bytes of the layers that wait in host memory."""
+        """Bytes of the keys and values of all offloaded layers, in host memory."""
         return self._offloaded * self._rows()
 
     @property
     def loaded(self) -> int:
-        """Bytes of offloaded rows that are on the device at once while tokens are drawn."""
+        """Bytes of offloaded keys and values that are on the device at once during decoding."""
         return 0 if self.reading is None else self.reading.loaded * self._token
 
     @property
     def peak(self) -> int:
-        """Most bytes on the device: while prompts are prefilled, or while offloaded rows are read."""
+        """Peak bytes on the device, weights excluded: of prefill, or of reading offloaded rows in decoding."""
         cache, layer, read, reading = self.cache, self._rows(), self.parts.read, self.reading
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
@@ -95,17 +95,17 @@ class PrefillBytes:
 
     @property
     def _offloaded(self) -> int:
-        """Number of layers whose rows wait in host memory."""
+        """Number of layers whose rows are offloaded to host memory."""
         return 0 if self.reading is None else len(self.reading.offloaded)
 
     @property
     def _token(self) -> int:
-        """Bytes of one layer's keys and values of one token of each prompt."""
+        """Bytes of one layer's keys and values for one token of each prompt."""
         return self._rows() // self.slots
 
     @property
     def _remembered(self) -> int:
-        """Bytes of the queries that the cache remembers."""
+        """Bytes of the float32 queries that the cache keeps for later scoring."""
         ongoing, reading, layers = self.parts.ongoing, self.reading, self.config.layers
         queries = 0
         if ongoing is not None:
@@ -116,7 +116,7 @@ class PrefillBytes:
 
     @property
     def _tables(self) -> int:
-        """Bytes of the tables of segments, and of what the policy remembers, queries included."""
+        """Bytes of the tables of segments and of the policy's state in the cache, remembered queries included."""
         ongoing, layers = self.parts.ongoing, self.config.layers
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments
@@ -127,7 +127,7 @@ class PrefillBytes:
         return 4 * self.batch * numbers + self._remembered
 
     def _activations(self) -> int:
-        """Bytes that a CPU's prefill computes with beside the rows of the layers that it holds."""
+        """Bytes of activations of a CPU's prefill, besides the keys and values of the layers that it holds."""
         config, parts, cells = self.config, self.parts, self.batch * self.slots
         # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
@@ -139,7 +139,7 @@ class PrefillBytes:
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
 
     def stages(self) -> dict[str, int]:
-        """Bytes on a GPU while each program runs, by its name, for the layer below the top one and the top one."""
+        """Bytes on a GPU while each prefill program runs, by program name, for the last two layers."""
         layers, rows, found = self.config.layers, self._rows(), dict[str, int]()
         hidden = self.batch * self.slots * self.config.embed * self.item
         for index in range(max(0, layers - 2), layers):
@@ -154,7 +154,7 @@ class PrefillBytes:
         return found
 
     def _afterwards(self, index: int, top: bool) -> dict[str, int]:
-        """Bytes beside a layer's rows and the layers below while the layer is scored, chosen, merged and packed."""
+        """Bytes of a layer's score, choose, merge and pack programs by name, besides its rows and lower layers."""
         parts, found = self.parts, dict[str, int]()
         scored = parts.ongoing is not None and parts.ongoing.scored
         # What was observed, and what rows are ordered by; then the norms, where heads compete by them.
@@ -172,12 +172,12 @@ class PrefillBytes:
         return found | {"pack": scores * (parts.scorer is not None) + mask + pool}
 
     def _always(self) -> int:
-        """Bytes there all along: masks of slots that exist and that stay, the table of angles, remembered queries."""
+        """Bytes allocated during all of prefill: masks of slots, the table of rotary angles, remembered queries."""
         cells = self.batch * self.slots
         return cells * (3 + self.config.kv_heads) + 4 * self.slots * (1 + self.config.head_dim) + self._remembered
 
     def _kept(self, index: int) -> int:
-        """Bytes left of the layers below: pools, or rows and scores that wait for a shared pool."""
+        """Bytes that the layers below `index` hold: their pools, or rows and scores that wait for a shared pool."""
         parts = self.parts
         if not parts.layout.one_pool:
             return sum(self.pools[:index])
@@ -185,28 +185,28 @@ class PrefillBytes:
         return index * (self._rows() + scores)
 
     def _rows_of(self, size: int) -> int:
-        """Bytes of `size` bytes for each row of a layer."""
+        """Bytes of one layer's array with `size` bytes per row."""
         return self.batch * self.config.kv_heads * self.slots * size
 
     def _rows(self) -> int:
-        """Bytes of a layer's keys and values."""
+        """Bytes of one layer's keys and values, before compression."""
         return self._rows_of(2 * self.config.head_dim * self.item)
 
     def _moments(self) -> int:
-        """Bytes of one layer's means and covariances of queries, as the policy asks for them."""
+        """Bytes of one layer's means and covariances of queries, for policies that ask for them."""
         config = self.config
         each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
         return 4 * self.batch * config.heads * config.head_dim * each
 
     def _looked(self) -> int:
-        """Bytes that come out of a layer for scoring, and of rotated keys where the pool holds unrotated ones."""
+        """Bytes that a layer's program returns for scoring: window queries, column sums, norms, rotated keys."""
         needs, config = self.parts.needs, self.config
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
         size = config.head_dim * self.item * needs.unrotated + 4 * config.group * needs.sums + 4 * needs.norms
         return window + self._rows_of(size) + self._moments()
 
     def _layer(self, top: bool) -> int:
-        """Bytes that a layer's program needs beside what comes out of it."""
+        """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""
         config, needs, tokens = self.config, self.parts.needs, self.batch * long_block(self.slots, self.batch)
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
         # Queries, output and what else of their size, and the log-sum-exp of each query.
@@ -227,7 +227,7 @@ class PrefillBytes:
         return max(attend, norms, 0 if top else finish)
 
     def _choosing(self) -> int:
-        """Bytes of sort keys and masks: of all devices' heads, where heads look at one another."""
+        """Bytes of sort keys and masks while rows are chosen; of all devices' heads if heads compete for rows."""
         heads = self.config.kv_heads if self.parts.heads.uniform else self.kv_heads
         layers = self.config.layers if self.parts.layers.joint else 1
         return self.batch * heads * layers * self.slots * 16

@@ -30,7 +30,7 @@ _COMPILE_APPEND, _COMPILE_DROP = 3_600_000, 11_500_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
-    """Bytes of a process that loads a model and generates with it.
+    """Bytes of a process that loads a model and generates on a CPU: weights, cache, activations, compiled programs.
 
     Attributes:
         started: Python, JAX and the tokenizer, before any weights.
@@ -56,18 +56,18 @@ class Process:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of a run whose programs are in the compilation cache."""
+        """Peak bytes of a process that reads its programs from the compilation cache."""
         running = self.left + self.cache + self.activations + self.programs + self.waiting
         return self.started + self.weights + max(self.loading, running)
 
     @property
     def first_peak(self) -> int:
-        """Peak bytes of a run that compiles its programs."""
+        """Peak bytes of a process that compiles its programs."""
         return self.peak + self.compiling
 
 
 def process_of(request: Request) -> Process:
-    """Bytes of a process that serves a request on a CPU; ValueError if the budget cannot be honoured."""
+    """Bytes by part of a process that serves a request on a CPU; ValueError if the budget cannot be honoured."""
     config, policy, dtype = request.config, request.policy, request.dtype
     parts, lengths, item = policy.parts(), np.full(request.batch, request.context), jnp.dtype(dtype).itemsize
     room = first_room(parts, config.layers, lengths, request.new) if request.new else 0

@@ -41,14 +41,14 @@ SMALL = ("unordered", "placed", "_ring")
 
 
 def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | None = None) -> Flat:
-    """Decoder whose parameters are abstract arrays, sharded over a mesh if `axes` is given."""
+    """Decoder with abstract arrays (shapes and dtypes) as parameters, sharded over a mesh if `axes` is given."""
     decoder = Decoder(config, dtype=dtype)
     if axes is None:
         return Flat(decoder)
     graph, leaves = nnx.split(decoder)
 
     def placed(path: Any, leaf: Any) -> Any:
-        """Abstract parameter with its sharding."""
+        """Abstract array of one parameter, with its sharding on the mesh."""
         name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
         return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
 
@@ -56,7 +56,7 @@ def abstract_model(config: ModelConfig, dtype: Any = jnp.bfloat16, axes: Axes | 
 
 
 class Prefilled(NamedTuple):
-    """A prefill on abstract arrays: the `calls` of its programs, in order, and the abstract `cache` that it returns."""
+    """A prefill traced on abstract arrays: the recorded `calls` of its programs, and the `cache` it returns."""
 
     calls: list[Call]
     cache: KVCache
@@ -64,7 +64,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Abstract model, policy, `batch` prompts of `tokens` tokens and `new` tokens, for which programs are traced."""
+    """Abstract model, policy, and numbers of prompts, tokens and new tokens, for which programs are traced."""
 
     flat: Flat
     policy: Method
@@ -81,7 +81,7 @@ class Work:
 
     @property
     def planned(self) -> PrefillPlan:
-        """Engine's plan of this prefill, with the room that a session leaves for new tokens."""
+        """The engine's `PrefillPlan` (rows and bytes) for these prompts, with a session's room for new tokens."""
         lengths = np.full(self.batch, self.tokens)
         room = first_room(self.policy.parts(), self.flat.config.layers, lengths, self.new)
         return plan_prefill(
@@ -95,12 +95,12 @@ class Work:
 
     @cached_property
     def prefill(self) -> Prefilled:
-        """Engine's prefill of these prompts, run on abstract arrays and recorded."""
+        """Traces the engine's prefill of these prompts on abstract arrays; returns its program calls and cache."""
         flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
         numbers = by_length(self.policy.parts(), np.full(self.batch, self.tokens), flat.config.layers)
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
-            """The cache, the logits and the prompts' arrays, which all live to the end of the prefill."""
+            """Runs prefill; returns the cache, logits and prompt arrays, all of which live to the end of prefill."""
             walked = read(
                 flat, tokens, lengths, numbers, self.policy, needed, key=key, implementation=self.implementation
             )
@@ -120,10 +120,10 @@ class Work:
         return Prefilled(calls, cache)
 
     def placed(self, tree: Any) -> Any:
-        """Abstract arrays of a tree's arrays; off a mesh with the work's sharding."""
+        """Tree with an abstract array for each array; off a mesh with this work's sharding."""
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Abstract array of one leaf."""
+            """Abstract array (`ShapeDtypeStruct`) of one array."""
             known = isinstance(leaf, jax.ShapeDtypeStruct)
             made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
             return made if self.sharding is None else made.update(sharding=self.sharding)
@@ -132,7 +132,7 @@ class Work:
 
 
 def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
-    """Decode loop, traced, and the abstract pools that it writes in place."""
+    """Traced decode loop for abstract arrays, and the abstract pools that it updates in place."""
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
     if flat.axes is None:
@@ -147,7 +147,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: Work) -> Iterator[Call]:
-    """Calls of a prefill's programs named by purpose; of calls that differ in numbers alone the one with most bytes."""
+    """Yields a prefill's program calls named by purpose; of calls of one program the one with most live bytes."""
     heaviest = dict[Any, Call]()
     for call in work.prefill.calls:
         if call.name not in SMALL:
@@ -158,10 +158,10 @@ def prefill_calls(work: Work) -> Iterator[Call]:
 
 
 def call_name(call: Call) -> str:
-    """Purpose of a call of a prefill, such as `layer` or `score`."""
+    """Purpose of a recorded program call as text, such as `top layer` or `score`."""
     return "top layer" if call.options.get("last") else _NAMES.get(call.name, call.name)
 
 
 def _live_bytes(call: Call) -> int:
-    """Bytes on one device while a program runs: its arguments, its results and all other live arrays."""
+    """Bytes on one device during a recorded call: its arguments, its results and all other live arrays."""
     return call.beside + weigh(call.arguments) + weigh(call.results)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """Registers per thread, bytes of static shared memory and of register spills of a kernel in the PTX file `path`."""
+    """Resources of a kernel in the PTX file `path`: registers per thread, bytes of shared memory and of spills."""
 
     name: str
     registers: int
@@ -22,13 +22,13 @@ class Kernel:
 
 
 def ptxas() -> str | None:
-    """Path of ptxas, from the wheel `nvidia-cuda-nvcc` or the machine's CUDA toolkit; None without one."""
+    """Path of ptxas in the wheel `nvidia-cuda-nvcc` or the machine's CUDA toolkit; None if it is not installed."""
     wheels = glob.glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/*/bin/ptxas")
     return next(iter(wheels), None) or shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
-    """Resources of every kernel in a folder of XLA dumps; `architecture` is such as `sm_90a`."""
+    """Assembles each PTX file in `folder` with ptxas for an `architecture` such as `sm_90a`; returns its kernels."""
     found = list[Kernel]()
     for path in sorted(glob.glob(f"{folder}/**/*.ptx", recursive=True)):
         # XLA also leaves the empty rests of modules that it split.
@@ -43,7 +43,7 @@ def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kerne
 
 
 def said(text: str, path: str = "") -> list[Kernel]:
-    """Resources of the kernels that `ptxas -v` reported on its standard error."""
+    """Parses the standard error of `ptxas -v`; returns each kernel's registers, shared memory and spills."""
     found, entries = [], re.split(r"Compiling entry function '([^']+)'", text)
     for name, report in zip(entries[1::2], entries[2::2], strict=True):
         spills = _sum_of(r"(\d+) bytes spill stores", report) + _sum_of(r"(\d+) bytes spill loads", report)
@@ -53,5 +53,5 @@ def said(text: str, path: str = "") -> list[Kernel]:
 
 
 def _sum_of(pattern: str, text: str) -> int:
-    """Sum of the numbers that a pattern captures in a text."""
+    """Sum of all numbers in a text that a regular expression captures."""
     return sum(map(int, re.findall(pattern, text)))

@@ -6,7 +6,7 @@ from jaxkv.engine.lengths import buckets
 
 
 def largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
-    """Largest integer up to `most` for which a monotone predicate holds, by doubling and bisection.
+    """Largest integer up to `most` for which the monotone predicate `sound` holds, by doubling and bisection.
 
     `low` is returned where it holds for nothing larger.
     """
@@ -21,7 +21,7 @@ def largest(sound: Callable[[int], bool], most: int, low: int = 0) -> int:
 
 
 def lengths_below(limit: int) -> Iterator[int]:
-    """Prompt lengths to try, longest first: `limit`, then the end of every smaller bucket, on which shapes depend.
+    """Yields prompt lengths to try, longest first: `limit`, then the upper end of each smaller bucket.
 
     Fitting is not monotone in the length: a short prompt may admit no such budget.
     """

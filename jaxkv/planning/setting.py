@@ -29,7 +29,7 @@ def _dtype_name(given: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """Generation to plan for on any device: `batch` prompts of `context` tokens, and `new` tokens drawn after each."""
+    """Generation to plan for: a model, a policy, `batch` prompts of `context` tokens, and `new` tokens after each."""
 
     model: str
     config: ModelConfig
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def beyond(self) -> str | None:
-        """Note that some new tokens exceed the model's positions; None if all have one."""
+        """Text that warns that some new tokens exceed the model's positions; None if all fit."""
         limit = self.config.max_positions
         if self.context + self.new <= limit or self.policy.parts().rolling:
             return None
@@ -64,14 +64,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostSetting(Request):
-    """A request in a process of its own on this machine's CPU; `memory` is its free bytes, None if it does not say."""
+    """A request on this machine's CPU; `memory` is its free bytes, None if unknown."""
 
     memory: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting(Request):
-    """A request on GPUs: `gpus` of one kind, in `data` groups, each with the whole model and a part of the prompts."""
+    """A request on `gpus` GPUs of one kind, in `data` groups, each with the whole model and a part of the prompts."""
 
     gpu: GPU
     gpus: int = 1
@@ -89,17 +89,17 @@ class Setting(Request):
 
     @property
     def memory(self) -> int:
-        """Bytes of one GPU."""
+        """Bytes of memory of one GPU, by its data sheet."""
         return self.gpu.memory
 
     @property
     def hosts(self) -> int:
-        """Number of machines that hold the GPUs."""
+        """Number of machines that hold the GPUs, rounded up."""
         return -(-self.gpus // self.gpu.per_host)
 
     @property
     def split(self) -> int:
-        """Number of GPUs of a group, over which the model is split."""
+        """Number of GPUs in a data-parallel group, over which the model is split."""
         return self.gpus // self.data
 
     @functools.cached_property
@@ -109,10 +109,10 @@ class Setting(Request):
 
     @property
     def local(self) -> ModelConfig:
-        """Model shape of one GPU's part."""
+        """`ModelConfig` of the part of the model that one GPU holds."""
         return self.config.on_one_of(self.mesh.shape["kv"], self.split)
 
     @property
     def sequences(self) -> int:
-        """Number of prompts of a group; the last prompt is copied into groups that have one less."""
+        """Number of prompts per data-parallel group, rounded up; groups with one less get a copy of the last."""
         return -(-self.batch // self.data)

@@ -23,7 +23,7 @@ from jaxkv.sharding.parameters import spec_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes that one GPU of a setting holds.
+    """Bytes of one GPU of a setting: weights, cache, and activations of prefill and of decoding.
 
     Attributes:
         weights: its part of the parameters.
@@ -47,22 +47,22 @@ class Sizes:
 
     @property
     def prefill_peak(self) -> int:
-        """Peak bytes of prefill."""
+        """Peak bytes of one GPU during prefill: weights, cache and activations."""
         return self.weights + self.cache + self.prefill
 
     @property
     def decode_peak(self) -> int:
-        """Peak bytes of decoding."""
+        """Peak bytes of one GPU during decoding: weights, cache and activations."""
         return self.weights + self.grown + self.decode
 
     @property
     def peak(self) -> int:
-        """Peak bytes of prefill and decoding."""
+        """Peak bytes of one GPU, the larger of prefill and decoding."""
         return max(self.prefill_peak, self.decode_peak)
 
 
 def sizes_of(setting: Setting) -> Sizes:
-    """Bytes that one GPU of a setting holds; ValueError if the budget cannot be honoured for such prompts."""
+    """Computes the bytes of one GPU of a setting by arithmetic; ValueError if the budget cannot be honoured."""
     parts, config = setting.policy.parts(), setting.config
     room = first_room(parts, config.layers, np.array([setting.context]), setting.new) if setting.new else 0
     planned = prefill_of(setting, room)
@@ -85,7 +85,7 @@ def sizes_of(setting: Setting) -> Sizes:
 
 
 def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
-    """Engine's prefill plan with the Pallas kernels: bytes of one GPU, rows and budgets of one prompt.
+    """The engine's `PrefillPlan` of a setting: bytes of one GPU, with rows and budget of one prompt.
 
     `room` is the number of free rows behind every segment, one number or one per layer.
     """
@@ -103,7 +103,7 @@ def prefill_of(setting: Setting, room: int | tuple[int, ...]) -> PrefillPlan:
 
 
 class Parameter(NamedTuple):
-    """One parameter array of the model: its name and shape, and the number of blocks that have such an array."""
+    """A parameter array of the model: its name, its shape, and in how many blocks it occurs (`copies`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class Parameter(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(config: ModelConfig) -> tuple[Parameter, ...]:
-    """Parameter arrays of one block and of the ends of a model."""
+    """Names, shapes and copies of a model's parameter arrays: those of one block, embedding, head and norm."""
     decoder = Decoder(dataclasses.replace(config, layers=1), dtype="float32")
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(decoder, nnx.Param)):
@@ -122,7 +122,7 @@ def parameters_of(config: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh) -> int:
-    """Bytes of the parameters that one device of a mesh has."""
+    """Bytes of the parameters that one device of a mesh holds."""
     total = 0
     for name, shape, copies in parameters_of(config):
         total += copies * math.prod(NamedSharding(mesh, spec_of(name)).shard_shape(shape))
@@ -130,7 +130,7 @@ def weights_of(config: ModelConfig, dtype: str, mesh: AbstractMesh) -> int:
 
 
 def _decode(setting: Setting, planned: PrefillPlan) -> int:
-    """Bytes of a decode step beside weights and cache, rows loaded from host memory included."""
+    """Bytes of a decode step's activations on one GPU, rows loaded from host memory included."""
     parts, local, batch = setting.policy.parts(), setting.local, setting.sequences
     # Last and next logits of the device's part of the vocabulary, and all logits gathered for sampling.
     logits = 4 * batch * (setting.config.vocab + 2 * local.vocab)

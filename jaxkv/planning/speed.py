@@ -44,13 +44,13 @@ _NVLINK_FROM = 100e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launches:
-    """Kernel launches of a decode step: `layer` for each layer, and `step` once."""
+    """Numbers of kernel launches in a decode step: `layer` for each layer, and `step` once."""
 
     layer: float
     step: float
 
     def of(self, layers: int) -> float:
-        """Launches of a step over all layers."""
+        """Number of kernel launches in a decode step of a model with `layers` layers."""
         return layers * self.layer + self.step
 
 
@@ -63,7 +63,7 @@ CHOOSES = Launches(layer=11.9, step=45.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Estimated seconds of a decode step in the middle of the answer, in total (`step`) and by part, and of `prefill`.
+    """Estimated seconds of a decode step, in total (`step`) and by part, seconds of `prefill`, and tokens/s (`tokens`).
 
     `weights` is reading weights, or multiplying by them where that takes longer; `rows` is reading keys and values;
     `launches` includes small kernels; `sent` is all-reduces. `tokens` is tokens/s of all sequences.
@@ -79,7 +79,7 @@ class Speed:
 
 
 def estimate(setting: Setting, weights: int) -> Speed | None:
-    """Estimates the speed of a setting from the bytes of one GPU's weights; None for policies that offload rows."""
+    """Estimates step and prefill seconds from the bytes of one GPU's weights; None if rows are offloaded."""
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
     reading = parts.reading(setting.config.layers, bucket(setting.context))
     if reading is not None and reading.offloaded:
@@ -116,7 +116,7 @@ def estimate(setting: Setting, weights: int) -> Speed | None:
 
 
 def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
-    """Seconds of a ring all-reduce of `size` bytes over the GPUs of a group; `flags` is sent bytes over payload."""
+    """Seconds of a ring all-reduce of `size` bytes over a group's GPUs; `flags` is bytes sent per payload byte."""
     count, gpu = setting.split, setting.gpu
     if count == 1:
         return 0.0
@@ -128,7 +128,7 @@ def all_reduce(setting: Setting, size: int, flags: int = 1) -> float:
 
 
 def _launches(setting: Setting) -> Launches:
-    """Launches of a decode step of the setting's policy."""
+    """Numbers of kernel launches per layer and per decode step for the setting's policy."""
     parts = setting.policy.parts()
     if parts.read is not None:
         return CHOOSES
@@ -138,7 +138,7 @@ def _launches(setting: Setting) -> Launches:
 
 
 def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows per kv head `[L]` that a step reads in the middle of the answer, and the indices of filter layers."""
+    """Rows per kv head `[L]` that a decode step reads in the middle of the answer; indices of filter layers."""
     parts, layers, behind = setting.policy.parts(), setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
     # Budgets over layers that depend on the prompt are taken as uniform.
@@ -154,7 +154,7 @@ def _rows(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 def _weights(setting: Setting, weights: int, item: int) -> tuple[float, float]:
-    """Bytes of the parameters that a step reads, and of those that one token is multiplied by."""
+    """Bytes of the parameters that a decode step reads, and of those that each token is multiplied by."""
     local, experts = setting.local, setting.config.experts
     # An embedding table that is not the head, too, is read one row per token.
     held = float(weights - (0 if local.tied else local.vocab * local.embed * item))
@@ -167,12 +167,12 @@ def _weights(setting: Setting, weights: int, item: int) -> tuple[float, float]:
 
 
 def _products(setting: Setting) -> float:
-    """FLOP/s of the data sheet for the setting's dtype; float32 runs as TF32, at half the speed of 16 bits."""
+    """FLOP/s of the GPU's data sheet for the setting's dtype; float32 runs as TF32, at half the speed of 16 bits."""
     return setting.gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
 
 
 def _prefill(setting: Setting, weights: int, item: int) -> float:
-    """Seconds to prefill the prompts of a group: matrix products, causal attention, all-reduces."""
+    """Seconds to prefill one group's prompts: matrix products, causal attention, all-reduces."""
     local, tokens, flops = setting.local, setting.sequences * setting.context, _products(setting)
     # Only the last tokens are multiplied by the head.
     used = _weights(setting, weights, item)[1] / item - local.vocab * local.embed

@@ -22,7 +22,7 @@ from jaxkv.sharding.record import weigh
 
 @contextlib.contextmanager
 def on_gpus(setting: Setting) -> Iterator[Work]:
-    """Context in which a setting's programs can be traced for its GPUs; yields the work with abstract arrays."""
+    """Context manager that yields the `Work` to trace for a setting's GPUs, which need not be there."""
     hosts = setting.hosts if setting.gpus % setting.hosts == 0 else 1
     # Slices x hosts x GPUs of a host.
     described = topologies.get_topology_desc(
@@ -54,7 +54,7 @@ def on_gpus(setting: Setting) -> Iterator[Work]:
 
 
 def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float = 0.0) -> tuple[CompiledProgram, str]:
-    """Compiles a traced program; returns its figures and its HLO text.
+    """Lowers and compiles a traced program for GPUs; returns its figures and its HLO text.
 
     `beside` is the bytes of live arrays that are not its arguments, `seconds` the time that tracing took.
     """
@@ -83,7 +83,7 @@ def compiled_program(name: str, traced: Any, *, beside: int = 0, seconds: float 
 
 
 def programs_of(setting: Setting) -> dict[str, Any]:
-    """Compiles a setting's programs: `decode`, `prefill`, `weights`, `notes`; or `error` and the refused `program`."""
+    """Compiles a setting's programs; returns a dict with `decode`, `prefill` and `weights`, or with `error`."""
     name = "such GPUs"
     try:
         with on_gpus(setting) as work:
@@ -102,7 +102,7 @@ def programs_of(setting: Setting) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Compiles the pickled setting of a stream, and pickles the figures into the path that follows it."""
+    """Reads a pickled setting and path from a stream, compiles its programs and pickles the figures to that path."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
     made = programs_of(setting) | {"seconds": time.perf_counter() - began}
