@@ -220,7 +220,7 @@ def mixed(samplers: Iterable[Sampling]) -> Mixed:
         if type(sampler) not in _KINDS:
             raise TypeError(f"sampling={sampler}: slots draw by jaxkv's own samplers: give one of them")
 
-    def array(name: str, default: float, dtype: Any) -> Array:
+    def array(name: str, default: int | float, dtype: Any) -> Array:
         return jnp.asarray(np.asarray([_narrow(getattr(each, name, default)) for each in given], dtype))
 
     return Mixed(
