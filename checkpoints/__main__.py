@@ -9,7 +9,7 @@ from .converting import DTYPES, convert
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; exit code 0, 2 after an error that is printed on stderr, or 130 after an interrupt."""
+    """Runs the command line; returns exit code 0, 2 after an error printed on stderr, or 130 after an interrupt."""
     options = _parser().parse_args(argv)
     try:
         print(convert(options.source, options.target, dtype=options.dtype))
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Argument parser of `python -m jaxkv.checkpoints`, with its one command `convert`."""
     parser = argparse.ArgumentParser(prog="python -m jaxkv.checkpoints", description="Model files without a model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = (

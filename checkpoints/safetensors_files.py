@@ -40,7 +40,7 @@ SINGLE = "model.safetensors"
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of a safetensors file by name, in the order they lie in; the format's library checks the header.
+    """`StoredTensor`s of a safetensors file by name, in file order, from its validated header.
 
     Raises:
         ValueError: where the file is missing, truncated or corrupt, or names a tensor twice.
@@ -80,19 +80,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read(path: Path, name: str, index: Index) -> np.ndarray:
-    """Part of a tensor, read by the format's library."""
+    """Reads part `index` of a tensor with the safetensors library."""
     # Opened for each tensor: an open mapping keeps all pages that were read in the process' memory.
     with safetensors.safe_open(path, "np") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
 def _read_eight_bits(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, index: Index) -> np.ndarray:
-    """Part of a tensor of 8-bit floats, for which the library has no numpy arrays."""
+    """Reads part `index` of a tensor of 8-bit floats, which the safetensors library cannot return as numpy."""
     return np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)[index]
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of a folder in Hugging Face's layout by name, in the order they lie in; every file's header is checked.
+    """`StoredTensor`s of all safetensors files in a Hugging Face folder by name, from their validated headers.
 
     Raises:
         ValueError: where there are no safetensors, or a listed file or tensor is missing or truncated.

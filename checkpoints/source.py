@@ -19,7 +19,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk; only its metadata is in memory.
+    """A checkpoint on disk: config, tensors by name and tokenizer; weights are not read until used.
 
     Attributes:
         path: the folder or file.
@@ -43,7 +43,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a folder in Hugging Face's layout, one of `convert`'s, or a GGUF file, reading its metadata only.
+    """Opens a Hugging Face folder, a folder written by `convert`, or a GGUF file; reads metadata only.
 
     Args:
         path: the folder or file; `fetch` finds it for a model's name.
@@ -67,7 +67,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    """Checkpoint of a folder in Hugging Face's layout, with safetensors or converted to Orbax."""
+    """Opens a folder with a `config.json` and either safetensors or Orbax weights, as a `Checkpoint`."""
     converted = orbax_files.open_converted(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
@@ -95,7 +95,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """List of a value that is one item, several, or None."""
+    """List form of a value: empty for None, one item for a single value."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -36,25 +36,25 @@ def _bound_memory(size: int) -> None:
 
 
 def _bound_time(seconds: float) -> None:
-    """Ends this process after so many seconds."""
+    """Sets a timer that ends this process after `seconds`."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _compile(source: str) -> Any:
-    """Jinja template, compiled in a sandbox with the settings of Hugging Face."""
+    """Compiles Jinja source in a sandbox, with Hugging Face's settings; returns the template."""
     import datetime
 
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Passes `{% generation %}` blocks through; they mark answers for training."""
+        """Jinja extension that renders the content of `{% generation %}` blocks as if they were unmarked."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Reads the block and returns what is inside."""
+            """Parses a `{% generation %}` block and returns the nodes inside it."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -74,7 +74,7 @@ def _compile(source: str) -> Any:
 
 
 def _render(template: Any, variables: dict[str, Any], most: int) -> str:
-    """Text of a template; a MemoryError beyond `most` characters."""
+    """Text rendered by a template from variables; MemoryError beyond `most` characters."""
     pieces, total = [], 0
     for piece in template.generate(**variables):
         pieces.append(piece)
@@ -85,7 +85,7 @@ def _render(template: Any, variables: dict[str, Any], most: int) -> str:
 
 
 def main() -> None:
-    """Answers requests until standard input ends or none has come for a while."""
+    """Answers rendering requests from stdin until it ends or is idle for 60 seconds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     sys.path += sys.argv[1:]
     compiled: dict[str, Any] = {}

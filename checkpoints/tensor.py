@@ -15,7 +15,7 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor on disk; only its shape and dtype are in memory.
+    """A tensor on disk: shape and dtype, and a function that reads it or a part of it.
 
     Attributes:
         shape: its axes, the slowest first.
@@ -29,7 +29,7 @@ class StoredTensor:
 
 
 def dtype_of(name: Any) -> np.dtype | None:
-    """Dtype of a name such as "float32" or "bfloat16", which may come from a file; None for a name that is not one."""
+    """Dtype named by text such as "float32" or "bfloat16"; None if there is no such dtype."""
     try:
         return np.dtype(getattr(ml_dtypes, name, name)) if isinstance(name, str) else None
     except TypeError:

@@ -14,7 +14,7 @@ _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file through to the disk, or leaves the old one as it was.
+    """Writes bytes to a file atomically and flushes them to disk; on failure the old file stays unchanged.
 
     A new file gets the mode that the umask gives; a replaced one hands on its mode and, where allowed, its owner.
 
@@ -45,7 +45,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def _take_after(path: Path, old: os.stat_result) -> None:
-    """Gives a file the mode of another one and, where that is allowed, its owner."""
+    """Sets a file's mode, and if permitted its owner, to those of another file's `stat` result."""
     if hasattr(os, "chown"):
         for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
             with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def _take_after(path: Path, old: os.stat_result) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes a folder's list of names through to the disk: a file whose name is lost is lost with it."""
+    """Flushes a folder's directory entries to disk, so that a renamed file's name survives a crash."""
     if os.name == "nt":  # Windows does not open folders
         return
     try:
@@ -73,7 +73,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the temporary files that a killed `write_whole` left in a folder to which nobody else writes."""
+    """Deletes temporary files left by interrupted `write_whole` calls in a folder with no other writer."""
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
             path.unlink()

@@ -14,7 +14,7 @@ from jaxkv.models.values import Experts, LayerSpec, Rope, check_numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer and its family's switches.
+    """Static config of a decoder-only transformer: its sizes and its family's switches.
 
     Attributes:
         vocab: tokens in the vocabulary, V.
@@ -95,7 +95,7 @@ class ModelConfig:
         return self.gated and self.experts is None and not (self.layer_norm or self.parallel)
 
     def spec_of(self, layer: int) -> LayerSpec:
-        """Static spec of a layer: its rotary embedding and its attention scale.
+        """`LayerSpec` of a layer: its rotary embedding and its attention scale.
 
         Args:
             layer: index of the layer.
@@ -107,11 +107,11 @@ class ModelConfig:
 
     @property
     def group(self) -> int:
-        """G: query heads per kv head."""
+        """Number of query heads per kv head, G."""
         return self.heads // self.kv_heads
 
     def on_one_of(self, kv: int, model: int) -> ModelConfig:
-        """Config of one device's part: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""
+        """Config of one device's shard: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""
         return dataclasses.replace(
             self,
             kv_heads=self.kv_heads // kv,
@@ -122,7 +122,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Reads the keys of a Hugging Face `config.json`; every key is used, known to be harmless, or refused.
+        """Builds a `ModelConfig` from the keys of a Hugging Face `config.json`; unknown keys are refused.
 
         A key that is left out means the default of transformers' config class of the family; sizes have to be given.
 

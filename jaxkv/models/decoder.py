@@ -23,7 +23,7 @@ Leaves = tuple[Shaped[Array, "..."], ...]
 
 
 class Attention(nnx.Module):
-    """Projections of grouped-query attention; heads are axes, so that a mesh can split them.
+    """Parameters of grouped-query attention's projections: q, kv and out, with heads as axes that a mesh can split.
 
     Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`; query head h belongs to kv head h // G.
     """
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One transformer block in two halves, before and after the attention that its callers run."""
+    """One transformer block, computed in two halves: before and after the attention, which callers run themselves."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
@@ -57,7 +57,7 @@ class Block(nnx.Module):
         return self.attention_norm(x)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
-        """Queries of N tokens, rotated by the angles of their positions."""
+        """Queries of N tokens after RoPE, rotated by the angles of their positions."""
         return rotate(self.unrotated_queries(normed), by, normed.dtype)
 
     def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
@@ -68,20 +68,20 @@ class Block(nnx.Module):
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
     def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Queries scaled so that attention's logits, q.k / sqrt(D), have the layer's own scale."""
+        """Queries multiplied so that q.k / sqrt(D) gives the layer's own attention scale; unchanged for the default."""
         if self.spec.scale is None:
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
     def keys_values(self, normed: Float[Array, "B N E"]) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Keys and values of N tokens; keys are not rotated, and float32 unless a key norm narrows them."""
+        """Keys before RoPE and values of N tokens; keys are float32 unless a key norm narrows them."""
         attention, norm = self.attention, self.attention.k_norm
         kv = project(normed, attention.kv[...], _value(attention.kv_bias), wide=norm is None)
         k, v = jnp.moveaxis(kv[:, :, 0], 1, 2), jnp.moveaxis(kv[:, :, 1], 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
     def parts(self, normed: Float[Array, "M 1 E"]) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Queries, and keys and values, of one token per row, unrotated, as n partial sums that a kernel adds up."""
+        """Unrotated Q, and K and V, of one token per sequence, as n partial sums (split-K) that a kernel adds up."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one whose halves it then copies.
         q, kv = (
@@ -107,7 +107,7 @@ class Block(nnx.Module):
         return (wide + self.mlp(self.mlp_norm(wide), self.axes)).astype(x.dtype)
 
     def _finish_parallel(self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"]) -> Float[Array, "B N E"]:
-        """Hidden states after a parallel block: one sum over devices for attention and MLP, then the biases once."""
+        """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
         added = total(project(merged, self.attention.out[...], wide=True) + self.mlp.part(normed), self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
@@ -117,7 +117,7 @@ class Block(nnx.Module):
 
 # Typed Any: callers that look inside have asked `config.alternates` first.
 def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
-    """Norm of the family: LayerNorm or RMSNorm over E."""
+    """Uninitialised norm over E of the model's family: a LayerNorm or an RMSNorm."""
     return (LayerNorm if config.layer_norm else RMSNorm)(config.embed, eps=config.norm_eps, dtype=dtype)
 
 
@@ -135,7 +135,7 @@ def _parts(x: Float[Array, "M 1 E"], weight: nnx.Param, bias: nnx.Param | None) 
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer; parameters are shapes until a checkpoint fills them."""
+    """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are only shapes until loaded."""
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32):
         self.config = config
@@ -147,24 +147,24 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of weights, activations and cache."""
+        """Dtype of weights, activations and cache."""
         return self.embedding[...].dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters."""
+        """Total size of all parameters in bytes."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
 
 class Ends(nnx.Module):
-    """Embedding, final norm and output matrix: what lies before the first block and after the last."""
+    """The decoder's parts outside its blocks: embedding, final norm and output matrix."""
 
     def __init__(self, decoder: Decoder):
         self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
         self.axes: Axes | None = None
 
     def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """Embeddings of token ids; ids outside the vocabulary are clipped, callers refuse them."""
+        """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them."""
         # A CPU gathers 16-bit rows as float32. Without the barrier XLA takes that conversion, of the whole table, out
         # of a loop over tokens: 125 ms and twice the table's bytes at each call for SmolLM2.
         table, tokens = lax.optimization_barrier((self.embedding[...], tokens))
@@ -176,24 +176,24 @@ class Ends(nnx.Module):
         return total(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of one position per sequence; on a mesh, those of this device's part of the vocabulary."""
+        """Float32 logits of one position per sequence; on a mesh, only those of this device's vocabulary shard."""
         return self.logits_of(self.norm(x))
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of hidden states that have passed the final norm."""
+        """Float32 logits of hidden states to which the final norm has been applied."""
         head = self.embedding if self.head is None else self.head
         return project(normed, head[...]).astype(jnp.float32)
 
 
 class Took(NamedTuple):
-    """Seconds of a batch of one size: compiling at its first run, running at its latest."""
+    """Seconds that a batch of one size took: compiling on its first run, and running on its latest run."""
 
     compile_seconds: float
     running_seconds: float
 
 
 def named_parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
-    """Yields every parameter of a module with its path, such as `blocks.0.attention.q`."""
+    """Yields (path, parameter) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
     for name, part in enumerate(module) if isinstance(module, nnx.List) else vars(module).items():
         if isinstance(part, nnx.Param):
             yield f"{prefix}{name}", part
@@ -208,7 +208,7 @@ def parameters(module: Any) -> Iterator[Array]:
 
 
 class Flat:
-    """A decoder split for jitted code: hashable graph definitions, and flat tuples of arrays.
+    """A decoder split for jitted code: static graph definitions, and flat tuples of its parameter arrays.
 
     Attributes:
         ends: leaves of embedding, final norm and output matrix.
@@ -242,27 +242,27 @@ class Flat:
         )
 
     def graphs_of(self, layer: int) -> "Graphs":
-        """Static graph definitions for the programs of one layer; equal for layers with equal specs."""
+        """Static `Graphs` for the compiled functions of one layer; equal for layers with equal specs."""
         return self.graphs.of(self.config.spec_of(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickles and copies as None: a copied model splits its own arrays anew."""
+        """Pickles and copies as None, so that a copied model splits its own arrays again."""
         return type(None), ()
 
     def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":
-        """The same decoder with other leaves, such as traced ones."""
+        """Copy of this object with other parameter arrays, such as traced ones."""
         other = object.__new__(Flat)
         vars(other).update(vars(self), ends=ends, blocks=blocks)
         return other
 
     def is_of(self, decoder: Decoder) -> bool:
-        """True if these are still the arrays of the decoder, which training replaces."""
+        """True if the decoder still holds these arrays; training replaces them."""
         now = tuple(parameters(decoder))
         return len(now) == len(self._source) and all(a is b for a, b in zip(now, self._source, strict=True))
 
 
 class Graph:
-    """Hashable static half of a split module: graph definition and tree structure."""
+    """Static, hashable half of a split module: its graph definition and the tree structure of its parameters."""
 
     def __init__(self, definition: Any, structure: Any):
         self._key = (definition, structure)
@@ -274,40 +274,40 @@ class Graph:
         return isinstance(other, Graph) and self._key == other._key
 
     def bind(self, leaves: Leaves) -> Any:
-        """The module with these leaves as its parameters; cheap, for use inside a trace."""
+        """Module rebuilt with `leaves` as its parameters; cheap enough to call inside a trace."""
         definition, structure = self._key
         return nnx.merge(definition, jax.tree.unflatten(structure, leaves))
 
 
 class Graphs(tuple):
-    """Static description of a decoder: `Graph`s of ends and block, mesh axes or None, the block's spec."""
+    """Static description of a decoder: a `Graph` of the ends and one of a block, mesh axes, the block's layer spec."""
 
     def __new__(cls, ends: Graph, block: Graph, axes: Axes | None, spec: LayerSpec):
-        """Makes the tuple (ends, block, axes, spec)."""
+        """Creates the tuple (ends, block, axes, spec)."""
         return super().__new__(cls, (ends, block, axes, spec))
 
     @property
     def axes(self) -> Axes | None:
-        """Axes of the mesh, or None on one device."""
+        """Mesh axes of the parameters; None on one device."""
         return self[2]
 
     @property
     def spec(self) -> LayerSpec:
-        """Static spec of the block's layer."""
+        """`LayerSpec` of the block's layer."""
         return self[3]
 
     def of(self, spec: LayerSpec) -> "Graphs":
-        """The same graphs for a block with another spec."""
+        """Copy of these graphs with another layer spec for the block."""
         return Graphs(self[0], self[1], self.axes, spec)
 
     def ends(self, leaves: Leaves) -> Ends:
-        """Module of embedding, final norm and output matrix with a device's parameters."""
+        """`Ends` module rebuilt with `leaves` as its parameters."""
         bound = self[0].bind(leaves)
         bound.axes = self.axes
         return bound
 
     def block(self, leaves: Leaves) -> Block:
-        """Module of one block with a device's parameters and the config of that part."""
+        """`Block` module rebuilt with `leaves` as its parameters; on a mesh, with the config of one device's shard."""
         bound = self[1].bind(leaves)
         bound.spec = self.spec
         if self.axes is not None:

@@ -57,13 +57,13 @@ _ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": Y
 
 
 class _Keys:
-    """Keys of a config under Llama's names, with a record of the keys that have been read."""
+    """Reader of a config's values by Llama's key names that records the keys read (`taken`)."""
 
     def __init__(self, raw: Mapping[str, Any], family: str):
         self.raw, self.family, self.taken = raw, family, {"model_type"}
 
     def called(self, key: str) -> str:
-        """The family's own name of a key."""
+        """The model family's own name for a key, given Llama's name."""
         return _CALLED.get(self.family, {}).get(key, key)
 
     def has(self, key: str) -> bool:
@@ -71,30 +71,30 @@ class _Keys:
         return self.called(key) in DEFAULTS[self.family]
 
     def given(self, key: str) -> bool:
-        """True if the config gives the key, be it as null."""
+        """True if the config contains the key, even with the value null."""
         return self.called(key) in self.raw
 
     def take(self, key: str) -> Any:
-        """Value of a key, None for null; the default of transformers' config class where the config leaves it out."""
+        """Value of a key, marked as read; if the config leaves it out, the default of transformers' config class."""
         name = self.called(key)
         self.taken.add(name)
         return self.raw.get(name, DEFAULTS[self.family].get(name))
 
     def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
-        """Integer of a key, `null` where its value is null; refuses null without `null`, and keys without a default."""
+        """Integer value of a key; null becomes `null`, and without a value a ValueError is raised."""
         value = self.take(key)
         value = null if value is None else value
         require(value is not None, self.called(key), value, "the model's config must give it")
         return whole(self.called(key), value, least=least)
 
     def flag(self, key: str) -> bool:
-        """True or false of a key; null is false, as it is to transformers' networks."""
+        """Bool value of a key; null counts as false, as in transformers."""
         value = self.take(key)
         return flag(self.called(key), False if value is None else value)
 
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelConfig` by name; every key is used, known to be harmless, or refused.
+    """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values.
 
     Keys that are left out mean what `DEFAULTS` says.
 
@@ -140,7 +140,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unbuilt(keys: _Keys) -> None:
-    """Refuses activations other than the family's and quantised weights."""
+    """Raises ValueError for quantised weights, and for an activation other than the family's."""
     activation, falcon = keys.take("hidden_act"), keys.family == "falcon"
     known = activation in (("gelu",) if falcon else ("silu", "swish"))
     remedy = "jaxkv builds Falcon with gelu only" if falcon else "jaxkv builds silu (SwiGLU) only"
@@ -150,7 +150,7 @@ def _refuse_unbuilt(keys: _Keys) -> None:
 
 
 def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
-    """Refuses layers that attend to fewer than all positions, by `layer_types` or by a window."""
+    """Raises ValueError if some layer has sliding-window attention that masks positions."""
     kinds = keys.take("layer_types")
     full = isinstance(kinds, (list, tuple)) and all(each == "full_attention" for each in kinds)
     require(full or kinds is None, "layer_types", kinds, "only full_attention layers are built")
@@ -174,7 +174,7 @@ def _refuse_windows(keys: _Keys, layers: int, max_positions: int) -> None:
 
 
 def _bias(keys: _Keys, key: str) -> bool:
-    """True if projections carry biases by `key`; refuses true of families that have none in transformers."""
+    """True if the switch `key` gives projections a bias; ValueError if the family has no such bias in transformers."""
     value = keys.flag(key)
     # Qwen2's queries, keys and values always carry biases.
     fixed = keys.family == "qwen2" and key == "attention_bias"
@@ -184,7 +184,7 @@ def _bias(keys: _Keys, key: str) -> bool:
 
 
 def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a Falcon: kv heads, parallel blocks, shared norm (7B: one kv head, one norm a block)."""
+    """`ModelConfig` fields that only Falcon configs set: kv heads, parallel blocks, shared norm."""
     alibi, post = keys.flag("alibi"), keys.flag("apply_residual_connection_post_layernorm")
     require(not alibi, "alibi", alibi, "attention biased by distance is not built; use a Falcon with rotary embeddings")
     require(not post, "apply_residual_connection_post_layernorm", post, "only sums of what was not normed are built")
@@ -205,12 +205,12 @@ def _falcon(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a Mixtral: its experts."""
+    """`ModelConfig` field `experts`, read from a Mixtral config."""
     return {"experts": Experts(count=keys.whole("num_local_experts"), chosen=keys.whole("num_experts_per_tok"))}
 
 
 def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a Qwen3-MoE: its experts."""
+    """`ModelConfig` field `experts`, read from a Qwen3-MoE config."""
     step, dense = keys.take("decoder_sparse_step"), keys.take("mlp_only_layers")
     remedy = "blocks that differ from layer to layer are not built; use a model whose blocks all are mixtures"
     require(step == 1, "decoder_sparse_step", step, remedy)
@@ -236,13 +236,13 @@ _OWN: dict[str, Callable[[_Keys, Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _ids(key: str, value: Any) -> tuple[int, ...]:
-    """Token ids of a key that gives one id or several; -1 stands for none."""
+    """Token ids of a key that holds one id, a list of ids, or null; -1 is left out."""
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     return tuple(whole(key, each, least=0) for each in values if each != -1)
 
 
 def _read_rope(keys: _Keys, max_positions: int) -> Rope:
-    """Rotary embedding from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (transformers 4)."""
+    """Rotary embedding (`Rope`) from `rope_parameters`, or from `rope_scaling` and `rope_theta`."""
     # Both are read first, so that neither counts as unknown.
     theta, partial = keys.take("rope_theta"), keys.take("partial_rotary_factor")
     outer = {"rope_theta": theta} | ({} if partial is None else {"partial_rotary_factor": partial})
@@ -262,7 +262,7 @@ def _read_rope(keys: _Keys, max_positions: int) -> Rope:
 
 
 def _one_rope(keys: dict[str, Any], max_positions: int) -> Rope:
-    """Rotary embedding from one object of keys, which includes `rope_theta`."""
+    """Rotary embedding (`Rope`) from one dictionary of keys, which includes `rope_theta`."""
     theta, partial = positive("rope_theta", keys.pop("rope_theta")), keys.pop("partial_rotary_factor", 1.0)
     require(partial == 1.0, "partial_rotary_factor", partial, "only fully rotated heads are built")
     kind = keys.pop("rope_type", keys.pop("type", "default"))

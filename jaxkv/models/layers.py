@@ -17,7 +17,7 @@ _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
 
 
 def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
-    """Parameter with a shape and a dtype but no value yet."""
+    """Uninitialised parameter: a shape and dtype without values."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -29,7 +29,7 @@ def project(
     wide: bool = False,
     over: Axes | None = None,
 ) -> Float[Array, "..."]:
-    """Linear map of the last axis; products are summed in float32.
+    """Linear map of x's last axis by `weight [*out, E]`, summed in float32, with an optional bias.
 
     `weight` may have several output axes. Output in x's dtype, or float32 if `wide`; `over` sums it over the devices
     of a mesh that hold a part of E each.
@@ -98,22 +98,22 @@ class LayerNorm(nnx.Module):
 
 
 class DenseMLP(nnx.Module):
-    """Base of MLPs down(hidden(x)) that all tokens share; subclasses say what `hidden` computes."""
+    """Base class of dense MLPs, down(hidden(x)); subclasses define the activations `hidden`."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype):
         self.down = empty(width, hidden, dtype=dtype)
         self.down_bias = empty(width, dtype=dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
-        """Output of the MLP in float32, to be added to the residual stream; summed over the devices of `over`."""
+        """Float32 output of the MLP, not yet added to the residual stream; summed over the devices of `over`."""
         return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Output of this device's part of F, float32, without the bias; the caller sums over devices."""
+        """Float32 partial output from this device's shard of F, without bias; the caller sums over devices."""
         return project(self.hidden(x), self.down[...], wide=True)
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """Activations that are projected down, in x's dtype."""
+        """Activations `[*rows, F]` before the down projection, in x's dtype."""
         raise NotImplementedError
 
 
@@ -148,5 +148,5 @@ class GeluMLP(DenseMLP):
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:
-    """Array of a parameter, or None for None."""
+    """Array of a parameter; None if the parameter is None."""
     return None if parameter is None else parameter[...]

@@ -20,7 +20,7 @@ _LEAST_ROWS, _MOST_ROWS = 8, 256
 
 
 class MixtureMLP(nnx.Module):
-    """X gated MLPs (experts), of which a router chooses a few for each token.
+    """Mixture-of-experts MLP: X gated MLPs (experts) and a router that chooses a few of them for each token.
 
     Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`.
     """
@@ -32,11 +32,11 @@ class MixtureMLP(nnx.Module):
         self.experts_down = empty(experts.count, width, hidden, dtype=dtype)
 
     def __call__(self, x: Float[Array, "*rows E"], over: Axes | None = None) -> Float[Array, "*rows E"]:
-        """Output of the mixture in float32, to be added to the residual stream; summed over the devices of `over`."""
+        """Float32 output of the mixture, not yet added to the residual stream; summed over the devices of `over`."""
         return total(self.part(x), over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Output of this device's part of F, float32; the caller sums over devices."""
+        """Float32 partial output from this device's shard of F; the caller sums over devices."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
         gate_up, down = self.experts_gate_up[...], self.experts_down[...]
@@ -48,7 +48,7 @@ class MixtureMLP(nnx.Module):
         return out.reshape(x.shape)
 
     def chosen(self, x: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        """Expert ids of each token, most probable first, ties to the lowest, and their float32 weights in the sum."""
+        """Ids of each token's experts, most probable first, ties to the lowest, and their float32 weights."""
         likely = jax.nn.softmax(project(x, self.router[...], wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
         return ids, shares / shares.sum(axis=-1, keepdims=True) if self.experts.normalised else shares
@@ -61,7 +61,7 @@ def one_by_one(
     gate_up: Float[Array, "X two F E"],
     down: Float[Array, "X E F"],
 ) -> Float[Array, "T E"]:
-    """Float32 output `[T, E]`: gathers the weights of each token's experts while multiplying by them."""
+    """Float32 mixture output `[T, E]`, computed per token by gathering its experts' weights; for few tokens."""
 
     def chosen(weights: Float[Array, "X *rest"]) -> Float[Array, "T k *rest"]:
         return weights.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
@@ -78,7 +78,7 @@ def in_blocks(
     gate_up: Float[Array, "X two F E"],
     down: Float[Array, "X E F"],
 ) -> Float[Array, "T E"]:
-    """Float32 output `[T, E]`: rows sorted by expert and multiplied block by block; ids of one token are distinct."""
+    """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert."""
     (tokens, chosen), count = ids.shape, gate_up.shape[0]
     size = block_rows(tokens, chosen, count)
     order = jnp.argsort(ids.reshape(-1), stable=True)
@@ -105,12 +105,12 @@ def in_blocks(
 
 
 def block_rows(tokens: int, chosen: int, count: int) -> int:
-    """Rows per block: a power of two near an expert's average share, or T if that is less."""
+    """Number of rows per block: a power of two near an expert's average share, at most the number of tokens."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 
 
 def _hidden(gate: Array, up: Array, share: Array, dtype: jnp.dtype) -> Array:
-    """Activations silu(gate) * up, times the expert's weight in the sum."""
+    """Activations silu(gate) * up, multiplied by the expert's weight in the sum."""
     # The expert's weight in the sum is applied before the down projection, where it costs least.
     return (jax.nn.silu(gate) * up * share).astype(dtype)

@@ -14,7 +14,7 @@ from jaxkv.models.values import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each channel pair, float64 `[D/2]`, and the factor on cosine and sine (1 except YaRN).
+    """RoPE frequencies in radians per position `[D/2]`, float64, and the factor on cosine and sine (1 except YaRN).
 
     References:
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3.
@@ -32,7 +32,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
-    """Frequencies of Llama 3.1's scaling: long wavelengths divided by the factor, with a ramp."""
+    """RoPE frequencies after Llama 3.1's scaling: long wavelengths divided by the factor, with a ramp."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -40,7 +40,7 @@ def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Frequencies and attention factor of YaRN's interpolation by parts."""
+    """RoPE frequencies after YaRN's interpolation by parts, and YaRN's attention factor."""
 
     def channel(turns: float) -> float:
         # The (fractional) index of the channel pair that makes `turns` turns within the original context.
@@ -62,7 +62,7 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
 @partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Angles:
-    """Cosine and sine of every channel pair at some positions, times the attention factor.
+    """RoPE tables of some positions: cosine and sine of every channel pair, times the attention factor.
 
     Made once for a prompt, a chunk or a step, and read by every layer and head: sines cost more than the rotations.
 
@@ -75,16 +75,16 @@ class Angles:
     sin: Float[Array, "#B N half"]
 
     def block(self, first: Int[Array, ""], size: int) -> "Angles":
-        """Angles of `size` neighbouring positions from index `first` on."""
+        """`Angles` of `size` consecutive positions from index `first` on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
 
     def at(self, rows: Int[Array, "B N"]) -> "Angles":
-        """Angles at indices `[B, N]` into a table `[1, positions, D/2]` that all sequences share."""
+        """`Angles` gathered at indices `[B, N]` from a table `[1, positions, D/2]` that all sequences share."""
         return jax.tree.map(lambda a: a[0, rows], self)
 
 
 def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
-    """Float32 angles of absolute positions; `[1, N]` where all sequences stand at the same ones."""
+    """Float32 `Angles` (RoPE cosines and sines) of absolute positions; `[1, N]` if all sequences share them."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     turned = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     made = Angles(cos=jnp.cos(turned) * jnp.float32(factor), sin=jnp.sin(turned) * jnp.float32(factor))
@@ -93,7 +93,7 @@ def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
 
 
 def rotate(x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None) -> Float[Array, "B *heads N D"]:
-    """Rotates each channel pair (i, i + D/2) of queries or keys by its position's angle, in float32, and casts."""
+    """Applies RoPE to queries or keys: rotates channel pairs (i, i + D/2) by their position's angle, in float32."""
     heads = tuple(range(1, x.ndim - 2))
     cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -41,7 +41,7 @@ _MIXTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One tensor that holds all or a part of a parameter: its name, and how its axes map to the parameter's.
+    """A checkpoint tensor that holds a parameter or part of it: its name, and how its axes map to the parameter's.
 
     Attributes:
         name: name of the tensor.
@@ -58,11 +58,11 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
+        """Shape of the checkpoint tensor."""
         return tuple(math.prod(each) for each in self.axes)
 
     def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
-        """(first, end) spans of a part of the parameter, for each axis of the tensor, as long as possible.
+        """(first, end) index spans that a part of the parameter occupies on each axis of the checkpoint tensor.
 
         `part` gives it as one range for each of the parameter's axes behind `at`.
         """
@@ -80,7 +80,7 @@ class Source:
 
 
 def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first, end) spans, on one flattened axis, of a part given as a range for each of the axes it flattens."""
+    """(first, end) index spans on one flattened axis, for a part given as one range per axis that it flattens."""
     inner = math.prod(shape[1:])
     below = _flat_spans(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
     if below == [(0, inner)]:
@@ -89,7 +89,7 @@ def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, in
 
 
 def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str, tuple[Source, ...]]:
-    """Tensors of each parameter of a decoder, by the parameter's path.
+    """Checkpoint tensors (`Source`s) that fill each parameter of a decoder, by the parameter's path.
 
     `names` are the tensors that the checkpoint has, since mixtures are written in more than one way. All sources of one
     parameter have an `at` of the same length.
@@ -112,13 +112,13 @@ def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str
 
 
 def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:
-    """Source whose tensor flattens all output axes into one, with one more axis for the input unless it is a bias."""
+    """`Source` of a tensor with all output axes flattened into one, and an input axis unless it is a bias."""
     vector = name.endswith(".bias") or len(shape) == 1
     return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 
 
 def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shape: tuple[int, ...]) -> Iterator[Source]:
-    """Yields the sources of a parameter that stacks whole tensors, by a table of their names."""
+    """Yields the `Source`s of a parameter that stacks whole tensors, whose names are in `table`."""
     kind = "bias" if inner.endswith("_bias") else "weight"
     of = table[inner.removesuffix("_bias")]
     for index, each in enumerate(of):
@@ -127,7 +127,7 @@ def _stacked(table: Mapping[str, tuple[str, ...]], inner: str, prefix: str, shap
 
 
 def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
-    """Yields the sources of a Falcon parameter; queries, keys and values share one fused tensor."""
+    """Yields the `Source`s of a Falcon parameter; queries, keys and values share one fused tensor."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     part, _, name = inner.rpartition(".")
     if name.removesuffix("_bias") in ("q", "kv"):
@@ -150,7 +150,7 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
 
 
 def _mixture(inner: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]) -> Iterator[Source]:
-    """Yields the sources of a router or of all experts: one fused tensor, or a tensor per expert."""
+    """Yields the `Source`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
     # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"

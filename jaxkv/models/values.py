@@ -11,7 +11,7 @@ from jaxkv._errors import require
 
 
 def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
-    """Positive, finite number as a plain float; refuses anything else."""
+    """Validates a positive, finite number and returns it as a float; raises ValueError for anything else."""
     return real(name, value, remedy, high=1e38, open_low=True)
 
 
@@ -29,7 +29,7 @@ _REMEDIES = {
 
 
 def check_numbers(value: Any) -> None:
-    """Checks a frozen dataclass' numbers by their declared types, and stores plain Python ones."""
+    """Validates a frozen dataclass's numeric fields by their declared types, and stores them as Python numbers."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -39,7 +39,7 @@ def check_numbers(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding, the unscaled kind.
+    """Static config of an unscaled rotary position embedding (RoPE).
 
     Attributes:
         theta: base of the geometric progression of wavelengths.
@@ -55,14 +55,14 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearRope(Rope):
-    """Position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
+    """Static config of RoPE with position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
 
     factor: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's RoPE scaling: long wavelengths stretched by `factor`, short ones kept, a ramp between them."""
+    """Static config of Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones kept, a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -77,7 +77,7 @@ class Llama3Rope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    """YaRN: interpolation by parts and an attention temperature (arXiv:2309.00071)."""
+    """Static config of YaRN RoPE scaling: interpolation by parts and an attention temperature (arXiv:2309.00071)."""
 
     factor: float
     original_max_position: int
@@ -93,7 +93,7 @@ class YarnRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Static description of a layer besides its weights: rotary embedding and attention scale.
+    """Static config of a layer besides its weights: rotary embedding and attention scale.
 
     Layers with equal specs share compiled programs.
 
@@ -112,7 +112,7 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Sizes of a mixture of experts: experts per block, and experts per token.
+    """Static config of a mixture of experts: number of experts, and experts chosen per token.
 
     Attributes:
         count: X, experts in every block.

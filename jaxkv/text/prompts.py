@@ -21,7 +21,7 @@ _BYTES = (bytes, bytearray, memoryview)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Prompts as token ids, with the conversation's turn after each.
+    """A batch of prompts as token ids, with the `Turn` of each conversation after its prompt.
 
     Attributes:
         ids: one list per sequence, none empty.
@@ -37,22 +37,22 @@ class Encoded:
 
     @property
     def turn(self) -> Turn | tuple[Turn, ...]:
-        """Turn of all sequences if they agree; otherwise one turn per sequence."""
+        """The `Turn` that all sequences share; if they differ, a tuple with one per sequence."""
         return self.turns[0] if len(set(self.turns)) == 1 else self.turns
 
     @property
     def lengths(self) -> Int[np.ndarray, " B"]:
-        """Token count of each prompt."""
+        """Number of tokens of each prompt, int32 `[B]`."""
         return np.asarray([len(ids) for ids in self.ids], np.int32)
 
     def with_copies(self, count: int) -> "Encoded":
-        """The same batch with `count` more copies of its last prompt."""
+        """Copy of this batch with `count` more copies of its last prompt at the end."""
         return dataclasses.replace(
             self, ids=self.ids + self.ids[-1:] * count, turns=self.turns + self.turns[-1:] * count
         )
 
     def padded(self, slots: int) -> Int[np.ndarray, "B S"]:
-        """Ids as one array `[B, slots]`, padded on the right with zeros."""
+        """Token ids as one int32 array `[B, slots]`, padded on the right with zeros."""
         out = np.zeros((len(self.ids), slots), np.int32)
         for row, ids in enumerate(self.ids):
             out[row, : len(ids)] = ids
@@ -68,7 +68,7 @@ def encode(
     raw: bool = False,
     close: bool,
 ) -> Encoded:
-    """Encodes prompts, each with the turn of the conversation after it.
+    """Encodes one prompt or a list of prompts to token ids, with the `Turn` of each conversation after its prompt.
 
     Args:
         prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
@@ -107,7 +107,7 @@ def encode(
 
 
 def _refuse(given: Any) -> NoReturn:
-    """Raises a TypeError that says what to give instead of a value that is not a prompt."""
+    """Raises a TypeError for a value that is not a prompt, with a hint on what to give instead."""
     remedy = "give text, chat messages, token ids, or a list of them"
     if isinstance(given, _BYTES):
         remedy = 'bytes are neither text nor ids: give prompt.decode("utf-8"), or list(prompt)'
@@ -125,7 +125,7 @@ def _refuse(given: Any) -> NoReturn:
 
 
 def _listed(given: Any) -> str | list[Any]:
-    """Text as a plain str; arrays of ids or text, and other sequences, as lists."""
+    """A prompt as a plain str or list: arrays and other sequences become lists; TypeError for other values."""
     if hasattr(given, "ndim") and hasattr(given, "dtype") and not isinstance(given, str):
         array = np.asarray(given)
         if array.dtype.kind not in "UOiu":
@@ -140,7 +140,7 @@ def _listed(given: Any) -> str | list[Any]:
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
-    """Whether the prompt is a single one, and the list of prompts."""
+    """True if `prompt` is a single prompt, else False; and the list of prompts."""
     # An empty array is one prompt without ids; an empty list is no prompt.
     empty = getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
     items = _listed(prompt)
@@ -150,7 +150,7 @@ def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
 
 
 def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    """Ids of one prompt, and the turn after it."""
+    """Token ids of one prompt, and the `Turn` after it."""
     items = _listed(item)
     if isinstance(items, str):
         return _encode_text(items, text, turn=turn, raw=raw, close=close)
@@ -162,7 +162,7 @@ def _encode_one(item: Any, text: Text | None, *, turn: Turn, raw: bool, close: b
 
 
 def _is_id(value: Any) -> bool:
-    """True for an integer of Python, numpy or JAX that can be a token id."""
+    """True if `value` is an integer of Python, numpy or JAX, as a token id is."""
     if isinstance(value, int):
         return not isinstance(value, bool)
     scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0
@@ -170,7 +170,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool) -> tuple[list[int], Turn]:
-    """Ids of a text as a user message, or as plain text, and the turn after it."""
+    """Token ids of a text as a user message or as plain text, and the `Turn` after it."""
     require(text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids")
     assert text is not None
     if not item:
@@ -190,7 +190,7 @@ def _encode_text(item: str, text: Text | None, *, turn: Turn, raw: bool, close: 
 def _encode_messages(
     items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool
 ) -> tuple[list[int], Turn]:
-    """Ids of chat messages, and the turn after them."""
+    """Token ids of a list of chat messages, and the `Turn` after them."""
     require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
     chats = text is not None and text.has_template
     require(chats, "prompt", items[:1], "the model has no chat template: give text")

@@ -26,7 +26,7 @@ _SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq"
 
 
 class Turns(NamedTuple):
-    """Text that a chat template writes around the contents of a conversation's messages.
+    """Text that a chat template writes around messages: before the user's, after it, and between turns.
 
     Attributes:
         opening: text before the user's content in a fresh conversation, a default system prompt included.
@@ -40,7 +40,7 @@ class Turns(NamedTuple):
 
 
 class Text:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer and chat template: text to token ids, token ids to text, messages to text.
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
@@ -57,7 +57,7 @@ class Text:
         template: str | None = None,
         origin: str = "text",
     ):
-        """Wraps a tokenizer.
+        """Creates the object from a `tokenizers.Tokenizer` and a chat template's source.
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`.
@@ -81,7 +81,10 @@ class Text:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: end of sequence and end of turn; the chat template runs at the first call."""
+        """Ids of the tokens that end an answer: end of sequence and end of turn.
+
+        The chat template runs at the first call, to find the end of turn.
+        """
         if self._eos_ids is not None:
             return self._eos_ids
         try:
@@ -95,7 +98,7 @@ class Text:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
-        """Tokenizer and chat template of an open checkpoint; None if it carries no tokenizer.
+        """`Text` with the tokenizer and chat template of an open checkpoint; None if it has no tokenizer.
 
         Raises:
             ValueError: for a tokenizer of a kind that is not built, by name.
@@ -107,7 +110,7 @@ class Text:
 
     @classmethod
     def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> Text:
-        """Tokenizer and chat template of a GGUF's vocabulary."""
+        """`Text` with the tokenizer and chat template of a GGUF file's vocabulary."""
         ids = {"bos_token": spec.bos, "eos_token": spec.eos, "pad_token": spec.pad, "unk_token": spec.unk}
         return cls(
             spec.build(),
@@ -120,7 +123,7 @@ class Text:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Text:
-        """Tokenizer and chat template of a folder in Hugging Face's layout."""
+        """`Text` with the tokenizer and chat template of a folder in Hugging Face's layout."""
         where = folder / "tokenizer_config.json"
         settings = _read_json(where)
         tokenizer = _load_tokenizer(folder)
@@ -148,16 +151,16 @@ class Text:
 
     @property
     def begins_with(self) -> int | None:
-        """Id that every prompt starts with, or None."""
+        """Id of the BOS token that every prompt starts with; None if prompts start without one."""
         return self.bos_id if self._adds_bos else None
 
     def tokenizer_json(self) -> str | None:
-        """Text of the tokenizer as a `tokenizer.json`; None for a tokenizer that has no such form."""
+        """The tokenizer as the text of a `tokenizer.json`; None if it cannot be written in that form."""
         to_str = getattr(self._tokenizer, "to_str", None)
         return None if to_str is None else to_str()
 
     def encode(self, s: str, *, bos: bool) -> list[int]:
-        """Token ids of a text; special tokens that are written out in it are parsed as such.
+        """Token ids of a text; special tokens spelled out in the text become their ids.
 
         With `bos`, the bos token comes first, if the tokenizer is configured to add it and the text lacks it.
 
@@ -172,7 +175,7 @@ class Text:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids, by default without special tokens."""
+        """Text of token ids, by default with special tokens left out."""
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
@@ -209,21 +212,21 @@ class Text:
 
     @functools.cached_property
     def turns(self) -> Turns:
-        """Text that the chat template writes around contents; a ValueError if it does not render each message once."""
+        """`Turns`: text that the chat template writes around messages; ValueError if it repeats or drops messages."""
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": text} for role, text in zip(roles, _SENTINELS, strict=True)]
         opening, closing = self._split(self.chat(messages[:1], generation_prompt=True), 1)
         return Turns(opening, closing, self._split(self.chat(messages, generation_prompt=True), 3)[2])
 
     def _turn_end(self) -> int | None:
-        """Id of the special token that the template puts after an answer, or None; old files name it nowhere else."""
+        """Id of the special token that the chat template writes after an answer; None if it writes none."""
         after = self.turns.between.lstrip()
         first = next(iter(self._tokenizer.encode(after, add_special_tokens=False).ids), None)
         added = self._tokenizer.get_added_tokens_decoder().get(first)
         return first if added is not None and added.special else None
 
     def _split(self, rendered: str, count: int) -> list[str]:
-        """The count + 1 pieces of a rendered conversation between its sentinel contents."""
+        """Splits a rendered conversation at its `count` sentinel contents into count + 1 pieces of text."""
         pieces = []
         for sentinel in _SENTINELS[:count]:
             remedy = "it does not render each message once, so turns cannot be split; render with chat() instead"
@@ -234,10 +237,10 @@ class Text:
 
 
 class StreamDecoder:
-    """Decodes ids as they come, and holds back characters whose bytes are not complete."""
+    """Incremental decoder of a stream of token ids to text; holds back characters with incomplete bytes."""
 
     def __init__(self, text: Text):
-        """Starts with no ids; special tokens are left out of the text."""
+        """Creates a decoder without ids; special tokens are left out of its text."""
         self._text = text
         # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded
         # last stay in front of the pending ones, and the new text is what the pending ids add.
@@ -245,37 +248,37 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds ids and returns the text that is complete now, possibly empty."""
+        """Adds token ids and returns the new complete text, possibly empty."""
         self._pending += [int(each) for each in ids]
         added = self._added()
         held = len(added) - len(added.rstrip(_REPLACEMENT))
         return "" if 0 < held <= _LONGEST_HELD else self._release(added)
 
     def flush(self) -> str:
-        """Ends the stream and returns the text held back; incomplete characters become replacement characters."""
+        """Ends the stream and returns the text held back, with replacement characters for incomplete ones."""
         added = self._release(self._added())
         self._context = []
         return added
 
     def _added(self) -> str:
-        """Text that the pending ids add to the context."""
+        """Text that the pending ids add after the context ids."""
         before = self._text.decode(self._context)
         return self._text.decode(self._context + self._pending)[len(before) :]
 
     def _release(self, added: str) -> str:
-        """Moves the pending ids into the context if they gave text, which it returns."""
+        """Returns `added`, and if it is not empty makes the pending ids the context."""
         if added:
             self._context, self._pending = self._pending, []
         return added
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file; empty if there is no file."""
+    """JSON object of a file as a dictionary; empty if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """`tokenizers.Tokenizer` of a folder, without truncation and padding; transformers converts older layouts."""
+    """Loads a folder's `tokenizers.Tokenizer`, with truncation and padding off; older layouts through transformers."""
     file = folder / "tokenizer.json"
     if file.is_file():
         import tokenizers
@@ -303,7 +306,7 @@ def _load_tokenizer(folder: Path) -> Any:
 def _guarded(
     origin: Path | str, problem: str = "it cannot be read", remedy: str = "copy or download it again"
 ) -> Iterator[None]:
-    """Turns whatever a tokenizer library raises inside the block into a ValueError that names the tokenizer."""
+    """Context manager that turns any tokenizer library error into a ValueError that names the tokenizer."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -315,7 +318,7 @@ def _guarded(
 
 
 def _check_sentencepiece(folder: Path) -> None:
-    """Refuses a sentencepiece model whose packages are missing, which transformers would misread."""
+    """Raises ValueError for a sentencepiece model if the packages to read it are not installed."""
     for name in _SENTENCEPIECE:
         if (folder / name).is_file() and not (folder / "vocab.json").is_file():
             missing = [package for package in ("sentencepiece", "google.protobuf") if not _has(package)]
