@@ -6,7 +6,8 @@
 A process for each checkout and dtype keeps the model loaded. They compute in turns (A B, B A, ...), one at a time,
 through `jaxkv.generate` alone, whose figures leave compilation out; so a slow spell of the machine hits both. Ratios
 are of one round each, base / this checkout: above 1 this checkout is faster. Peak is what a run adds to resident
-memory; programs are what its first run compiles, or finds on disk. The commits of both are saved with the figures.
+memory; cpu is the processor time of a whole run, which a busy machine changes least; programs are what its first run
+compiles, or finds on disk. The commits of both are saved with the figures.
 """
 
 import argparse
