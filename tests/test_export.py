@@ -180,9 +180,9 @@ def test_tables_are_what_prompts_of_each_length_get():
 def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(question):
     policy = jaxkv.GlobalBudget(base=jaxkv.H2O(budget=20))
     flat, known = tiny.tiny(MODEL).flat, buckets.table(policy.parts(), MODEL.layers, 16)
-    asked = buckets.Asked(question=question, new=2)
-    setting = buckets.setting_of(flat, policy, known, asked, platform="cpu", implementation=jaxkv.Implementation.XLA)
-    assert (setting.spec.widest is None) == bool(question)
+    limits, xla = buckets.Limits(question=question, new=2), jaxkv.Implementation.XLA
+    bucket = buckets.spec_of_bucket(flat, policy, known, limits, platform="cpu", implementation=xla)
+    assert (bucket.spec.widest is None) == bool(question)
 
 
 def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
