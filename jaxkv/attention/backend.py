@@ -11,7 +11,7 @@ from jaxkv.attention.xla import Walk
 
 
 class Setting(NamedTuple):
-    """Device, dtype and head dim of a model, which a backend serves or refuses.
+    """Device, dtype and head dim of a model, which `Backend.refusal` accepts or refuses.
 
     Attributes:
         platform: `cpu`, `gpu` (or `cuda`), `tpu`.
@@ -27,12 +27,12 @@ class Setting(NamedTuple):
 
     @property
     def gpu(self) -> bool:
-        """True on GPUs of NVIDIA."""
+        """True if the platform is an NVIDIA GPU."""
         return self.platform in ("gpu", "cuda")
 
 
 class Backend(abc.ABC):
-    """Attention for a kind of device: five functions that every backend has, and fused ones that it may have.
+    """Abstract attention functions of one kind of device: five required ones, and optional fused ones.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
     falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
@@ -82,7 +82,7 @@ class Backend(abc.ABC):
         *,
         lse: bool = True,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
-        """Causal attention of T consecutive queries of each prompt, padded on the right.
+        """Causal attention of T consecutive queries of each prompt; returns the output and its log-sum-exp, or None.
 
         Args:
             q: rotated queries; T divides S.
@@ -126,7 +126,7 @@ class Backend(abc.ABC):
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
     ) -> Float[Array, "B K S"]:
-        """Attention that each key receives from the last w queries of each prompt, mean over queries and group.
+        """Attention that each key receives from a prompt's last w queries, mean over queries and group.
 
         Args:
             q: rotated queries.
@@ -149,7 +149,7 @@ class Backend(abc.ABC):
         *,
         walk: Walk,
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-        """Attention of R queries per kv head over all rows of that head's segment.
+        """Attention of R queries per kv head over the rows of that head's segment; returns output and log-sum-exp.
 
         Args:
             q: rotated queries; R folds the group and, for several tokens, their number.
@@ -178,7 +178,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         other: Float[Array, "B K D"] | None = None,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
-        """`attend` of one token's queries, which also adds the mean attention over the group to each row's score.
+        """Attention of one token per sequence; returns output and scores with each row's mean attention added.
 
         Args:
             q: rotated queries.
@@ -199,7 +199,7 @@ class Backend(abc.ABC):
     def packed(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
     ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-        """Gathers the chosen rows of one layer into a pool.
+        """Gathers one layer's chosen keys, values and positions into a pool.
 
         Args:
             k: keys as the pool stores them.
@@ -219,7 +219,7 @@ class Backend(abc.ABC):
         return keys, values, jnp.where(real, source % slots, -1)
 
     def deal(self, start: Int[Array, "L B K"], length: Int[Array, "L B K"], *, dim: int, itemsize: int) -> Any:
-        """Computes the table of rows that each program of a decode step reads, for all layers.
+        """Computes the table of pool rows that each kernel program of a decode step reads, for all layers.
 
         Args:
             start: first row of each segment.
@@ -249,7 +249,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Rotates a new token of each sequence, appends its row to its segments, and attends to them.
+        """Rotates a new token's query and key, appends its row to the pool and returns attention and pool.
 
         Args:
             q: n split-K parts of the queries before rotation; M is B, or more with padding sequences.
@@ -280,7 +280,7 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Adds the parts of a product to hidden states and computes the RMS norm of the sum.
+        """Adds split-K parts of a product to hidden states; returns the sum and its RMS norm.
 
         Args:
             x: hidden states.
@@ -295,7 +295,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Finds the lowest row of each segment above its limit and writes the newest row in its place.
+        """Overwrites the lowest-ranked row of each segment above its limit with its newest row; returns the pool.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
@@ -308,7 +308,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves the last row of segments to another row's place.
+        """Moves one row of each masked segment into the place of another row; returns the pool's leaves.
 
         Args:
             *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a

@@ -15,7 +15,7 @@ from jaxkv.attention.backend import Backend, Setting
 
 
 class Implementation(enum.Enum):
-    """Name of an implementation of attention, with the path of its backend's class.
+    """Enum of attention implementations by name, each with the import path of its `Backend` class.
 
     Attributes:
         AUTO: the fastest that the device and the policy allow.
@@ -39,7 +39,7 @@ class Implementation(enum.Enum):
     backend: str
 
     def __new__(cls, value: Any, backend: str = "") -> Any:
-        """Member with its name for users as value; the backend's class is imported on first use."""
+        """Enum member with the user's name for it as value, and the import path of its backend class."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member
@@ -53,26 +53,26 @@ _FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)
 
 @cache
 def backend_of(implementation: Implementation) -> Backend:
-    """Backend of an implementation other than AUTO."""
+    """Imports and instantiates the `Backend` of an implementation other than AUTO; cached."""
     backend: Backend = resolve_name(implementation.backend)()
     return backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementations:
-    """Chosen implementations: `prefill` of whole prompts, `decode` over a cache's segments."""
+    """Attention implementations chosen for `prefill` of whole prompts and for `decode` over segments."""
 
     prefill: Implementation = Implementation.XLA
     decode: Implementation = Implementation.XLA
 
     def __str__(self) -> str:
-        """One name, or both where they differ."""
+        """Name of the implementation as text, or both names if prefill and decode differ."""
         same = self.prefill is self.decode
         return self.decode.value if same else f"{self.prefill.value} (prefill), {self.decode.value} (decode)"
 
 
 def named(asked: Implementation | str) -> Implementation:
-    """Implementation of a name or of itself; ValueError for an unknown name."""
+    """`Implementation` of a name or of itself; ValueError for an unknown name."""
     values = [each.value for each in Implementation]
     known = isinstance(asked, Implementation) or asked in values
     require(known, "implementation", asked, f"use one of {', '.join(values)}")
@@ -87,7 +87,7 @@ def choose(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """Implementations of prefill and decoding for a model and a device, whatever the policy.
+    """Implementations of prefill and decode for a requested name, a dtype, a head dim and a device.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not run there.
@@ -103,7 +103,7 @@ def choose(
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:
-    """Compute capability of a GPU, such as (9, 0); None for other devices."""
+    """CUDA compute capability of a device, such as (9, 0); None for devices without one."""
     capability = getattr(device, "compute_capability", None)
     if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
         return None

@@ -25,7 +25,7 @@ from jaxkv.attention.xla import (
 
 
 class Received(NamedTuple):
-    """Logits and log-sum-exp of one token's attention over segments of a shared pool, for `add_received`.
+    """Logits and log-sum-exp of one token's attention over a shared pool, from which scores are updated later.
 
     Attributes:
         logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
@@ -44,7 +44,7 @@ def column_sums(
     lse: Float[Array, "K G T"],
     first: Int[Array, ""],
 ) -> Float[Array, "K G S"]:
-    """Attention that each key receives from T consecutive queries of one sequence, summed over the queries, float32.
+    """Attention `f32[K, G, S]` that each key receives from T consecutive queries of a sequence, summed over them.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
     queries that do not count. Runs in blocks of O(S) memory.
@@ -56,11 +56,11 @@ def column_sums(
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
-        """Sums of one kv head."""
+        """Attention `f32[G, S]` that the keys of one kv head receive, summed over queries."""
         q_head, k_head, total = inputs
 
         def step(index, sums, *, masked):
-            """Sums after one more block of keys."""
+            """Loop body: column sums `f32[G, S]` with one more block of keys added."""
             begin = jnp.minimum(index * block, slots - block)
             logits = rows_dot(q_head, lax.dynamic_slice_in_dim(k_head, begin, block)) - total[:, None]
             if masked:
@@ -100,7 +100,7 @@ def window_mass(
     positions: Int[Array, "B w"],
     reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
 ) -> Float[Array, "B K S"]:
-    """Attention probabilities of w queries, reduced to one score per key before those of the next kv head are computed.
+    """Scores `f32[B, K, S]`: attention probabilities of w queries over all keys, reduced by `reduce` head by head.
 
     `reduce` takes one kv head's float32 probabilities and its queries' positions. Negative positions are padding, of a
     prompt shorter than w.
@@ -108,7 +108,7 @@ def window_mass(
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
-        """Scores of one kv head of one sequence."""
+        """Scores `f32[S]` of the keys of one kv head of one sequence."""
         return reduce(probabilities(*inputs), inputs[2])
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
@@ -117,7 +117,7 @@ def window_mass(
 
 
 def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Mean of probabilities over the queries that are not padding, those with positions from 0 on."""
+    """Mean of probabilities over the window's queries, `f32[G, S]`; padding queries (position < 0) left out."""
     exists = position >= 0
     weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
     # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
@@ -135,7 +135,7 @@ def pool_sums(
     walk: Walk,
     weight: float,
 ) -> Float[Array, "B P"]:
-    """Scores plus `weight` times the attention of R queries, whose log-sum-exp over all keys that they see is known.
+    """Scores `f32[B, P]` of pool rows plus `weight` times the attention of R queries with known log-sum-exp.
 
     R folds the group and the tokens; `lse` is +inf for queries that do not count.
     """
@@ -169,7 +169,7 @@ def walk_scored(
     widest: int,
     other: Float[Array, "B K D"] | None = None,
 ) -> tuple[Float[Array, "B K G D"], Received]:
-    """Attention of one token over segments of a shared pool, with its logits, so that scoring needs no second pass.
+    """Attention of one token over a shared pool; returns the output, and its logits for a later score update.
 
     Queries are not scaled. Segments have at most `widest` rows. `other` is one more row per segment to multiply with
     the keys while they are read.
@@ -188,7 +188,7 @@ def walk_scored(
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Softmax sums, output and logits after one more block of every segment."""
+        """Loop body: softmax maximum and sum, output, logits and products after one more block of each segment."""
         maximum, total, acc, held, products = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
@@ -223,7 +223,7 @@ def walk_scored(
 def add_received(
     score: Float[Array, "B P"], received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """Scores plus the attention of one token, mean over the group; of the sequences in `counts` alone."""
+    """Scores `f32[B, P]` plus one token's attention, mean over the group, for the sequences in `counts`."""
     group, width = received.logits.shape[2:]
     first, _ = span(start, score.shape[1], width)
     lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
@@ -231,7 +231,7 @@ def add_received(
 
 
 def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:
-    """First rows and common width of windows that hold the segments of a shared pool, each of at most `widest` rows.
+    """First rows `i32[B, K]` and common width of windows of a shared pool that each cover one segment.
 
     The width is in whole blocks; windows that would leave the pool are moved back.
     """
@@ -241,18 +241,18 @@ def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "
 
 
 def _summed(logits, lse, inside):
-    """Attention of each row, summed over queries; 0 outside of the segment."""
+    """Attention `f32[B, K, n]` that each row receives, summed over queries; 0 outside of its segment."""
     weights = jnp.exp(logits - lse[..., None])
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
 def _walk_sums(q, k, lse, start, length, score, rows, weight):
-    """`pool_sums` of a shared pool, block by block of every segment."""
+    """Scores plus `weight` times the attention of queries over a shared pool, in blocks of each segment."""
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, score):
-        """Scores after one more block of every segment."""
+        """Loop body: scores `f32[B, P]` with the attention over one more block of each segment added."""
         begin = start + index * block
         clamped = jnp.clip(begin, 0, k.shape[1] - block)
         row = clamped[..., None] + offsets
@@ -265,7 +265,7 @@ def _walk_sums(q, k, lse, start, length, score, rows, weight):
 
 
 def add_windows(leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]) -> Float[Array, "B P"]:
-    """Pool leaf plus n neighbouring elements from row `begin` of each segment on; windows may overlap."""
+    """Adds n values per segment to consecutive elements of a pool leaf, from row `begin` on; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,),

@@ -13,13 +13,13 @@ _WIDE = (9, 0)
 
 
 class Cudnn(Kernels):
-    """Prefill by cuDNN; scoring and decoding by the Pallas kernels: cuDNN has no column sums and no ragged segments."""
+    """Backend with prefill by cuDNN; scoring and decoding by Pallas: cuDNN has no column sums or ragged segments."""
 
     # Queries, output, and the queries transposed for cuDNN.
     query_copies = 3
 
     def refusal(self, setting: Setting) -> str | None:
-        """Text that refuses CPUs, TPUs, and dtypes and head dims that JAX's cuDNN call rejects; None where it runs."""
+        """Error text for devices, dtypes and head dims that JAX's cuDNN call rejects; None if it serves them."""
         if not setting.gpu:
             return f"cuDNN needs a GPU, this is {setting.platform}: use auto"
         dtype, dim = setting.dtype, setting.head_dim
@@ -31,7 +31,7 @@ class Cudnn(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of whole prompts by cuDNN; of some of their queries (with `first`) by the Pallas kernels."""
+        """Causal attention and log-sum-exp: by cuDNN for whole prompts, by the Pallas kernel for parts (`first`)."""
         if first is not None:
             return super().prefill(q, k, v, length, first, lse=lse)
         return causal(q, k, v, length, lse=lse)
@@ -45,18 +45,18 @@ def causal(
     *,
     lse: bool,
 ) -> tuple[Float[Array, "B K G S D"], Float[Array, "B K G S"] | None]:
-    """Causal attention of whole 16-bit prompts, padded on the right, and with `lse` its float32 log-sum-exp; else None.
+    """Causal attention of whole 16-bit prompts by cuDNN; returns output and float32 log-sum-exp (None unless `lse`).
 
     Queries of padding give 0 and -inf.
     """
     batch, heads, group, slots, dim = q.shape
 
     def by_token(a: Array) -> Array:
-        """Array `[B, S, heads, D]`."""
+        """Array of heads before tokens transposed to cuDNN's layout `[B, S, heads, D]`."""
         return jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        """Attention of arrays with the axes batch, token, head, channel."""
+        """Causal attention by cuDNN of arrays `[B, S, heads, D]`."""
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -83,7 +83,7 @@ def causal(
 
 
 def _only(kept: list[Array], shape: tuple[int, ...]) -> Array:
-    """The one array of a shape, the log-sum-exp, among the residuals that this version of JAX keeps for gradients."""
+    """The log-sum-exp: the only residual array with `shape`; NotImplementedError if there is not exactly one."""
     fitting = [leaf for leaf in kept if leaf.shape == shape]
     if len(fitting) != 1:
         raise NotImplementedError(

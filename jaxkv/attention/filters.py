@@ -18,7 +18,7 @@ _LOGITS = 1 << 24
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
-    """Queries of a filter layer that score positions.
+    """Queries of a filter layer (`q`, `positions`) and their `weights`, by which it scores positions (OmniKV).
 
     Attributes:
         q: `[B, K, G, w, D]` rotated, in any order.
@@ -34,7 +34,7 @@ class Asking:
 def by_row(
     asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Score of each position, where every segment holds position p in its row p: attention, maximum over heads.
+    """Scores `f32[B, n]` of positions, where row p of every segment holds position p: maximum attention over heads.
 
     The maximum is summed over the queries by their weights, float32. Positions from `candidates` on are not scored. On
     a mesh the maximum is taken over all devices' heads.
@@ -44,7 +44,7 @@ def by_row(
     rows, queries = keys.shape[2], scale_queries(asked.q).reshape(batch, heads, group * window, dim)
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
-        """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and a mask of those that are seen."""
+        """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and the mask of keys they see."""
         logits = lax.dot_general(queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
@@ -57,13 +57,12 @@ def by_row(
     trips = -(-candidates.max() // block)
 
     def block_of(index: Array) -> tuple[Array, Array]:
-        # The last block begins earlier, and repeats rows of the one before.
-        """First row and keys of one block."""
+        """First row and keys of one block; the last block begins earlier, to stay within the segment."""
         first = jnp.minimum(index * block, rows - block)
         return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
 
     def gather(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Running maximum and sum of the softmax after one more block."""
+        """Loop body: the softmax's running maximum and sum after one more block of keys."""
         highest, total = sums
         first, part = block_of(index)
         logits, seen = against(part, first)
@@ -74,7 +73,7 @@ def by_row(
         return above, total * jnp.exp(highest - above) + more
 
     def score(index: Array, scores: Array) -> Array:
-        """Scores with those of one more block."""
+        """Loop body: scores `f32[B, n]` with those of one more block of keys written."""
         first, part = block_of(index)
         logits, seen = against(part, first)
         shares = jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0) / jnp.maximum(total, 1e-30)[..., None]
@@ -94,7 +93,7 @@ def by_position(
     slots: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Score of each position, where heads hold different ones: attention, maximum over the heads that hold it, else 0.
+    """Scores `f32[B, S]` of positions, where heads hold different ones: maximum attention over heads; 0 if none.
 
     The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
     of each segment are scored; `slots` exceeds all positions.
@@ -109,10 +108,10 @@ def by_position(
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
     def received(index: Array | int) -> Array:
-        """Scores `[B, S]` by one block of queries."""
+        """Scores `f32[B, S]` of all positions by one block of queries."""
 
         def part(a: Array, axis: int) -> Array:
-            """Block of `size` queries of an array."""
+            """Block `index` of `size` queries, sliced from an array along `axis`."""
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
         queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(asked.positions, 1)
@@ -131,13 +130,13 @@ def by_position(
 
 
 def _loudest(shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None) -> Float[Array, "B n"]:
-    """Probability of each column, maximum over heads, summed over the queries by their weights."""
+    """Probabilities of each column, maximum over heads, summed over queries by their weights: `f32[B, n]`."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)
 
 
 def _softmax(logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"]) -> Float[Array, "*n P"]:
-    """Probabilities among the rows that are seen; 0 in all rows where none is."""
+    """Softmax probabilities over the last axis among the rows of a mask; 0 where the mask is empty."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(logits - highest), 0.0)

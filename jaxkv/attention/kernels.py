@@ -11,7 +11,7 @@ from jaxkv.attention.xla import Walk
 
 
 class Kernels(Backend):
-    """Attention by the compiled Pallas kernels; they also append, evict, add and normalise.
+    """Backend of the compiled Pallas (Triton) kernels: attention, fused decode steps, eviction and norms.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -25,34 +25,34 @@ class Kernels(Backend):
 
     @property
     def _kernels(self) -> ModuleType:
-        """Module `pallas_kernels`, imported late: Pallas takes half a second and tens of megabytes."""
+        """Module `pallas_kernels`, imported on first use: Pallas takes half a second and tens of megabytes."""
         import jaxkv.pallas_kernels as pallas_kernels
 
         return pallas_kernels
 
     def refusal(self, setting: Setting) -> str | None:
-        """Text that refuses devices other than GPUs; None on GPUs."""
+        """Error text for devices other than NVIDIA GPUs; None on GPUs."""
         return None if setting.gpu else f"these kernels need a GPU, this is {setting.platform}: use xla"
 
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one kernel, with log-sum-exp or None."""
+        """Causal attention of all prompts in one kernel; returns the output, and the log-sum-exp or None."""
         out, found = self._kernels.flash(q, k, v, _firsts(first, length), length, interpret=self.interpret)
         return out, found if lse else None
 
     def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
-        """Attention that each key receives from T consecutive queries of each prompt, in one kernel."""
+        """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
         first = _firsts(first, length)
         return self._kernels.column_sums(q, k, lse, first, length, per_query_head=True, interpret=self.interpret)
 
     def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
-        """Mean attention that each key receives from the last w queries; probabilities stay out of memory."""
+        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel."""
         sums = self._kernels.window_sums(q, k, positions[:, 0], length, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
     def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, with log-sum-exp; ignores `walk`."""
+        """Attention of R queries per kv head over its segment; returns output and log-sum-exp. Ignores `walk`."""
         return self._kernels.attend(q, k, v, start, length, interpret=self.interpret)
 
     def attend_scored(
@@ -69,7 +69,7 @@ class Kernels(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Attention of one token, and updated scores; holds logits of `widest` rows per segment."""
+        """Attention of one token per sequence; returns the output and scores with each row's attention added."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
         out, _, score = self._kernels.attend(
             q, k, v, start, length, score=score, counts=counts, widest=widest, interpret=self.interpret
@@ -77,11 +77,11 @@ class Kernels(Backend):
         return out, score
 
     def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
-        """Keys, values and positions of the chosen rows of one layer, gathered into a pool in one pass."""
+        """Gathers one layer's chosen rows by a kernel; returns the pool's keys, values and positions."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def deal(self, start: Array, length: Array, *, dim: int, itemsize: int) -> Any:
-        """Table of the rows that each program of a decode step reads, cut by the segments' actual lengths."""
+        """Table of the pool rows that each kernel program of a decode step reads, cut by the segments' lengths."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
         return self._kernels.deal(start, length, programs=programs)
 
@@ -102,7 +102,7 @@ class Kernels(Backend):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Rotates a new token of each sequence, appends its row and attends, in one kernel."""
+        """Rotates a new token, appends its row and attends, in one kernel; returns output, pool and scores."""
         return self._kernels.decode_token(
             q,
             kv,
@@ -121,28 +121,28 @@ class Kernels(Backend):
         )
 
     def add_norm(self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Sum of hidden states and parts of a product, and its RMS norm, in one kernel."""
+        """Sum of hidden states and split-K parts of a product, and its RMS norm, in one kernel."""
         return self._kernels.add_norm(x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret)
 
     def evict_rows(self, *args: Array | None, weigh: Any) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Finds the lowest row of each segment above its limit and writes the newest row there, in one kernel."""
+        """Overwrites the lowest-ranked row of each segment above its limit with its newest row, in one kernel."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves the last row of segments to another row's place, in one kernel."""
+        """Moves one row of each masked segment into another row's place, in one kernel; returns the pool."""
         return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 
 class Interpreted(Kernels):
-    """The Pallas kernels run as plain JAX operations, on any device; very slow."""
+    """Backend of the Pallas kernels run as plain JAX operations on any device, for tests; very slow."""
 
     interpret = True
 
     def refusal(self, setting: Setting) -> str | None:
-        """None: it runs on every device."""
+        """None: interpreted kernels run on every device."""
         return None
 
 
 def _firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Position of each sequence's first query; 0 by default."""
+    """Position `i32[B]` of each sequence's first query; zeros if `first` is None."""
     return jnp.zeros_like(length) if first is None else first

@@ -12,17 +12,17 @@ _HOPPER = (9, 0)
 
 
 class Mosaic(Kernels):
-    """Prefill in Mosaic GPU on Hopper; scoring and decoding by the Triton kernels."""
+    """Backend with prefill by a Mosaic GPU kernel for Hopper; scoring and decoding by the Triton kernels."""
 
     @property
     def _mosaic(self) -> ModuleType:
-        """Module `pallas_kernels.mosaic`, imported late: its compiler takes longer still than Triton's."""
+        """Module `pallas_kernels.mosaic`, imported on first use: its compiler loads slower than Triton's."""
         import jaxkv.pallas_kernels.mosaic as mosaic
 
         return mosaic
 
     def refusal(self, setting: Setting) -> str | None:
-        """Text that refuses all but Hopper, its dtypes and its head dims; None where it runs."""
+        """Error text for devices other than Hopper, and for other dtypes and head dims; None if it serves them."""
         if not setting.gpu:
             remedy = f"it needs a GPU, this is {setting.platform}"
         elif setting.capability not in (None, _HOPPER):
@@ -39,6 +39,6 @@ class Mosaic(Kernels):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one Mosaic kernel, with log-sum-exp or None."""
+        """Causal attention of all prompts in one Mosaic kernel; returns the output, and the log-sum-exp or None."""
         out, found = self._mosaic.flash(q, k, v, jnp.zeros_like(length) if first is None else first, length)
         return out, found if lse else None

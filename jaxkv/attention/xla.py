@@ -28,7 +28,7 @@ _MANY_QUERIES = 48
 
 
 class Walk(enum.Enum):
-    """How attention reads the rows of a layer's segments.
+    """Enum of the ways in which XLA attention reads the rows of a pool's segments.
 
     STRIDES: head k's segment begins at row k * P/K, known at trace time.
     WHOLE: every head is multiplied with all rows of the pool, and masked to its segment.
@@ -41,12 +41,12 @@ class Walk(enum.Enum):
 
 
 def logit_divisor(dim: int) -> float:
-    """Square root of the head dim, by which products of queries and keys are divided."""
+    """Square root of the head dim, by which attention logits are divided."""
     return math.sqrt(dim)
 
 
 def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n D"]:
-    """Queries times `by` over the square root of D, multiplied in float32, in q's dtype."""
+    """Queries times `by` / sqrt(D), multiplied in float32 and returned in q's dtype."""
     return (q.astype(jnp.float32) * (by / logit_divisor(q.shape[-1]))).astype(q.dtype)
 
 
@@ -71,16 +71,16 @@ def causal(
     all_keys, all_values = as_bits(k), as_bits(v)
 
     def head(inputs):
-        """Output and log-sum-exp of one kv head."""
+        """Output `f32[G * T, D]` and log-sum-exp of one kv head's queries."""
         q_head, index_of_head = inputs
 
         def rows(bits, begin, dtype):
-            """Block of one kv head's keys or values."""
+            """Block of one kv head's keys or values, from row `begin` on, in their own dtype."""
             mine = lax.dynamic_slice(bits, (index_of_head, begin, 0), (1, block, bits.shape[2]))[0]
             return from_bits(mine, dtype)
 
         def step(index, carry, *, masked):
-            """Softmax sums and output after one more block of keys."""
+            """Loop body: softmax maximum and sum, and output, after one more block of keys."""
             maximum, total, acc = carry
             # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
@@ -117,12 +117,12 @@ def causal(
 
 
 def as_bits(rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """16-bit floats as integers, which a CPU slices and writes in place without float32; other arrays unchanged."""
+    """16-bit floats bitcast to uint16, which a CPU slices without float32; other arrays unchanged."""
     return lax.bitcast_convert_type(rows, jnp.uint16) if rows.dtype.itemsize == 2 else rows
 
 
 def from_bits(bits: Shaped[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    """Floats of `dtype` from the integers of `as_bits`; other arrays unchanged."""
+    """Floats of `dtype`, bitcast back from the uint16 of `as_bits`; arrays of that dtype unchanged."""
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
@@ -135,7 +135,7 @@ def over_pool(
     *,
     walk: Walk,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of R queries per kv head over the rows of its segment, with log-sum-exp; see `Backend.attend`."""
+    """Attention of R queries per kv head over the rows of its segment, with log-sum-exp, read as `walk` says."""
     rows, scaled = q.shape[2], scale_queries(q)
     if rows == 1 and q.dtype.itemsize == 2:
         # One 16-bit row times a matrix runs scalar code on a CPU, 4x slower than two rows.
@@ -153,7 +153,7 @@ def over_pool(
 
 
 def _equal(q, k, v, length):
-    """Attention over segments at equal strides: output, not yet in q's dtype, and log-sum-exp."""
+    """Attention over segments of equal capacity, by one batched product: float32 output and log-sum-exp."""
     batch, heads = q.shape[:2]
     keys = k.reshape(batch, heads, -1, k.shape[-1])
     values = v.reshape(keys.shape)
@@ -164,7 +164,7 @@ def _equal(q, k, v, length):
 
 
 def _weighted(weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]) -> Float[Array, "B K R D"]:
-    """Sum of values by weights, float32."""
+    """Sum of value rows by attention weights, `f32[B, K, R, D]`; split into chunks for a CPU's cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
@@ -184,7 +184,7 @@ def masked_product(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of scaled queries by one product of all heads with all rows, each head masked to its segment."""
+    """Attention of scaled queries by one product of all heads with all pool rows, masked to each segment."""
     batch, heads, rows, dim = q.shape
     flat = q.reshape(batch, heads * rows, dim)
     logits = lax.dot_general(flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
@@ -203,13 +203,13 @@ def by_windows(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of scaled queries in blocks of each segment, as many as the longest has: work goes by length, not P."""
+    """Attention and lse of scaled queries over each segment, in blocks: work grows with the longest segment, not P."""
     batch, heads, rows, dim = q.shape
     block = walk_block(k, heads)
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):
-        """Softmax sums and output after one more block of every segment."""
+        """Loop body: softmax maximum and sum, and output, after one more block of each segment."""
         maximum, total, acc = carry
         begin = start + index * block
         clamped = jnp.clip(begin, 0, k.shape[1] - block)
@@ -235,7 +235,7 @@ def by_windows(
 
 
 def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) -> Shaped[Array, "B K n *D"]:
-    """`size` neighbouring rows of a pool from each first row on; all lie within the pool."""
+    """Gathers `size` consecutive pool rows from each first row `begin` on, for each sequence and kv head."""
     batch, count, *rest = rows.shape
     first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
     numbers = lax.GatherDimensionNumbers(
@@ -247,7 +247,7 @@ def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) 
 
 
 def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
-    """Rows of each segment in one block of a walk: a divisor of WALK_BLOCK, or all rows of a small pool."""
+    """Number of rows per block of a walk over segments: WALK_BLOCK, its half or quarter, or all of a small pool."""
     row_bytes = pool.shape[0] * heads * pool.shape[2] * pool.dtype.itemsize
     block = WALK_BLOCK
     while block > WALK_BLOCK // 4 and block * row_bytes > _WINDOW_BYTES:
@@ -258,12 +258,12 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
 def inside_segments(
     row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
 ) -> Bool[Array, "B K P"]:
-    """Mask of the pool rows `row`, common or per segment, that lie in each segment."""
+    """Mask `bool[B, K, P]`: True where pool row `row` lies in the segment."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 
 def _softmax(logits, inside):
-    """Unnormalised weights, their sum and the log-sum-exp; an empty segment gives 0, 1 and -inf."""
+    """Unnormalised softmax weights, their sum, and the log-sum-exp; 0, 1 and -inf for an empty segment."""
     logits = jnp.where(inside, logits, MASKED)
     top = logits.max(axis=-1)
     weights = jnp.exp(logits - top[..., None])
@@ -274,7 +274,7 @@ def _softmax(logits, inside):
 
 
 def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n"]:
-    """Softmax weights in the values' dtype."""
+    """Softmax weights converted from float32 to the values' dtype."""
     if dtype != jnp.bfloat16:
         return weights.astype(dtype)
     # Weights lie in [0, 1]: rounding needs none of the NaN handling that makes XLA's conversion slow on a CPU.
@@ -283,10 +283,10 @@ def _narrow(weights: Float[Array, "m n"], dtype: jnp.dtype) -> Float[Array, "m n
 
 
 def rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:
-    """Products of all rows of `a` with all rows of `b`, float32."""
+    """Matrix product `a @ b.T` with float32 result."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _dot(a: Float[Array, "m n"], b: Float[Array, "n D"]) -> Float[Array, "m D"]:
-    """Matrix product, float32."""
+    """Matrix product `a @ b` with float32 result."""
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

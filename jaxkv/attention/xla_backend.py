@@ -15,7 +15,7 @@ from jaxkv.attention.xla import Walk
 
 
 class Xla(Backend):
-    """Attention by `xla` and `columns`: prompts one by one; keys of a shared pool are read once for all uses."""
+    """Backend in plain XLA for every device, the oracle of the others; prompts are processed one by one."""
 
     at_once = False
     keeps_norms = True
@@ -23,20 +23,20 @@ class Xla(Backend):
     def prefill(
         self, q: Array, k: Array, v: Array, length: Array, first: Array | None = None, *, lse: bool = True
     ) -> tuple[Array, Array | None]:
-        """Causal attention of prompts, one after the other, with log-sum-exp or None."""
+        """Causal attention, prompt by prompt; returns the output, and the log-sum-exp or None."""
 
         def one(q, k, v, first=None):
-            """Output and log-sum-exp of one prompt."""
+            """Attention output and log-sum-exp of one prompt."""
             return xla.causal(q, k, v, jnp.int32(0) if first is None else first)
 
         out, found = _each(one, q, k, v, *([] if first is None else [first]))
         return out, found if lse else None
 
     def column_sums(self, q: Array, k: Array, lse: Array, length: Array, first: Array | None = None) -> Array:
-        """Attention that each key receives from T consecutive queries of each prompt, one prompt after the other."""
+        """Attention `f32[B, K, G, S]` that each key receives from T queries, summed over them, prompt by prompt."""
 
         def one(q, k, lse, length, first=None):
-            """Sums of one prompt."""
+            """Attention that each key of one prompt receives, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
             return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin)
@@ -44,11 +44,11 @@ class Xla(Backend):
         return _each(one, q, k, lse, length, *([] if first is None else [first]))
 
     def window_mean(self, q: Array, k: Array, positions: Array, length: Array) -> Array:
-        """Mean attention that each key receives from the last w queries, one kv head after the other."""
+        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, head by head."""
         return columns.window_mass(q, k, positions, lambda p, at: columns.mean_over_window(p, at).mean(axis=0))
 
     def attend(self, q: Array, k: Array, v: Array, start: Array, length: Array, *, walk: Walk) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, with log-sum-exp, in the walk's formulation."""
+        """Attention of R queries per kv head over its segment, read as `walk` says; returns output and log-sum-exp."""
         return xla.over_pool(q, k, v, start, length, walk=walk)
 
     def attend_scored(
@@ -65,7 +65,7 @@ class Xla(Backend):
         widest: int | None = None,
         other: Array | None = None,
     ) -> tuple[Array, Array | Received]:
-        """Attention of one token, and updated scores, or a `Received` where `widest` allows to read keys once."""
+        """Attention of one token per sequence; returns output, and updated scores or a `Received` for later."""
         if walk is Walk.WINDOWS and widest is not None:
             return columns.walk_scored(q, k, v, start, length, widest=widest, other=other)
         out, lse = xla.over_pool(q, k, v, start, length, walk=walk)
@@ -74,7 +74,7 @@ class Xla(Backend):
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:
-    """Results of a function over sequences, one after the other; without a loop for a single one."""
+    """Applies `one` to each sequence of some arrays in a sequential loop; returns the stacked results."""
     if arrays[0].shape[0] > 1:
         return lax.map(lambda row: one(*row), arrays)
     alone = one(*(each.reshape(each.shape[1:]) for each in arrays))

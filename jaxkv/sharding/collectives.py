@@ -10,27 +10,27 @@ from jaxkv.sharding.mesh import LETTERS, NAMES, Axes
 
 
 def total(x: Array, axes: Axes | None, letter: str = "H") -> Array:
-    """Sum over the devices that share an axis of this letter; by default H: heads, MLP and vocabulary of a group."""
+    """Sum of `x` over the devices that split axes named `letter`; by default H: heads, MLP and vocabulary."""
     return x if axes is None or axes.size(letter) == 1 else lax.psum(x, LETTERS[letter])
 
 
 def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
-    """Mean over the devices that share an axis of this letter."""
+    """Mean of `x` over the devices that split axes named `letter`; `x` without a mesh."""
     return x if axes is None or axes.size(letter) == 1 else lax.pmean(x, LETTERS[letter])
 
 
 def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
-    """Maximum over the devices that share an axis of this letter."""
+    """Elementwise maximum of `x` over the devices that split axes named `letter`; `x` without a mesh."""
     return x if axes is None or axes.size(letter) == 1 else lax.pmax(x, LETTERS[letter])
 
 
 def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """Whole array, gathered from the devices' parts along an axis of this letter."""
+    """Whole array, gathered from the devices' parts along `axis`, which is named `letter`."""
     return x if axes is None or axes.size(letter) == 1 else lax.all_gather(x, LETTERS[letter], axis=axis, tiled=True)
 
 
 def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """This device's part of an array along an axis of this letter; the inverse of `gathered`."""
+    """This device's part of a whole array along `axis`, which is named `letter`; the inverse of `gathered`."""
     if axes is None:
         return x
     size = x.shape[axis] // axes.size(letter)
@@ -38,7 +38,7 @@ def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
 
 
 def first(letter: str, size: int, axes: Axes | None) -> Any:
-    """Index of the first element of this device's part, of `size` elements, of an axis of this letter."""
+    """Index at which this device's part, of `size` elements, begins in an array axis named `letter`."""
     return 0 if axes is None else lax.axis_index(LETTERS[letter]).astype(jnp.int32) * size
 
 
@@ -48,10 +48,10 @@ def anywhere(flag: Array, axes: Axes | None) -> Array:
 
 
 def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
-    """True if the flag is set on any device that shares an axis of this letter."""
+    """True if the flag is set on any of the devices that split axes named `letter`."""
     return flag if axes is None else most_of_devices(flag.astype(jnp.int32), letter, axes) > 0
 
 
 def count_of_all(flags: Bool[Array, " B"], axes: Axes | None) -> Int[Array, ""]:
-    """Number of sequences whose flag is set, over the whole mesh; the same on all devices, even if they disagree."""
+    """Number of set flags among all sequences of the mesh, i32; the same number on every device."""
     return flags.sum(dtype=jnp.int32) if axes is None else lax.psum(flags.sum(dtype=jnp.int32), NAMES) // axes.size("H")

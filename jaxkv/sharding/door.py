@@ -18,7 +18,7 @@ from jaxkv.sharding.record import recorder
 
 
 class Door:
-    """A function as a compiled program: `jax.jit`, and on a mesh the same function of each device's parts.
+    """A compiled function: `jax.jit`, or on a mesh `jax.shard_map`, with placements by the annotations' axis letters.
 
     Placement follows from the letters in the annotations of the function and of the dataclasses that it takes and
     returns; arrays annotated "...", such as parameters, keep their placement.
@@ -44,7 +44,7 @@ class Door:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Runs the program; while a recorder is active, records the call and returns abstract results."""
+        """Runs the program and returns its results; while a recorder is active, records the call and runs nothing."""
         noting = recorder()
         if noting is not None:
             return noting.call(self, args, options)
@@ -56,7 +56,7 @@ class Door:
         return self._split(given, rest, **static)
 
     def apart(self, *args: Any, **options: Any) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
-        """Function of flat arrays, (path, letters, array) of each, and the number of donated ones, which come first."""
+        """Splits a call for export: function of flat arrays, (path, letters, array) of each, number of donated ones."""
         axes, given, hints = self._axes(options), self._signature.bind(*args, **options).arguments, hints_of(self._fn)
         statics = tuple((name, value) for name, value in given.items() if name in self._static)
         arrays = {name: value for name, value in given.items() if name not in self._static}
@@ -69,7 +69,7 @@ class Door:
         return lambda *flat: run(*jax.tree.unflatten(tree, flat), **options), told, len(jax.tree.leaves(sides[0]))
 
     def arguments_placed(self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any) -> tuple[Any, ...]:
-        """Abstract arguments, placed by their letters; off a mesh with `sharding`."""
+        """Abstract arguments with the shardings of their axis letters; off a mesh with `sharding`."""
         axes, hints = self._axes(options), hints_of(self._fn)
         if axes is None:
             return jax.tree.map(lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args)
@@ -77,13 +77,13 @@ class Door:
         return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
 
     def results_placed(self, out: Any, options: dict[str, Any]) -> Any:
-        """Abstract results, placed by their letters."""
+        """Abstract results with the shardings of their axis letters."""
         axes = self._axes(options)
         out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), out)
         return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
 
     def trace(self, *args: Any, **options: Any) -> Any:
-        """The program traced for arrays, or for abstract ones, of devices too that are not there."""
+        """Traces the program for concrete or abstract arrays, also of absent devices; returns `jax.stages.Traced`."""
         axes = self._axes(options)
         if axes is None:
             return self._plain.trace(*args, **options)
@@ -91,21 +91,21 @@ class Door:
         return self._split.trace(given, rest, **static)
 
     def lower(self, *args: Any, **options: Any) -> Any:
-        """The program lowered for these arguments."""
+        """Traces and lowers the program for these arguments; returns `jax.stages.Lowered`."""
         return self.trace(*args, **options).lower()
 
     def clear_cache(self) -> None:
-        """Clears the compiled programs."""
+        """Drops the compiled executables of this program."""
         self._plain.clear_cache()
         self._split.clear_cache()
 
     def _axes(self, options: dict[str, Any]) -> Axes | None:
-        """Axes of the mesh that the program runs on, from the static argument that carries them."""
+        """Axes of the mesh that a call runs on, from the static argument that carries them; None without a mesh."""
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
     def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
-        """Donated and other arguments by name, placed, and the static arguments of `_run`."""
+        """Binds a call's arguments: donated and other arrays by name, placed on the mesh, and static ones."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints = hints_of(self._fn)
@@ -120,12 +120,12 @@ class Door:
     def _run(
         self, given: dict[str, Any], rest: dict[str, Any], *, axes: Axes, ins: tuple[P, ...], statics: tuple[Any, ...]
     ) -> Any:
-        """Runs the function over a mesh by `shard_map`."""
+        """Runs the function over a mesh by `jax.shard_map`; returns its results as whole arrays."""
         leaves, tree = jax.tree.flatten((given, rest))
         found: dict[str, Any] = {}
 
         def local(*mine: Array) -> list[Array]:
-            """Flat results of one device's parts; notes their structure and specs."""
+            """Runs the function on one device's parts; returns flat results, and notes their tree and specs."""
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
@@ -140,7 +140,7 @@ class Door:
 
 
 def _out_spec(letters: str, axes: Axes) -> P:
-    """PartitionSpec of a result by its letters; TypeError for a result without named axes."""
+    """PartitionSpec of a result by its axis letters; TypeError for a result annotated "..."."""
     if letters.startswith("..."):
         raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
     # A part does not show whether an axis behind `#` is one of many: what comes out of a program is.
@@ -154,7 +154,7 @@ def program(
     on: str = "axes",
     compiler: dict[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Door]:
-    """Decorator that makes a function a compiled program.
+    """Decorator that turns a function into a `Door`, a compiled program that runs with or without a mesh.
 
     `static` and `donate` name arguments; `on` names the static keyword argument that carries the `Axes` to run on, or
     None; `compiler` gives XLA options, whatever the device.

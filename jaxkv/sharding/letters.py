@@ -12,12 +12,12 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 @functools.cache
 def hints_of(of: Any) -> dict[str, Any]:
-    """Annotations of a class or a function by name."""
+    """Type annotations of a class or a function by name, resolved and cached."""
     return typing.get_type_hints(of)
 
 
 def known(letters: str | None, leaf: Any) -> str:
-    """Letters of an array; TypeError for an array with axes and no annotation."""
+    """Axis letters of an array, "" for a scalar; TypeError for an array with axes but no letters."""
     if letters is None and np.ndim(leaf):
         raise TypeError(f"no letters for an array of shape {np.shape(leaf)}: annotate it")
     return letters or ""
@@ -28,7 +28,7 @@ _FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
 
 
 def letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
-    """Letters of all leaves of a tree with an annotation; None for leaves without one."""
+    """Axis letters of every leaf of an annotated tree, cached; None for leaves without an annotation."""
     found = _FOUND.get((hint, tree))
     if found is None:
         paths = jax.tree_util.tree_flatten_with_path(value)[0]
@@ -37,7 +37,7 @@ def letters_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
 
 
 def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
-    """Letters of the leaf at a path of a value, from the annotations on the way; None without one."""
+    """Axis letters of the leaf at a pytree path, such as "B K D", from the annotations; None without any."""
     for key in path:
         if isinstance(key, GetAttrKey):
             kind: Any = type(value)
@@ -51,18 +51,18 @@ def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
 
 
 def _item(hint: Any, index: int) -> Any:
-    """Annotation of an element of an annotated tuple."""
+    """Type annotation of element `index` of an annotated tuple; None if there is none."""
     of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
     inner = typing.get_args(of)
     return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
 
 
 def _dims(hint: Any) -> str | None:
-    """Axes text of a jaxtyping annotation; None for any other."""
+    """Axis letters of a jaxtyping annotation, such as "B K D"; None for other annotations."""
     return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Members of a union annotation, or the annotation alone."""
+    """Members of a union annotation, or a tuple of the annotation alone."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

@@ -27,7 +27,7 @@ LETTERS = {"B": (_DATA,), "K": (_KV,), "P": (_KV,), "G": (_REP,), "H": _MODEL, "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes(Value):
-    """A mesh with the axes data, kv and rep, over which arrays are split by letter; static in every program on it.
+    """A mesh with the axes data, kv and rep, over which arrays are split by axis letters; a static argument.
 
     Attributes:
         mesh: from `model_mesh`.
@@ -41,42 +41,42 @@ class Axes(Value):
 
     @classmethod
     def of(cls, leaf: Any) -> "Axes | None":
-        """Axes of the mesh that an array lies on; None on a single device, or on a mesh with other axes."""
+        """`Axes` of the mesh that an array lies on; None on a single device, or on a mesh with other axes."""
         sharding = getattr(leaf, "sharding", None)
         fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
     def __reduce__(self) -> tuple[Callable[..., "Axes"], tuple[Any, ...]]:
-        """Pickles device ids, because devices belong to a process."""
+        """Pickles the mesh as platform and device ids, because devices belong to a process."""
         ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
         return _of_devices, (self.platform, ids.tolist())
 
     @property
     def axes(self) -> "Axes":
-        """Itself, so that programs take `Axes` and static configs that hold one alike."""
+        """This object, so that programs can be given `Axes` or a static config with a field `axes`."""
         return self
 
     @property
     def platform(self) -> str:
-        """Platform of the devices, such as cpu or gpu."""
+        """Platform of the mesh's devices as text, such as cpu or gpu."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def in_one_memory(self) -> int:
-        """Number of this process' devices that share one memory: all on a CPU, else 1."""
+        """Number of this process's devices that share one memory: all of them on a CPU, else 1."""
         return len(self.mesh.local_devices) if self.platform == "cpu" else 1
 
     @property
     def processes(self) -> int:
-        """Number of processes that own the devices."""
+        """Number of processes that own the mesh's devices."""
         return len({device.process_index for device in self.mesh.devices.flat})
 
     def size(self, letter: str) -> int:
-        """Number of parts into which an axis of this letter is split."""
+        """Number of parts into which an array axis named `letter` is split; 1 if it is not split."""
         return math.prod(self.mesh.shape[name] for name in LETTERS.get(letter, ()))
 
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
-        """PartitionSpec of an array by its letters and its shape; an axis marked `#` is not split where its size is 1.
+        """PartitionSpec of an array by its axis letters and shape; an axis marked `#` is whole where its size is 1.
 
         ValueError if two letters use the same axis of the mesh, or a size does not divide.
         """
@@ -84,7 +84,7 @@ class Axes(Value):
 
 
 def _of_devices(platform: str, ids: list[Any]) -> Axes:
-    """Axes of unpickled device ids; ValueError if this process lacks one of the devices."""
+    """Unpickles `Axes` from a platform and device ids; ValueError if this process lacks a device."""
     there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
     gone = sorted(set(names.ravel().tolist()) - set(there))
     remedy = f"this process has {len(there)} of {platform}: a cache goes to others by its save, and jaxkv.load_cache"
@@ -95,7 +95,7 @@ def _of_devices(platform: str, ids: list[Any]) -> Axes:
 
 @functools.lru_cache(maxsize=4096)
 def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
-    """PartitionSpec of `Axes.spec`, cached."""
+    """PartitionSpec of an array by its axis letters and shape, cached; ValueError if a size does not divide."""
     names = letters.split()
     for at, (name, size) in enumerate(zip(names, shape, strict=False)):
         over = LETTERS.get(name.lstrip("#"), ())
@@ -109,7 +109,7 @@ def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
 
 
 def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """PartitionSpec of letters without trailing unsplit axes, and with `mesh` also without its axes of one device.
+    """PartitionSpec of axis letters, without trailing unsplit axes; `mesh` also drops mesh axes of one device.
 
     ValueError if two letters use the same axis of the mesh.
     """
@@ -124,7 +124,7 @@ def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
 
 
 def host(value: Any) -> np.ndarray:
-    """Whole array on the host, gathered from all processes if it is spread over several."""
+    """Whole array as numpy, gathered from all processes if it is spread over several."""
     if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         from jax.experimental import multihost_utils
 
@@ -133,7 +133,7 @@ def host(value: Any) -> np.ndarray:
 
 
 def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Array:
-    """Array of the host on the devices, split by its axes' letters; on the default device without `axes`."""
+    """Puts a host array on the devices, split by its axis letters; on the default device without `axes`."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
@@ -141,46 +141,46 @@ def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Arr
 
 
 def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
-    """Sharding of an array by its letters, the `device` of `jnp.zeros`; None, the default device, without `axes`."""
+    """Sharding of an array by its axis letters and shape; None, the default device, without `axes`."""
     return None if axes is None else _there(axes.mesh, letters, tuple(shape))
 
 
 def inside() -> bool:
-    """True while the code of one device of a mesh is traced, inside `shard_map`."""
+    """True while the code of one device of the mesh is traced, inside `shard_map`."""
     return set(NAMES) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @functools.lru_cache(maxsize=4096)
 def _there(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Sharding of `where`, cached."""
+    """`NamedSharding` of an array by its axis letters and shape, cached."""
     return NamedSharding(mesh, _spec(mesh, letters, shape))
 
 
 def missing(batch: int, axes: Axes | None) -> int:
-    """Number of padding sequences that fill a batch up to a multiple of the mesh's groups."""
+    """Number of padding sequences that fill a batch up to a multiple of the mesh's data groups."""
     return 0 if axes is None else -batch % axes.size("B")
 
 
 def settle_down(tree: Any, axes: Axes | None) -> Any:
-    """Dataclass of arrays, placed by the letters of its fields; unchanged without a mesh or inside a program."""
+    """Puts a dataclass's arrays on a mesh by the axis letters of its fields; no-op off a mesh or in a program."""
     return tree if axes is None or inside() else tree_placed(tree, type(tree), axes)
 
 
 def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
-    """Pytree with its arrays placed by the letters of its annotation."""
+    """Puts a pytree's arrays on a mesh by the axis letters of its annotation `hint`."""
     leaves, tree = jax.tree.flatten(value)
     letters = letters_of(value, hint, tree)
     return jax.tree.unflatten(tree, [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)])
 
 
 def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
-    """(path, letters, array) of each leaf of a dataclass of arrays."""
+    """(path, axis letters, array) of each leaf of a dataclass of arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(path, known(letters_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:
-    """Array with a given sharding; unchanged if it has it already. Abstract arrays get the sharding.
+    """Moves an array to a sharding; unchanged if it has it already. Abstract arrays get the sharding.
 
     An array of the host or of one device must be whole in every process.
     """
@@ -202,7 +202,7 @@ def put(leaf: Any, there: NamedSharding) -> Any:
 
 
 def leaf_placed(leaf: Any, letters: str | None, axes: Axes) -> Any:
-    """Array placed by its letters; one annotated "..." keeps its place, which must be on that mesh."""
+    """Puts an array on a mesh by its axis letters; one annotated "..." must lie there already."""
     if letters != "...":
         letters = known(letters, leaf)
         return put(leaf, _there(axes.mesh, letters, np.shape(leaf)))

@@ -34,12 +34,12 @@ _PARAMETERS = {
 
 
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, without its axes of one device."""
+    """PartitionSpec of a parameter path such as `blocks.0.attention.q`; `mesh` drops its axes of one device."""
     return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""), mesh)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
-    """Mesh with the axes data, kv and rep from a user's with "data" and "model": kv heads are split first, then groups.
+    """Mesh with the axes data, kv and rep from a mesh with "data" and "model"; kv heads are split first.
 
     Where rep has more than one device, kv heads are copied to them. TypeError for anything but a mesh; ValueError for
     other axes and for a number of devices that does not divide the model, naming those that do. Warns once per process
@@ -58,12 +58,12 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
 
 
 def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
-    """Mesh of `model_mesh` for `data` groups of `model` devices, without the devices."""
+    """`model_mesh` without devices, for `data` groups of `model` devices each."""
     return AbstractMesh((data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
 
 
 def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
-    """Numbers of devices that split the kv heads and each one's query heads; ValueError if `model` does not divide."""
+    """Sizes (kv, rep): devices that split the kv heads, and each head's group; ValueError if `model` does not fit."""
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
@@ -73,7 +73,7 @@ def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
 
 
 def _divides(config: ModelConfig, model: int) -> bool:
-    """True if a model can be split over `model` devices."""
+    """True if a model's heads, MLP and vocabulary can be split over `model` devices."""
     kv = math.gcd(config.kv_heads, model)
     # Several kv heads with a part of each one's group would not be contiguous columns of the output projection.
     split = kv == config.kv_heads and config.group % (model // kv) == 0

@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, Primitive, Var
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One recorded call of a program.
+    """A recorded program call: its abstract arguments and results, the traced program, and live bytes beside it.
 
     Attributes:
         name: of the program's function.
@@ -48,22 +48,22 @@ _called.def_abstract_eval(lambda *given, gives, sizes: list(gives))
 
 
 def recorder() -> "Recorder | None":
-    """Active recorder of this thread; None where programs are run."""
+    """Recorder that is active in this thread; None while programs are run."""
     return _RECORDER.get()
 
 
 class Recorder:
-    """Takes calls of programs instead of a device, in order; equal calls are traced once."""
+    """Records program calls in order instead of running them; equal calls are traced once."""
 
     def __init__(self, sharding: Any):
-        """Starts without calls; `sharding` is that of arrays of programs off a mesh."""
+        """Empty recorder; `sharding` is given to the arrays of programs that run off a mesh."""
         self.calls, self.resident = list[Call](), list[set[int]]()
         self._sharding, self._known = sharding, dict[Any, Call]()
         # Held so that equations with unused results are not dropped.
         self._results = list[list[Any]]()
 
     def call(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Records a call; returns traced arrays of its results' shapes."""
+        """Records a program call; returns tracers with the shapes of its results."""
         given, tree = jax.tree.flatten(args)
         shapes = [_shape(leaf) for leaf in given]
         known = door, tree, *shapes, *sorted(options.items(), key=lambda option: option[0])
@@ -87,7 +87,7 @@ class Recorder:
         return jax.tree.unflatten(result, self._results[-1])
 
     def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
-        """Call with its program traced; programs inside are part of it, and no calls."""
+        """Traces a program for abstract arguments; returns the `Call`. Programs called inside become part of it."""
         token, began = _RECORDER.set(None), time.perf_counter()
         try:
             placed = door.arguments_placed(args, options, self._sharding)
@@ -106,7 +106,7 @@ class Recorder:
 
 
 def record(walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None) -> tuple[list[Call], Any]:
-    """Traces a walk that calls programs; returns the calls in order, and the abstract results of the walk.
+    """Traces a function that calls programs; returns the program calls in order, and its abstract results.
 
     `args` are its abstract arrays, and its results live to its end. `resident` are abstract arrays that live all the
     while; the walk must pass these very objects. `sharding` is that of arrays off a mesh, None for the default device.
@@ -126,12 +126,12 @@ def record(walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: A
 
 
 def weigh(tree: Any) -> int:
-    """Bytes of a tree's arrays on one device."""
+    """Bytes that a tree's arrays, concrete or abstract, take on one device."""
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _bytes(leaf: Any) -> int:
-    """Bytes of an array, abstract array or abstract value on one device."""
+    """Bytes that an array, abstract array or abstract value takes on one device."""
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
     shape = sharding.shard_shape(shape) if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is not None else shape
     item = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
@@ -139,12 +139,12 @@ def _bytes(leaf: Any) -> int:
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Abstract array of an argument; resident arguments are abstract already, with their sharding."""
+    """Abstract array of an argument; arguments that are abstract already are returned unchanged."""
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
 
 
 def _beside(outer: Jaxpr) -> list[int]:
-    """Bytes of live arrays on one device during each call: made before, used later, and not its arguments."""
+    """Bytes of arrays live on one device during each recorded call, its own arguments left out."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}
