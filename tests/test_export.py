@@ -182,7 +182,7 @@ def test_heads_that_may_compete_for_a_question_have_no_bound_compiled_in(questio
     flat, known = tiny.tiny(MODEL).flat, buckets.table(policy.parts(), MODEL.layers, 16)
     limits, xla = buckets.Limits(question=question, new=2), jaxkv.Implementation.XLA
     bucket = buckets.spec_of_bucket(flat, policy, known, limits, platform="cpu", implementation=xla)
-    assert (bucket.spec.widest is None) == bool(question)
+    assert (bucket.decoding.widest is None) == bool(question)
 
 
 def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
