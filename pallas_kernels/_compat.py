@@ -31,7 +31,7 @@ LOG2E = 1.4426950408889634
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Warps and pipeline stages of a kernel.
+    """Launch parameters of a Triton kernel: number of warps per program and of pipeline stages.
 
     Attributes:
         warps: warps of 32 threads per program.
@@ -54,7 +54,7 @@ def call(
     interpret: bool,
     aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """Runs a kernel once per point of its grid.
+    """Runs a Triton kernel once per point of its grid by `pallas_call`; returns the outputs.
 
     Args:
         kernel: takes a ref per input, then a ref per output.
@@ -95,7 +95,7 @@ def call_named(
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """`call` for a kernel with optional inputs, which gets its refs by name.
+    """Runs a Triton kernel whose inputs and outputs have names, some optional; returns the outputs by name.
 
     Args:
         kernel: takes one object with a ref per name.
@@ -126,13 +126,13 @@ def call_named(
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-    """Matrix product with float32 accumulation; float32 operands keep all their bits (no tf32)."""
+    """Matrix product inside a kernel, accumulated in float32; float32 operands keep all their bits (no tf32)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
 
 def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
-    """2 ** (x * scale + shift) in two instructions; results below 2 ** -126 are 0.
+    """Computes 2 ** (x * scale + shift) inside a kernel in two instructions; results below 2 ** -126 are 0.
 
     `jnp.exp2` takes six: nothing joins its product and its sum, and denormal results get a path of their own.
 
@@ -156,7 +156,7 @@ def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) ->
 
 
 def pad_dim(dim: int) -> int:
-    """The power of two that arrays inside a kernel need for a head dim, at least a tensor core's 16."""
+    """Head dim rounded up to a power of two, at least a tensor core's 16, as arrays inside a kernel need it."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -181,7 +181,7 @@ def take_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *le
 
 
 def put_rows(ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array) -> None:
-    """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are left out."""
+    """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
     padded = pad_dim(dim)
     columns = jnp.arange(padded, dtype=jnp.int32)
     shape = (rows.shape[0], padded)

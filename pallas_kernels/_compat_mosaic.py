@@ -37,7 +37,7 @@ def call(
     threads: tuple[str, int],
     interpret: bool,
 ) -> Any:
-    """Runs a kernel once per point of its grid, by several warpgroups.
+    """Runs a Mosaic GPU kernel once per point of its grid, with several warpgroups; returns the outputs.
 
     Args:
         kernel: takes a ref in global memory per input and output, then a tuple of what `scratch` asks for.
@@ -71,14 +71,14 @@ def call(
 
 
 def cuda_version() -> int | None:
-    """Version of the CUDA runtime here, as 1000 x major + 10 x minor; None without one."""
+    """Version of the installed CUDA runtime as 1000 x major + 10 x minor; None without one."""
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
 def _simulated() -> Any:
-    """Parameters of the simulator, which reports races."""
+    """Parameters of Mosaic's CPU simulator, with race detection on."""
     # JAX 0.10.2 has the interpreter and does not export its parameters.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -86,29 +86,29 @@ def _simulated() -> Any:
 
 
 def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False) -> Any:
-    """Scratch spec of shared memory; `tiled` lays its last two dimensions out for tensor cores."""
+    """Scratch spec of an array in shared memory; `tiled` lays its last two dimensions out for tensor cores."""
     columns = _SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
     return _mosaic.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
 def copy_out(source: Any, target: Any) -> None:
-    """Starts an asynchronous copy of this warpgroup's shared memory to global memory; `finish` waits for it."""
+    """Starts an asynchronous copy from shared memory to global memory; `finish` waits for it."""
     _mosaic.copy_smem_to_gmem(source, target)
 
 
 def commit() -> None:
-    """Makes this warpgroup's writes to shared memory visible to copies."""
+    """Fences this warpgroup's writes to shared memory, so that copies from it see them."""
     _mosaic.commit_smem()
 
 
 def finish() -> None:
-    """Waits for this warpgroup's copies to global memory."""
+    """Waits until this warpgroup's copies to global memory are done."""
     _mosaic.wait_smem_to_gmem(0)
 
 
 def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
-    """Matrix, or vector with one element per row, in the register layout of a product's result."""
+    """Converts a matrix, or a vector with one element per row, to the register layout of a product's result."""
     if interpret:
         return array
     layout = _mosaic.Layout.WGMMA
@@ -116,12 +116,12 @@ def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def count(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
-    """Index along an axis, for each element of a tile."""
+    """Index of each element of a tile along an axis, i32 (iota in the register layout of a product's result)."""
     return tile(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
 
 
 def by_row(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Vector with one element per row, broadcast over the columns of a tile."""
+    """Broadcasts a vector with one element per row over the columns of a tile `like`."""
     return lax.broadcast_in_dim(vector, like.shape, [0])
 
 
@@ -134,7 +134,7 @@ def product(
     meanwhile: Callable[[], None],
     interpret: bool,
 ) -> jax.Array:
-    """Matrix product `start + rows @ columns` on the tensor cores, in float32.
+    """Matrix product `start + rows @ columns` on the tensor cores of a warpgroup; returns a float32 tile.
 
     Args:
         rows: `[m, k]`, shared memory or a tile.
@@ -173,6 +173,6 @@ def product(
 
 
 def _transpose(ref: Any) -> Any:
-    """Transposed view of a ref."""
+    """Transposed view of a two-dimensional ref."""
     # JAX 0.12 deprecates the function, 0.10.2 has no method.
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else _mosaic.transpose_ref(ref, (1, 0))

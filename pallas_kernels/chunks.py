@@ -22,7 +22,7 @@ _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Segment and rows of the chunk that each of W programs reads, in each of L layers.
+    """Table of chunks: `segment`, first `row` and number of `rows` that each of W programs reads, for L layers.
 
     Every segment has at least one chunk, and its chunks are consecutive programs.
 
@@ -44,7 +44,7 @@ class Chunks:
 
 
 def most(programs: int, segments: int) -> int:
-    """Number of chunks that always suffices, W.
+    """Number W of chunks in the table, an upper bound for any lengths of `segments` segments.
 
     One wave of the device's programs, and up to four for each segment: its last chunk is not full, and with many
     segments smaller chunks even out the load. Fewer for very many segments, because programs without work cost, too.
@@ -53,7 +53,7 @@ def most(programs: int, segments: int) -> int:
 
 
 def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
-    """Cuts the segments of all layers into chunks.
+    """Cuts the segments of all layers into chunks, so that all programs finish together; returns the table.
 
     Args:
         start: `i32[L, B, K]` first row of each segment in its sequence's pool.
@@ -95,7 +95,7 @@ def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64)
 
 
 def _size(length, *, programs, block):
-    """Rows of a chunk in each layer, `i32[L]`: the candidate with which the last program would finish first."""
+    """Number of rows of a chunk in each layer `[L]`: the candidate with which the last program would finish first."""
     segments = length.shape[1]
     total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
     # Smaller sizes might overflow the table: each segment adds less than one chunk to the full ones.
@@ -112,5 +112,5 @@ def _size(length, *, programs, block):
 
 
 def _up(a, b):
-    """Quotient rounded up."""
+    """Quotient a / b of integers, rounded up."""
     return (a + b - 1) // b

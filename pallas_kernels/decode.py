@@ -42,7 +42,7 @@ def attend(
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of R queries per kv head over all rows of that head's segment.
+    """Attention of R queries per kv head over that head's segment; returns output, log-sum-exp, and scores if given.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group, for several tokens group times tokens.
@@ -102,7 +102,7 @@ def decode_token(
     tiles: DecodeTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Rotates a new token of each sequence, appends its row to the pool and attends, for one layer.
+    """Rotates one new token per sequence, appends its row to the pool and attends; returns output and pool.
 
     Rows are written in place if the pool is donated. An ended sequence attends to the rows that it has.
 
@@ -151,12 +151,12 @@ def decode_token(
 
 
 def _tiles(q, k, tiles):
-    """Tiles, and the number of queries of one program."""
+    """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
     tiles = tiles or tuning.decode_tiles(dim=k.shape[2], itemsize=k.dtype.itemsize)
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
 
 
 def _logits(start, widest, pool_rows):
-    """Layout of kept logits: like the pool's rows, or head after head where that takes less memory."""
+    """Memory layout of kept logits: like the pool's rows, or packed by segment where that takes less memory."""
     packed = widest is not None and widest * start.shape[2] < pool_rows
     return Logits(start=start, widest=widest if packed else None)

@@ -14,7 +14,7 @@ from .tuning import GatherTiles
 def compact(
     k: jax.Array, v: jax.Array, source: jax.Array, *, tiles: GatherTiles | None = None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gathers one layer's chosen rows into a pool.
+    """Gathers one layer's chosen rows into a pool; returns its keys, values and positions.
 
     Args:
         k: `[B, K, S, D]` keys of a whole layer.

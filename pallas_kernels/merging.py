@@ -22,7 +22,7 @@ def merge(
     how: How,
     sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges the chunks of each segment into its output and log-sum-exp, many at a time.
+    """Merges the partial attention of each segment's chunks into the segment's output and log-sum-exp.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
     segments [L, B*K], whole; out: out [R, D] and lse [R] of segment s, of which it writes query r.
@@ -118,7 +118,7 @@ def add_mass(
     *,
     how: How,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds the softmax weights of rows to their scores, mean over queries; passes the output through unchanged.
+    """Adds each row's softmax weight, mean over queries, to its score; returns the unchanged output and the scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
     whole; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of which

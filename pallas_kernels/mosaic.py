@@ -24,7 +24,7 @@ _COMPUTE = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """Block sizes of `flash`.
+    """Block sizes of Mosaic's `flash`: queries per warpgroup, keys per block, blocks in flight.
 
     Attributes:
         queries: queries per computing warpgroup, a multiple of 64 (on a GPU).
@@ -48,7 +48,7 @@ def flash(
     tiles: HopperTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of T consecutive queries per sequence, on compute capability 9.0.
+    """Causal attention of T consecutive queries per sequence, on Hopper; returns the output and log-sum-exp.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; bfloat16 or float16, D 64 or 128.
@@ -116,7 +116,7 @@ def flash(
 
 
 def _padded(array: jax.Array, multiple: int) -> jax.Array:
-    """Array `[B, H, n, D]` padded with zeros until n is a multiple."""
+    """Array `[B, H, n, D]` padded with zeros until n is a multiple of `multiple`."""
     more = -array.shape[2] % multiple
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array
 
@@ -166,7 +166,7 @@ def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memor
 
 
 def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
-    """Attention of one warpgroup's queries, the first at position `first`, over `steps` blocks of keys."""
+    """Computes the attention of one warpgroup's queries over `steps` blocks of keys; writes output and lse."""
     q_ref, out_ref, lse_ref = refs
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turns = memory
     q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]

@@ -19,7 +19,7 @@ def add_norm(
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of hidden states and parts of a product, and its root-mean-square norm (arXiv:1910.07467).
+    """Adds split-K parts of a product to hidden states; returns the sum and its RMS norm (arXiv:1910.07467).
 
     Args:
         x: `[..., E]` float.

@@ -22,7 +22,7 @@ def flash(
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of T consecutive queries per sequence.
+    """Causal attention of T consecutive queries per sequence; returns the output and its log-sum-exp.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T.
@@ -121,7 +121,7 @@ def column_sums(
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention that each key receives from all given queries, by a second pass with their known log-sum-exps.
+    """Attention that each key receives from all given queries, summed, from their known log-sum-exps.
 
     With all queries of a prompt this is H2O's score; for a few of them `window_sums` is quicker.
 

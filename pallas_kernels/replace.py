@@ -28,7 +28,7 @@ def replace_rows(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Moves one row of each segment into the place of another, and empties its own.
+    """Moves one row of each masked segment into the place of another and empties its own; returns the pool.
 
     Args:
         k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
@@ -92,7 +92,7 @@ def evict_rows(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Evicts the lowest-ranked row of each segment that exceeds its limit; the newest row takes its place.
+    """Evicts the lowest-ranked row of each segment above its limit; its newest row takes the place.
 
     Args:
         k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
@@ -170,12 +170,12 @@ def evict_rows(
 
 
 def _whole(leaf):
-    """Block of a pool leaf that is one sequence's whole leaf."""
+    """Block spec by which a program sees all of one sequence's part of a pool leaf."""
     return BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
 
 
 def _move(pools, to, at, dim):
-    """Copies one row of a sequence's pool leaves over another, and empties its own place."""
+    """Copies row `at` of a sequence's pool leaves to row `to`, then marks row `at` empty (position -1, score 0)."""
     column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = None if pad_dim(dim) == dim else column < dim
     for ref in pools[:2]:

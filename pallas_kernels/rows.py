@@ -30,7 +30,7 @@ from .tuning import DecodeTiles
 
 
 class Token(NamedTuple):
-    """One new token of each sequence: keys and values before rotation, angles and positions.
+    """One new token of each sequence: its keys and values before rotation, its angles and position.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.
@@ -50,7 +50,7 @@ class Token(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Layout of kept logits: like the pool's rows; or, with `widest`, that many for each segment, head after head.
+    """Memory layout of kept logits: like the pool's rows, or packed with `widest` logits for each segment.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
@@ -61,12 +61,12 @@ class Logits(NamedTuple):
     widest: int | None
 
     def width(self, pool_rows: int) -> int:
-        """Number of logits of one query of a sequence."""
+        """Number of logits kept for one query of a sequence."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
 
 
 class Picks(NamedTuple):
-    """Rows of each segment that are read, if not all: `rows` by index, then all from `rest` on.
+    """Rows that attention reads of each segment: those with the indices `rows`, and all from row `rest` on.
 
     Attributes:
         rows: `i32[B, k, T]` picked rows, counted from a segment's first; k is K, or 1 for all heads alike.
@@ -84,7 +84,7 @@ class Picks(NamedTuple):
 
 
 class How(NamedTuple):
-    """Tiles of the kernels of decode attention, and whether they are interpreted.
+    """Tiles of the decode kernels, queries per program, and True in `interpret` to run them on any device.
 
     Attributes:
         tiles: block sizes and launches.
@@ -98,7 +98,7 @@ class How(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Results of the first kernel: output and log-sum-exp of each chunk, kept logits, and the pool.
+    """Results of the first decode kernel: output and log-sum-exp of each chunk, kept logits, and the pool.
 
     Attributes:
         out: `f32[W, R, D]` output of each chunk.
@@ -125,7 +125,7 @@ def pass_rows(
     picks: Picks | None = None,
     how: How,
 ) -> Passed:
-    """Attention of every chunk on its own, with its log-sum-exp.
+    """First decode kernel: attention over each chunk alone; returns partial outputs, log-sum-exps and the pool.
 
     Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole; the layer, a
     scalar, and segment, row, rows and last of all layers' chunks [L, W], whole; of a token kv [n, M, 2, K, D], cos and
@@ -247,7 +247,7 @@ def pass_rows(
 
 
 def whole(of: Any) -> tuple[Any, BlockSpec]:
-    """An array or its shape, with the block spec by which every program sees all of it."""
+    """Kernel operand of an array or shape: (operand, block spec by which every program sees all of it)."""
     return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
 
@@ -255,27 +255,27 @@ _OF_CHUNK = ("segment", "row", "rows", "last")
 
 
 def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpec]]:
-    """Kernel inputs: the table of chunks, and the layer."""
+    """Kernel inputs of the table of chunks and the layer's index: (array, block spec) by name."""
     return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
 
 
 def chunk_of(refs: Any) -> tuple[Any, ...]:
-    """Refs of a program's chunk: segment, first row, number of rows, and 1 if it is the segment's last."""
+    """Refs of this program's chunk: segment, first row, number of rows, and 1 if it is the segment's last."""
     return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
 def layer_of(layer: int) -> tuple[jax.Array, BlockSpec]:
-    """Kernel input: a layer's index, no constant, so that all layers share one compiled kernel."""
+    """Kernel input of a layer's index, not a constant, so that all layers share one compiled kernel."""
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
 def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
-    """Kernel input: a table `[L, B, K]` of all layers' segments as `[L, B*K]`."""
+    """Kernel input of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
     return whole(table.reshape(table.shape[0], -1))
 
 
 def _inputs(q, k, v, chunks, layer, token, packed, picks):
-    """Kernel inputs by name, with their block specs."""
+    """Inputs of the first decode kernel: (array, block spec) by name."""
     dim = k.shape[2]
     inputs = {"q": whole(q.reshape(-1, dim)), "k": whole(k), "v": whole(v), **of_chunks(chunks, layer)}
     if token is not None:
@@ -289,7 +289,7 @@ def _inputs(q, k, v, chunks, layer, token, packed, picks):
 
 
 def _places(refs, picks, segment, sequence, heads):
-    """Functions from a chunk's row numbers to the rows' places in the pool, and to a mask of the real ones.
+    """Two functions of a chunk's row numbers inside a kernel: the rows' indices in the pool, and the mask of real rows.
 
     With picks the numbers count the picks first, then the rows from `rest` on; without, they are the places.
     """
@@ -309,7 +309,7 @@ def _places(refs, picks, segment, sequence, heads):
 
 
 class _NewRow:
-    """A token's row inside a kernel, with the rotation that it shares with the queries.
+    """A new token's rotated key and its value inside a kernel, and the rotation of its queries.
 
     Loads that the queries do not need come first, and arrive while the queries are loaded. Each channel meets the angle
     of its pair and, by a second gather, its partner's value.
@@ -343,11 +343,11 @@ class _NewRow:
         self.key = own * self.cos + other * self.sin
 
     def _sum(self, of):
-        """Sum of parts, in float32."""
+        """Sum of a value's split-K parts, in float32; `of` loads one part."""
         return sum((of(part).astype(jnp.float32) for part in range(1, self.parts)), start=of(0).astype(jnp.float32))
 
     def turned(self, ref, rows, inside, of_sequence):
-        """Rotated rows `f32[n, pad_dim(dim)]` of a ref that has `of_sequence` rows for each sequence of each part."""
+        """Loads rows of queries from a ref, sums their parts and rotates them; returns `f32[n, pad_dim(dim)]`."""
         shape = (rows.shape[0], self.column.shape[0])
         mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(self.real[None, :], shape)
         of_part = self.sequences * of_sequence
@@ -360,7 +360,7 @@ class _NewRow:
         return take(self.column) * self.cos[None, :] + take(self.partner) * self.sin[None, :]
 
     def put(self, refs, row, writes):
-        """Writes the row, if it joins and this program writes; returns its key and value as stored, in float32."""
+        """Writes the new token's row to the pool if `writes`; returns its key and value as stored, in float32."""
         key, value = self.key.astype(refs.pool_k.dtype), self.value.astype(refs.pool_v.dtype)
         writes = self.joins & writes
         store(refs.pool_k.at[self.sequence, row, self.column], key, mask=self.real & writes)

@@ -21,7 +21,7 @@ from ._compat import Launch, pad_dim
 
 # Multiprocessors of an H100 and an H200, the default for devices that do not report theirs.
 _CORES = 132
-# Programs where kernels are interpreted, one after the other.
+# Number of programs for which chunks are dealt where kernels are interpreted, which runs them sequentially.
 _INTERPRETED = 4
 # Bytes of shared memory that one program may have, by device names; others have 99 KiB.
 _HOPPER = 232448
@@ -31,7 +31,7 @@ _TUNED = Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeTiles:
-    """Tiles of decode attention over segments.
+    """Block sizes and launches of decode attention: rows per `chunk` and `block`, `queries` per program.
 
     Attributes:
         chunk: rows; every chunk but a segment's last is a multiple of it.
@@ -52,7 +52,7 @@ class DecodeTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatherTiles:
-    """Tiles of row gathers: `block` rows of one program, a power of two, and the `launch`."""
+    """Block size and launch of row gathers: `block` rows per program, a power of two."""
 
     block: int
     launch: Launch = Launch(warps=4, stages=1)
@@ -60,7 +60,7 @@ class GatherTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """Tiles of causal attention.
+    """Block sizes and launches of causal attention and column sums: `queries` and `keys` per block.
 
     Attributes:
         queries: of one program; a power of two, at least 16.
@@ -77,7 +77,7 @@ class PrefillTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTiles:
-    """Tiles of attention of a prompt's last queries.
+    """Block sizes and launch of attention of a prompt's last queries: query `rows`, `keys`, and keys per `chunk`.
 
     Attributes:
         rows: queries at a time, those of a group one after the other; a power of two, at least 16.
@@ -93,7 +93,7 @@ class WindowTiles:
 
 
 def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
-    """Tiles for attention of a few queries per head over segments."""
+    """Block sizes and launches of decode attention for a head dim and element size, by rule or tuning table."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4  # float32 has no tensor core: its products live in registers, and larger tiles spill
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
@@ -107,7 +107,8 @@ def decode_tiles(*, dim: int, itemsize: int) -> DecodeTiles:
 
 
 def _resident(width: int) -> int:
-    """Programs per multiprocessor: 37 KiB of shared memory each for short rows, else 74; of 228 (164 before Hopper)."""
+    """Number of programs that one multiprocessor holds at once, for rows of `width` bytes."""
+    # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper).
     before_hopper = str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
     if width <= 128:
         return 4 if before_hopper else 5
@@ -115,7 +116,7 @@ def _resident(width: int) -> int:
 
 
 def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
-    """Number of programs of decode attention that this process' device runs at once, for which chunks are dealt."""
+    """Number of programs of decode attention that the local device runs at once."""
     if interpret:
         return _INTERPRETED
     cores = getattr(jax.devices()[0], "core_count", None) or _CORES
@@ -123,13 +124,13 @@ def programs(*, dim: int, itemsize: int, interpret: bool = False) -> int:
 
 
 def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:
-    """Tiles for gathering rows of `dim` elements."""
+    """Block size and launch for gathering rows of `dim` elements, by rule or tuning table."""
     block = max(8, min(64, 16384 // (pad_dim(dim) * itemsize)))
     return _tuned("gather", GatherTiles(block=block), dim, itemsize)
 
 
 def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
-    """Tiles for causal attention and its column sums."""
+    """Block sizes and launches of causal attention for a head dim and element size, by rule or tuning table."""
     width = pad_dim(dim) * itemsize
     if itemsize == 4:
         launch = Launch(warps=8, stages=2)
@@ -150,7 +151,7 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
 
 
 def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
-    """Tiles for attention of a window's `rows` queries, those of a group together."""
+    """Block sizes and launch for attention of a window of `rows` queries, by rule or tuning table."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
@@ -159,20 +160,20 @@ def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a program may have, by the name of the device that is compiled for."""
+    """Bytes of shared memory that one program may use on the device that is compiled for."""
     kind = device_kind()
     sizes = (size for names, size in _SHARED.items() if re.search(rf"\b({names})\b", kind))
     return next(sizes, 101376)
 
 
 def device_kind() -> str:
-    """Name of the device that is compiled for: the mesh's, which may be abstract, or else the first one here."""
+    """Name of the device that is compiled for: that of the current abstract mesh, or of the first local device."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Reads a table of measured tiles.
+    """Reads a JSON table of measured block sizes; returns its entries by kernel.
 
     Args:
         path: the JSON file.
@@ -196,7 +197,7 @@ def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 @functools.cache
 def _table(path: str | None, kind: str) -> Mapping[str, Any]:
-    """Tuning table at a path, or the shipped one of a device kind; empty without one."""
+    """Tuning table in a file, or the shipped one for a device kind, cached; empty if there is none."""
     if path:
         return read_table(path)
     shipped = _TUNED / f"{kind.lower().replace(' ', '-')}.json"
@@ -204,7 +205,7 @@ def _table(path: str | None, kind: str) -> Mapping[str, Any]:
 
 
 def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
-    """Tiles with the fields of the tuning table's entry for a kernel, dim and itemsize."""
+    """Tiles with the fields of the tuning table's entry for a kernel, head dim and element size replaced."""
     table = _table(os.environ.get("JAXKV_TUNING"), device_kind())
     for entry in table.get(kernel, ()):
         if (entry["dim"], entry["itemsize"]) == (dim, itemsize):
@@ -214,7 +215,7 @@ def _tuned(kernel: str, tiles: Any, dim: int, itemsize: int) -> Any:
 
 
 def from_fields(tiles: Any, fields: Mapping[str, Any]) -> Any:
-    """Tiles with some fields set, as a table's entry gives them (launches as objects of warps and stages).
+    """Tiles with some fields replaced by a tuning table's values (launches as objects of warps and stages).
 
     Raises:
         ValueError: if a field is unknown.

@@ -21,7 +21,7 @@ def window_sums(
     tiles: WindowTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention that each key receives from w consecutive queries: SnapKV's score before pooling.
+    """Attention that each key receives from w consecutive queries, summed: SnapKV's score before pooling.
 
     The group's queries fold into the rows of one tile, so that a key is read once for all of them in each pass.
 
@@ -52,7 +52,7 @@ def window_sums(
 
 
 def _log_sum_exps(q, k, position, length, tiles, interpret):
-    """`f32[B, K, n, R]`: log-sum-exp of each row over each of n chunks of keys, -inf where it sees none of them."""
+    """Log-sum-exp `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf if it sees none of them."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
@@ -116,7 +116,7 @@ def _log_sum_exps(q, k, position, length, tiles, interpret):
 
 
 def _sums(q, k, position, shift, length, tiles, interpret):
-    """`f32[B, K, S]`: attention of each key summed over rows, whose log-sum-exps are known."""
+    """Attention `f32[B, K, S]` that each key receives, summed over queries with known log-sum-exps."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
