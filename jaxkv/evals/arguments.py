@@ -19,7 +19,7 @@ from jaxkv.policies.registry import POLICIES, as_policy, policy_class, takes_bud
 
 
 def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dict[str, Method]:
-    """Rows of an evaluation: each named policy at each budget, such as "adakv@128"; one without a budget once.
+    """Dict {row: policy} of each named policy at each budget, such as "adakv@128"; once if it takes no budget.
 
     Args:
         names: of registered policies.
@@ -54,7 +54,7 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
 
 
 def as_task(task: Task | str) -> Task:
-    """`task` itself, or the registered task of that name with its defaults; refuses unknown names."""
+    """Returns `task` itself, or the task registered under that name with default settings; refuses unknown names."""
     if isinstance(task, Task):
         return task
     if not isinstance(task, str):
@@ -66,18 +66,18 @@ def as_task(task: Task | str) -> Task:
 
 
 def name_of(task: Task) -> str:
-    """Registered name of a task's class, or the class name in lower case."""
+    """Name under which a task's class is registered; the class name in lower case if it is not registered."""
     cls = type(task)
     return next((name for name, each in TASKS.items() if each is cls), cls.__name__.lower())
 
 
 def described(task: type[Task]) -> str:
-    """First line of a task's docstring."""
+    """First line of a task's docstring, cut to 200 characters."""
     return shortened((task.__doc__ or "").strip().partition("\n")[0].rstrip(), 200)
 
 
 def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
-    """Policies by row, with the fields that depend on the model filled in; refuses other things and odd row names."""
+    """Dict {row: policy}, each fitted to the model's layers, from policies, classes or names; checks the row names."""
     if not isinstance(policies, Mapping):
         raise TypeError(f"policies={type(policies).__name__}: give them by name, {{'snapkv': SnapKV(budget=128)}}")
     require(bool(policies), "policies", {}, "give at least one")
@@ -88,17 +88,17 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Met
 
 
 def seed_of(seed: int, name: str) -> int:
-    """32-bit seed derived from `seed` and a name such as a sample's id, the same in every process."""
+    """32-bit seed hashed from `seed` and a name such as a sample's id; the same in every process."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:4], "big")
 
 
 def settings_of(task: Task) -> dict[str, Any]:
-    """A task's fields by name, as JSON has them."""
+    """Dict of a task's fields as JSON values."""
     return as_json({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
 def require_how(task: Task, how: How) -> None:
-    """Refuses anything but a `How`, and a question-agnostic run of a task without questions."""
+    """Refuses an argument other than a `How`, and a question-agnostic run of a task without questions."""
     if not isinstance(how, How):
         raise TypeError(f"how={how!r}: give How(agnostic=True), say")
     require(task.asks or not how.agnostic, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")
@@ -107,7 +107,7 @@ def require_how(task: Task, how: How) -> None:
 def require_budgets(
     params: LanguageModel, task: Task, rows: Mapping[str, Method], samples: Sequence[Sample], how: How
 ) -> None:
-    """Refuses shares that come out too small for some prompt, before hours have gone into the others."""
+    """Refuses a budget given as a share if it is too small for one of the prompts, before the first batch runs."""
     shares = {name: policy.parts() for name, policy in rows.items() if isinstance(policy.parts().budget, float)}
     if not shares or not isinstance(task, QuestionTask):
         return

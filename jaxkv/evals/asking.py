@@ -17,11 +17,11 @@ from jaxkv.text.tokenizer import Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
-    """Base of tasks whose answers are texts to score: a subclass gives `samples` and `score`."""
+    """Base of tasks whose answers are texts: a subclass defines `samples`, and `score` for a predicted text."""
 
     @abc.abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """Scores one answer.
+        """Returns the score in [0, 1] of the text that a model predicted for one sample.
 
         Args:
             sample: the sample.
@@ -32,7 +32,7 @@ class QuestionTask(Task):
         """
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Answers and scores a batch of samples under one policy."""
+        """Draws the answers to one batch of prompts and returns one Outcome per sample: score, text, rows and bytes."""
         drawn = asked(params, policy, samples, how)
         return [
             Outcome(
@@ -48,7 +48,7 @@ class QuestionTask(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A model's answer to one sample, and what its cache cost.
+    """A model's answer to one sample: its text, the prompt's tokens, and rows and bytes of its cache.
 
     Attributes:
         text: the answer, cut at the sample's stop strings.
@@ -65,7 +65,7 @@ class Answer:
 
 
 def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
-    """Token ids of a sample's context and of its question; together they are the prompt, agnostic or not.
+    """Token ids of a sample's context and of its question, as two lists; concatenated they are the prompt.
 
     Args:
         text: the model's tokenizer.
@@ -87,12 +87,12 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
 
 
 def answers(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[str]:
-    """Texts of a model's answers to a batch of samples; `asked` also counts their rows."""
+    """Draws a model's answers to a batch of samples over compressed caches and returns their texts."""
     return [answer.text for answer in asked(params, policy, samples, how)]
 
 
 def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Answer]:
-    """A model's answers to a batch of samples, drawn over compressed caches.
+    """Draws a model's answers to a batch of samples over compressed caches; returns one `Answer` per sample.
 
     Args:
         params: from `jaxkv.load`.
@@ -125,7 +125,7 @@ def _draw(
     key: int,
     agnostic: bool,
 ) -> list[Answer]:
-    """Answers to samples of equal `new_tokens`, all question-agnostic or none."""
+    """Draws one `Answer` per sample, all of equal `new_tokens`; `agnostic` compresses contexts before questions."""
     new_tokens = samples[0].new_tokens
     if agnostic:
         cache = prefill(params, [context for context, _ in pairs], policy=policy, key=key, progress=False)

@@ -12,7 +12,7 @@ from jaxkv.evals.records import RUN, SAMPLES, Record, read_record, whole_lines
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
-    """`out` as a path; refuses what cannot become the folder of an evaluation. Writes nothing."""
+    """`out` as a Path; refuses files, unwritable places and folders with other contents. Writes nothing."""
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(f"{name}={out!r}: give a folder")
     require("\0" not in str(out), name, str(out), "give a folder: no name has this character")
@@ -37,7 +37,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds its lock until the block ends; refuses a folder that another process has locked."""
+    """Context manager: makes the folder and holds its file lock; refuses a folder that another process has locked."""
     import filelock  # 50 ms
 
     try:
@@ -62,7 +62,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Lines:
-    """`samples.jsonl` of a locked folder: the records of its whole lines, and the end of each in bytes."""
+    """`samples.jsonl` of a locked folder: the records of its complete lines, and the byte offset where each ends."""
 
     def __init__(self, folder: Path):
         self._path = folder / SAMPLES
@@ -71,14 +71,14 @@ class Lines:
         self._ends = [0, *itertools.accumulate(map(len, whole))]
 
     def keep(self, count: int) -> None:
-        """Cuts the file behind its first `count` lines; makes it where there is none."""
+        """Truncates the file and `records` to the first `count` lines; creates the file if it is missing."""
         del self.records[count:], self._ends[count + 1 :]
         with open(self._path, "ab") as file:
             file.truncate(self._ends[-1])
         sync_folder(self._path.parent)
 
     def add(self, records: Sequence[Record]) -> None:
-        """Appends the lines of one batch and waits for the disk; on an error none of them stays."""
+        """Appends the lines of one batch and syncs them to disk; on an error, truncates the file to its old end."""
         lines, end = [record.line() for record in records], self._ends[-1]
         file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
         try:

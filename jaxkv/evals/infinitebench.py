@@ -40,7 +40,7 @@ class InfiniteBench(StoredTask):
     keys = ("context", "input", "answer")
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The question, its options, and its names before the document; refuses rows of another format."""
+        """Texts for the prompt's fields by name: question, options, ...; refuses rows of another format."""
         asked, options = str(row["input"]), row.get("options") or ()
         fields = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
         fields |= {"question": asked, "input": asked}
@@ -58,7 +58,7 @@ class InfiniteBench(StoredTask):
         return fields
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Right answers: numbers as JSON, of choices the option and its letter, else texts; refuses other formats."""
+        """Tuple of right answers as texts: numbers as JSON, a choice as option and letter; refuses other formats."""
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
         sound = bool(several) and all(isinstance(each, (str, int, float, list)) for each in several)
@@ -74,7 +74,7 @@ class InfiniteBench(StoredTask):
         return tuple(str(each) for each in (several[:1] if name in _FIRST_LABEL else several))
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Best score over the right answers, by the official metric of the sample's task."""
+        """Highest score in [0, 1] over the right answers, by the official metric of the sample's task."""
         measure = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
         if sample.group in _CHOICES:
             return measure(prediction, sample.answers)

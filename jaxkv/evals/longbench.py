@@ -37,15 +37,15 @@ class LongBench(StoredTask):
     keys = ("input", "context", "answers", "all_classes")
 
     def raw(self, name: str) -> bool:
-        """True for few-shot prompts and code, which have no chat template around them."""
+        """True for the few-shot and code data sets, whose prompts get no chat template."""
         return name in _RAW
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The question, for the prompt's field "input"."""
+        """Dict of the texts for the prompt's fields: the row's question as "input"."""
         return {"input": row["input"]}
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """All right answers of a row; refuses rows of another format."""
+        """Tuple of all right answers of a row; refuses rows of another format."""
         right = row["answers"]
         texts = isinstance(right, list) and bool(right) and all(isinstance(each, str) for each in right)
         require(texts, "data", right, f"{name} has a list of texts as its answers: is it the official file?")
@@ -58,7 +58,7 @@ class LongBench(StoredTask):
         return tuple(right)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Best score over the right answers, by the official metric of the sample's data set."""
+        """Highest score in [0, 1] over the right answers, by the official metric of the sample's data set."""
         metric = table(self.benchmark)[sample.group]["metric"]
         given = {"classes": sample.tags["classes"]} if metric == "one_class" else {}
         if sample.group in _FIRST_LINE:

@@ -17,7 +17,7 @@ _OWN = ("device", "devices")
 
 
 def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Evaluation:
-    """Joins shards: the lines are byte for byte those of a run that was not split.
+    """Joins an evaluation's finished shards in one folder, and returns it; lines equal those of an unsharded run.
 
     Args:
         folders: all shards of one evaluation, each finished, in any order.
@@ -50,7 +50,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
 
 
 def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
-    """The run that shards, given with their folders and sorted, are parts of; refuses other or missing shards."""
+    """`Run` of the unsharded evaluation, from (folder, run) of its sorted shards; refuses other or missing shards."""
     first_folder, first = shards[0]
     for folder, run in shards:
         found = differences(_compared(first), _compared(run), but=("shard",))
@@ -69,13 +69,13 @@ def _whole_run(shards: Sequence[tuple[str, Run]]) -> Run:
 
 
 def _compared(run: Run) -> dict[str, object]:
-    """`Run.as_dict` without the devices."""
+    """`Run.as_dict` without the entries about devices, which may differ between shards."""
     made_with = {name: each for name, each in run.made_with.items() if name not in _OWN}
     return {**run.as_dict(), "made_with": made_with}
 
 
 def _in_order(run: Run, shards: Sequence[Sequence[Record]]) -> list[Record]:
-    """Records of all shards in the order of the whole run: policy by policy, batches from the shards in turn."""
+    """Records of all shards as one list, in the order of an unsharded run: by policy, then by batch."""
     rest, records = [iter(each) for each in shards], list[Record]()
     for _ in run.policies:
         for at, batch in enumerate(run.batches()):

@@ -26,12 +26,12 @@ PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text in lower case, without punctuation and articles."""
+    """List of a text's words in lower case, without punctuation and the articles "a", "an" and "the"."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(said: Sequence[str], right: Sequence[str]) -> float:
-    """Harmonic mean of the shares of words that two lists have in common; 0 without a common word."""
+    """F1 of two lists of words, in [0, 1]: harmonic mean of precision and recall of the words in common."""
     common = (Counter(said) & Counter(right)).total()
     if common == 0:
         return 0.0
@@ -40,18 +40,18 @@ def f1(said: Sequence[str], right: Sequence[str]) -> float:
 
 
 def answer_f1(prediction: str, answer: str) -> float:
-    """F1 of words, as SQuAD has it."""
+    """F1 of the words in common, in [0, 1]; case, punctuation and articles do not count, as in SQuAD."""
     return f1(words_of(prediction), words_of(answer))
 
 
 def chinese_f1(prediction: str, answer: str) -> float:
-    """F1 of characters, without punctuation."""
+    """F1 of the characters in common, in [0, 1]; case, spaces and punctuation (Chinese, too) do not count."""
     said, right = ("".join(each.lower().translate(_CHINESE_TOO).split()) for each in (prediction, answer))
     return f1(said, right)
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L F1 of summaries, as the package rouge 1.0.1 counts it; 0 where either text is empty.
+    """ROUGE-L F1 of a summary, in [0, 1], as the package rouge 1.0.1 computes it; 0 if either text is empty.
 
     Sentences end at full stops. Of each sentence of the answer, the distinct words on a longest common subsequence with
     any sentence of the prediction count, once in the whole, as shares of both texts' distinct words (Lin, ROUGE, 2004,
@@ -66,13 +66,13 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words of each sentence, which ends at a full stop."""
+    """Splits a text at full stops into sentences, each a list of its words."""
     # A sentence of spaces alone is one of an empty word, as in the package.
     return [" ".join(each.split()).split(" ") for each in text.split(".") if each]
 
 
 def _common(right: list[str], said: list[str]) -> list[str]:
-    """Words on a longest common subsequence, last first: of several, the one that the package walks back along."""
+    """Words of a longest common subsequence of two sentences, last word first; ties as in the package rouge."""
     table = [[0] * (len(said) + 1)]
     for mine in right:
         above, row = table[-1], [0]
@@ -92,7 +92,7 @@ def _common(right: list[str], said: list[str]) -> list[str]:
 
 
 def rouge_l_of_lines(prediction: str, answer: str) -> float:
-    """ROUGE-Lsum F1 of the package rouge-score without stemming, whose sentences are lines; needs `jaxkv[eval]`."""
+    """ROUGE-Lsum F1, in [0, 1], by the package rouge-score: no stemming, each line a sentence; needs `jaxkv[eval]`."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -101,7 +101,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / n if the answer is among the n class names in the prediction, else 0."""
+    """1 / n if the right class is among the n class names that the prediction contains, else 0."""
     named = [each for each in classes if each in prediction]
     # The official loop takes out of the list that it walks along, and so passes over what follows each.
     for each in named:
@@ -111,18 +111,18 @@ def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """Share of the numbers in the prediction that equal `number`; 0 without a number."""
+    """Share of the numbers (runs of digits) in the prediction that equal `number`; 0 if it has no number."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def paragraph(prediction: str, answer: str) -> float:
-    """Share of the numbers in the prediction that are the number of the answer, such as "Paragraph 7"."""
+    """Share of the numbers in the prediction that equal the number in an answer such as "Paragraph 7"."""
     return share_of_numbers(prediction, PARAGRAPH.findall(answer)[0])
 
 
 def line_of_code(prediction: str, answer: str) -> float:
-    """Likeness of the first line of code in the prediction, without a backtick, "#" or "//", and the answer.
+    """Similarity in [0, 1] of the answer and the prediction's first line that has no backtick, "#" or "//".
 
     fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not ask for: difflib's, in whole hundredths.
     RapidFuzz gives another one, by edit distance.
@@ -137,29 +137,29 @@ def line_of_code(prediction: str, answer: str) -> float:
 
 
 def first_number(prediction: str, answer: str) -> float:
-    """1 if the first digits in the prediction equal the answer, else 0."""
+    """1 if the first run of digits in the prediction equals the answer, else 0."""
     found = re.search(r"[0-9]+", prediction)
     return float(answer == (found.group() if found else ""))
 
 
 def among_words(prediction: str, answer: str) -> float:
-    """1 if the answer is a word of the prediction, between spaces and punctuation, else 0."""
+    """1 if the answer is one of the prediction's words, which spaces and punctuation separate, else 0."""
     return float(answer in _apart(prediction, _MARKS).split())
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """1 if the answer, a name in capitals, is a word of the prediction in any case, else 0."""
+    """1 if the answer, a name in capitals, is one of the prediction's words in any case, else 0."""
     return among_words(prediction.strip().upper(), answer)
 
 
 def last_number(prediction: str, answer: str) -> float:
-    """1 if the last word of the prediction is the number that the answer has as JSON, else 0."""
+    """1 if the last word of the prediction is the number that the answer gives as JSON, else 0."""
     words = _apart(prediction.strip(), "\n.`'\":").split()
     return float(_number(words[-1]) == json.loads(answer)) if words else 0.0
 
 
 def found_number(prediction: str, answer: str) -> float:
-    """1 if the first number in the prediction is the number that the answer has as JSON, else 0.
+    """1 if the first number in the prediction equals the number that the answer gives as JSON, else 0.
 
     The official function fails on a fraction where a whole number is right: that is 0 here.
     """
@@ -170,7 +170,7 @@ def found_number(prediction: str, answer: str) -> float:
 
 
 def values_in_a_row(prediction: str, answer: str) -> float:
-    """Share of the answer's JSON list of numbers that the prediction has right before its first wrong one.
+    """Share of the answer's numbers (a JSON list) that the prediction gives, in order, before its first wrong one.
 
     Signs do not count, as in the official function.
     """
@@ -182,7 +182,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction chooses the right option by name or letter, at once or behind "answer is:", else 0."""
+    """1 if the prediction starts with the right letter ("B." or "B:"), or gives it or the name after "is:", else 0."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
@@ -194,7 +194,7 @@ def faulty_function(prediction: str, answers: Sequence[str]) -> float:
 
 
 def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction chooses the right option: at once, behind "answer is", or by a letter anywhere; else 0."""
+    """1 if the option that comes first, or after "answer is", or as first lone letter is right, else 0."""
     said = prediction.strip()
     if not said:
         return 0.0
@@ -211,18 +211,18 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """Text one character behind the first prefix that occurs, a NUL at the text's end; None without a prefix."""
+    """Text from one character after the first of `prefixes` that occurs, or NUL at its end; None if none occurs."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 
 
 def _apart(text: str, marks: str) -> str:
-    """Text with spaces in place of the characters in `marks`."""
+    """The text with a space in place of each character in `marks`."""
     return text.translate(str.maketrans(marks, " " * len(marks)))
 
 
 def _number(word: str) -> int | None:
-    """The integer that a word spells, or None."""
+    """Integer that a word spells, or None if it spells none."""
     try:
         return int(word)
     except ValueError:

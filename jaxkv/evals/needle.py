@@ -31,7 +31,7 @@ _LENGTHS = (512, 1024, 2048, 4096)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Story(Recipe):
-    """One sentence hidden in a text; the haystack's unit is a word.
+    """Recipe of prompts with one sentence (the needle) hidden in a text; the haystack's size is its number of words.
 
     Attributes:
         wording: the text.
@@ -50,7 +50,7 @@ class Story(Recipe):
     answer: str
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt with a haystack of `size` words: from the text's beginning for index 0, else from a random word."""
+        """Makes a prompt from `size` words of the text: its first ones for `index` 0, else from a random word on."""
         start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
@@ -123,7 +123,7 @@ class Needle(QuestionTask):
             require(its, name, value, f"it belongs to another needle than {self.needle!r}: give that one's")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Samples by length and depth."""
+        """Makes a list of samples, `count` for each length and depth."""
         lengths = lengths_for(params, self.lengths, usual=_LENGTHS)
         wording, count, made = read_wording(self), counter(params), []
         for length in lengths:
@@ -137,14 +137,17 @@ class Needle(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Share of the answer's different words in the first line; with the small wording 1 if its number occurs."""
+        """Share of the answer's distinct words in the prediction's first line; for the small wording 1 or 0.
+
+        With the small wording, 1 if the needle's number occurs in the prediction.
+        """
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]
         return len(wanted & set(line.lower().split())) / len(wanted)
 
     def _recipe(self, wording: Wording, depth: float) -> Recipe:
-        """The recipe of prompts whose needle stands at this depth."""
+        """Recipe of prompts whose needle stands at `depth`, from 0 (the beginning) to 1 (the end)."""
         if not isinstance(wording, Official):
             return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
         return Story(

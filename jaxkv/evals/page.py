@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 
 def report(folder: str | os.PathLike[str], *, samples: int = 200) -> Path:
-    """Writes a finished evaluation as one HTML page: tables to sort, pictures, what was asked, samples with answers.
+    """Writes a finished evaluation as one HTML page and returns its path: tables to sort, plots, settings, samples.
 
     The page fetches nothing, and what models have said is shown as text, whatever it is.
 
@@ -49,7 +49,7 @@ def data_file(name: str) -> str:
 
 
 def _page(evaluation: Evaluation, samples: int) -> str:
-    """HTML of the page, with at most `samples` samples of each policy."""
+    """HTML text of the report, with at most `samples` samples of each policy."""
     import jinja2
     import markupsafe
 
@@ -80,25 +80,25 @@ def _page(evaluation: Evaluation, samples: int) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """`value` as text, with the escapes of characters that have no glyph; markup unchanged."""
+    """`value` as text, with unprintable characters escaped; markup is returned unchanged."""
     if hasattr(value, "__html__"):
         return value
     return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in str(value))
 
 
 def _pictures(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """Caption and base64 of the SVG of every picture."""
+    """List of (caption, base64-encoded SVG) of every plot of the evaluation."""
     drawn = draw(evaluation, ("svg",)).items()
     return [(name.removesuffix(".svg").replace("_", " "), base64.b64encode(data).decode()) for name, data in drawn]
 
 
 def _tags(record: Record) -> str:
-    """A record's tags in one line."""
+    """A record's tags as one line of text, such as "length 4096, depth 0.5"."""
     return ", ".join(f"{name} {value}" for name, value in record.tags.items())
 
 
 def _asked(evaluation: Evaluation) -> dict[str, str]:
-    """Everything in the run as text, by name."""
+    """Dict {name: text} of the run's settings and policies, for the report's section "What was asked"."""
     run = evaluation.run.as_dict()
     policies = {f"policy {name}": policy for name, policy in run.pop("policies").items()}
     kept = {name: value for name, value in run.items() if name not in ("format", "budgets") and value is not None}

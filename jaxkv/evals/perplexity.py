@@ -60,7 +60,7 @@ class Perplexity(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """The texts as samples, each at least `prefix + tokens` long."""
+        """Makes one sample per text; refuses texts of fewer than `prefix + tokens` tokens."""
         texts, need = texts_of(self.data, self.count), self.prefix + self.tokens
         lengths = {title: len(tokenizer_of(params).encode(text, bos=True)) for title, text in texts.items()}
         short = {title: length for title, length in lengths.items() if length < need}
@@ -72,7 +72,7 @@ class Perplexity(Task):
         ]
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Reads a batch of texts on one cache, and scores each by its mean loss."""
+        """Reads a batch of texts token by token; returns one Outcome per text: mean loss, loss curve, rows, bytes."""
         tokenizer, need = tokenizer_of(params), self.prefix + self.tokens
         ids = np.asarray([tokenizer.encode(each.context, bos=True)[:need] for each in samples], np.int32)
         found = losses_of(params, policy, ids, self.prefix, seed=how.seed)
@@ -97,7 +97,7 @@ class Perplexity(Task):
 @task("loss")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(Perplexity):
-    """Loss of true continuations behind compressed prompts (D2O, table 6, as loss), in nats a token.
+    """Loss of true continuations of compressed prompts (D2O, table 6, as loss), in nats a token.
 
     Attributes:
         data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text"; by default eight documents in
@@ -112,7 +112,7 @@ class Loss(Perplexity):
 
 
 class Read(NamedTuple):
-    """Losses in nats, mean rows per kv head and layer `before` the first token and in the end, and their bytes."""
+    """Losses in nats, mean rows per kv head and layer `before` the first loss and at the end, bytes at the end."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -123,7 +123,7 @@ class Read(NamedTuple):
 def losses_of(
     params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0
 ) -> Read:
-    """Loss of each token behind a prefix, read one by one on top of the prefix' compressed cache."""
+    """Reads each token after `prefix` one by one over the prefix's compressed cache; returns losses, rows and bytes."""
     session, losses = Session(params, policy, key=seed), []
     cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
     before = cache.kept.mean(axis=(0, 2))
@@ -139,7 +139,7 @@ def losses_of(
 
 
 def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
-    """Reads a token of each sequence, or none, as if it had been drawn: evicts for it, recompresses with `every`."""
+    """Cache after one more token (or none) per sequence, as if just drawn: may evict, or recompress with `every`."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
     period = session.policy.parts().every
     return session.compress_again(cache, room=period) if period else cache
@@ -147,12 +147,12 @@ def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache
 
 @jax.jit
 def _loss(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Negative log-probability of one token for each sequence, in nats."""
+    """Negative log-probability of one token per sequence, in nats."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
 
 
 def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
-    """Texts by title, the first `count` or all for 0: of a text file, a folder of .txt files, or a .jsonl file.
+    """Dict {title: text} of the first `count` texts (0: all) in a text file, a folder of .txt files or a .jsonl file.
 
     None gives the documents that come with jaxkv. A path without texts is a FileNotFoundError that says what to give.
     """
@@ -174,7 +174,7 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
 
 
 def _read(path: Path) -> str:
-    """Text of a UTF-8 file; refuses another encoding."""
+    """Text of a UTF-8 file; refuses other encodings."""
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ _APART = 1.1
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
-    """Image files by name of every picture that a complete evaluation has numbers for.
+    """Dict {file name: image bytes} of every plot that a complete evaluation has numbers for.
 
     Names are `scores`, `groups`, `lengths` and `map`, and that of each figure that is a list of numbers, with `_curve`
     behind it where it is one of these four. `kinds` are of svg, png and pdf. Without matplotlib it is refused, naming
@@ -45,7 +45,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
 
 
 def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
-    """Rows by policy name without budget: the points of one line."""
+    """Dict {policy name without budget: row names}: the rows that a plot joins to one line."""
     lines: dict[str, list[str]] = {}
     for policy in evaluation.policies:
         lines.setdefault(policy.rpartition("@")[0] or policy, []).append(policy)
@@ -53,7 +53,7 @@ def _lines(evaluation: Evaluation) -> dict[str, list[str]]:
 
 
 def _size(evaluation: Evaluation, policy: str) -> float | None:
-    """Cache rows at which a row of the table stands on the axis of budgets; None without a budget."""
+    """Position of a table row on the budget axis, in cache rows; None for a row without a budget."""
     budget = evaluation.run.budgets[policy]
     if isinstance(budget, float):
         # A share of the context or of the whole prompt, whichever was compressed; a published method may keep more.
@@ -62,7 +62,7 @@ def _size(evaluation: Evaluation, policy: str) -> float | None:
 
 
 def _marks(sizes: Iterable[float]) -> list[float]:
-    """Sizes that get a number on the axis: those too close above another, as shares of one budget are, do not."""
+    """Sizes that get a tick label on the budget axis, ascending; those too close above the last labelled one do not."""
     marks: list[float] = []
     for size in sorted(sizes):
         if not marks or size > marks[-1] * _APART:
@@ -71,19 +71,19 @@ def _marks(sizes: Iterable[float]) -> list[float]:
 
 
 def _percent(evaluation: Evaluation) -> int:
-    """Factor from scores to what an axis of scores shows."""
+    """Factor that plots multiply scores by: 100 for shares, 1 for other units."""
     return 100 if evaluation.run.unit == "%" else 1
 
 
 def _score_axis(axes: Any, evaluation: Evaluation) -> None:
-    """Labels the vertical axis with the unit, and fixes its ends for shares."""
+    """Labels the y axis with the unit of the scores; its range is 0 to 100, with a margin, for shares."""
     axes.set_ylabel(evaluation.run.unit)
     if evaluation.run.unit == "%":
         axes.set_ylim(-3, 103)
 
 
 def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
-    """Score against budget, a panel for each group and a line for each policy; without a budget a horizontal one."""
+    """Figure of score against budget: a panel per group, a line per policy, which is horizontal without a budget."""
     width, height = (4.2, 3.0) if len(groups) > 1 else (7.5, 4.5)
     figure, panels = _panels(len(groups), width=width, height=height)
     lines = _lines(evaluation)
@@ -112,7 +112,7 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
 def _line(
     axes: Any, evaluation: Evaluation, label: str, policies: list[str], group: str | None, *, at: int, shift: float
 ) -> None:
-    """Draws line number `at`: one policy at its budgets, which `shift` multiplies; horizontal without a budget."""
+    """Draws one policy's scores at its budgets times `shift`, with style number `at`; horizontal without a budget."""
     scale = _percent(evaluation)
     sizes = {policy: _size(evaluation, policy) for policy in policies}
     free = [name for name, size in sizes.items() if size is None]
@@ -134,7 +134,7 @@ def _line(
 
 
 def _lengths(evaluation: Evaluation) -> Any:
-    """Score against the prompt length that samples were made for, a line for each row of the table."""
+    """Figure of mean score against the samples' prompt length (their tag), one line per row of the table."""
     figure = sheet(7.5, 4.5)
     axes, lengths = figure.subplots(), evaluation.lengths
     for at, policy in enumerate(evaluation.policies):
@@ -153,17 +153,17 @@ def _lengths(evaluation: Evaluation) -> Any:
 
 
 def _step(values: Sequence[Any]) -> int:
-    """Distance between values that get a number on an axis, so that at most `_MOST_TICKS` do."""
+    """Step between the labelled values of an axis, so that it has at most `_MOST_TICKS` labels."""
     return -(-len(values) // _MOST_TICKS)
 
 
 def _is_number(value: Any) -> bool:
-    """True for an int or float that is no bool."""
+    """True for an int or float, False for a bool and anything else."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _has_map(evaluation: Evaluation) -> bool:
-    """True if every sample has a length and a depth, few enough of them to draw."""
+    """True if scores are shares and every sample has a length and a depth, with few enough lengths to draw."""
     tags = [record.tags for record in evaluation.records]
     both = all(_is_number(each.get("length")) and _is_number(each.get("depth")) for each in tags)
     lengths, depths = ({each.get(name) for each in tags} for name in ("length", "depth"))
@@ -171,7 +171,7 @@ def _has_map(evaluation: Evaluation) -> bool:
 
 
 def _map(evaluation: Evaluation) -> Any:
-    """Needle maps, one for each row of the table: length across, depth downwards; a policy's budgets side by side."""
+    """Figure of heat maps, one per row of the table: mean score by length (across) and depth (downwards)."""
     lines = list(_lines(evaluation).values())
     lengths = sorted({record.tags["length"] for record in evaluation.records})
     depths = sorted({record.tags["depth"] for record in evaluation.records})
@@ -204,7 +204,7 @@ def _map(evaluation: Evaluation) -> Any:
 
 
 def _shares(records: Sequence[Record], lengths: Sequence[Any], depths: Sequence[Any]) -> np.ndarray:
-    """Mean score by depth and length; NaN, which has no colour, where there is no sample."""
+    """Mean score of records, an array `[depths, lengths]`; NaN where there is no sample."""
     sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
     for record in records:
         depth = max(at for at, depth in enumerate(depths) if depth <= record.tags["depth"])
@@ -220,13 +220,13 @@ def _is_curve(value: Any) -> bool:
 
 
 def _curves(evaluation: Evaluation) -> list[str]:
-    """Names of the figures that are lists of numbers for every sample."""
+    """Names of the entries of `Record.figures` that are lists of numbers in every record."""
     names = dict.fromkeys(name for record in evaluation.records for name in record.figures if name != "positions")
     return [name for name in names if all(_is_curve(record.figures.get(name)) for record in evaluation.records)]
 
 
 def _curve(evaluation: Evaluation, name: str) -> Any:
-    """A figure by position, averaged over samples as far as the shortest goes; of losses the mean up to there."""
+    """Figure of one entry of `Record.figures` by position, averaged over samples; losses as a running mean."""
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()
     running = name == "losses"
@@ -250,7 +250,7 @@ def _curve(evaluation: Evaluation, name: str) -> Any:
 
 
 def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure and its `count` panels of this size in inches, at most five beside one another."""
+    """New figure, and a list of its `count` axes, each of this size in inches, at most five side by side."""
     across = min(count, 5 if count > 4 else max(1, math.ceil(math.sqrt(count))))
     down = -(-count // across)
     figure = sheet(width * across + 1.5, height * down + 0.6)

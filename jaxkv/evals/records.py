@@ -26,7 +26,7 @@ _NOT_COMPARED = ("model",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that the lines of an evaluation depend on.
+    """Everything that the results of an evaluation depend on, as `run.json` stores it.
 
     Attributes:
         task: name of the task.
@@ -67,11 +67,11 @@ class Run:
     made_with: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """The run as `run.json` has it."""
+        """Dict of the run's fields as JSON values and the format's number, as `run.json` stores it."""
         return {"format": _FORMAT, **as_json(dataclasses.asdict(self))}
 
     def batches(self) -> list[range]:
-        """Sample indices of each batch of this shard.
+        """List of ranges of sample indices, one for each batch of this shard.
 
         Batches are the same in all shards, each of which takes every n-th: results may depend on the batch.
         """
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def lines(self) -> int:
-        """Number of lines of the finished evaluation."""
+        """Number of lines in `samples.jsonl` once this shard is finished: its samples times the policies."""
         first, step = (0, 1) if self.shard is None else self.shard
         batches = -(-self.samples // self.batch)
         mine = range(first, batches, step)
@@ -143,7 +143,7 @@ class Record:
             object.__setattr__(self, name, value)
 
     def line(self) -> bytes:
-        """The line with its line feed, in UTF-8."""
+        """The record as one line of JSON in UTF-8 bytes, with its line feed."""
         return (dumped({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}) + "\n").encode()
 
 
@@ -151,7 +151,7 @@ _FIELDS = {field.name for field in dataclasses.fields(Record)}
 
 
 def as_json(value: Any, name: str = "value") -> Any:
-    """`value` as `json.loads` would give it back; refuses NaN, infinities and types that JSON lacks.
+    """`value` as `json.loads` would return it; refuses NaN, infinities and types that JSON lacks.
 
     Numpy's numbers and arrays become plain ones, tuples lists, mappings dicts and paths texts.
     """
@@ -173,14 +173,14 @@ def as_json(value: Any, name: str = "value") -> Any:
 
 
 def _key(key: Any, name: str) -> str:
-    """A key of a mapping as JSON has it."""
+    """Key of a mapping as a text: a text unchanged, a number, bool or None as its JSON; refuses other types."""
     if not (key is None or isinstance(key, (str, int, float))):
         raise TypeError(f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings")
     return key if isinstance(key, str) else json.dumps(key)
 
 
 def dumped(value: Any, *, indent: int | None = None) -> str:
-    """`value` as JSON text with letters unescaped, save lone surrogates, which UTF-8 lacks."""
+    """JSON text of `value`; non-ASCII characters are escaped only if it has lone surrogates, which UTF-8 lacks."""
     plain = as_json(value)
     text = json.dumps(plain, ensure_ascii=False, indent=indent)
     try:
@@ -191,7 +191,7 @@ def dumped(value: Any, *, indent: int | None = None) -> str:
 
 
 def read_run(folder: Path) -> Run | None:
-    """The run in a folder's `run.json`, or None where there is no such file; refuses a file of another format."""
+    """`Run` from a folder's `run.json`, or None if there is no such file; refuses a file of another format."""
     path = folder / RUN
     try:
         found = json.loads(path.read_text("utf-8"))
@@ -212,7 +212,7 @@ def read_run(folder: Path) -> Run | None:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
-    """Texts such as "batch: 8, not 4" for what two `Run.as_dict` have both, and differently.
+    """List of texts such as "batch: 8, not 4", one for each entry in which two `Run.as_dict` differ.
 
     Names in `but`, and in one of the two alone, are not compared.
     """
@@ -233,7 +233,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], but: Sequence[
 
 
 def whole_lines(folder: Path) -> list[bytes]:
-    """Lines of a folder's `samples.jsonl`, each with its line feed; a line that was cut is left out."""
+    """Complete lines of a folder's `samples.jsonl`, as bytes with line feeds; a truncated last line is left out."""
     try:
         whole, end, _ = (folder / SAMPLES).read_bytes().rpartition(b"\n")
     except FileNotFoundError:
@@ -242,7 +242,7 @@ def whole_lines(folder: Path) -> list[bytes]:
 
 
 def read_record(line: bytes, where: str) -> Record:
-    """The record of one line; refuses a line that no evaluation has written, naming `where` it stands."""
+    """`Record` from one line of `samples.jsonl`; refuses other lines, with `where` in the error."""
     try:
         found = json.loads(line)
         fits = isinstance(found, dict) and found.keys() == _FIELDS

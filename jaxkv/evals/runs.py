@@ -36,7 +36,7 @@ _ROUNDING = 1e-6
 
 
 class Failed(RuntimeError):
-    """A batch that could not be run; its message names the samples, and how many lines are written already."""
+    """Raised if a batch could not be run; names its samples and the number of lines written before it."""
 
 
 def evaluate(
@@ -51,7 +51,7 @@ def evaluate(
     mesh: Mesh | None = None,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Runs every policy over every sample of a task, and writes a line for each into a folder.
+    """Runs every policy over every sample of a task; writes one line per policy and sample, and returns all results.
 
     A run that was ended goes on with the same call, behind its last whole batch, and ends with the same bytes.
 
@@ -96,7 +96,7 @@ def evaluate(
 
 
 def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Refuses a folder whose run differs from `asked`, a `Run.as_dict` or a part of one; there need be no folder."""
+    """Refuses a folder whose `run.json` differs from `asked`, a `Run.as_dict` or part of one; it need not exist."""
     there = read_run(folder)
     found = [] if there is None else differences(there.as_dict(), asked)
     remedy = f"another evaluation has begun there ({'; '.join(found)}): give it as it was, or another folder"
@@ -104,7 +104,7 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """Writes `run` into a locked folder; where a run has begun there, which must be the same, returns that one."""
+    """Writes `run.json` to a locked folder and returns `run`, or the same run that has begun there; refuses another."""
     require_same(folder, run.as_dict())
     there = read_run(folder)
     if there is None:
@@ -113,7 +113,7 @@ def begin(folder: Path, run: Run) -> Run:
 
 
 def finish(evaluation: Evaluation) -> None:
-    """Writes a finished evaluation's table and, where matplotlib is installed, its pictures into its folder."""
+    """Writes a finished evaluation's table, and its plots if matplotlib is installed, to its folder."""
     write_whole(evaluation.folder / TABLE, (evaluation.table() + "\n").encode())
     if not PLOTS_MISSING:
         for name, data in draw(evaluation, ("svg", "png")).items():
@@ -121,7 +121,7 @@ def finish(evaluation: Evaluation) -> None:
 
 
 def _samples(params: LanguageModel, task: Task) -> list[Sample]:
-    """The task's samples; refuses none, other objects, and ids that stand there twice."""
+    """List of the task's samples; refuses an empty list, other objects, and ids that occur twice."""
     samples = list(task.samples(params))
     odd = next((each for each in samples if not isinstance(each, Sample)), None)
     if odd is not None:
@@ -134,7 +134,7 @@ def _samples(params: LanguageModel, task: Task) -> list[Sample]:
 
 
 def _digest(samples: Sequence[Sample]) -> str:
-    """Hash of the samples in 16 hexadecimal digits."""
+    """SHA-256 of the samples: its first 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for sample in samples:
         try:
@@ -145,7 +145,7 @@ def _digest(samples: Sequence[Sample]) -> str:
 
 
 def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
-    """A checked `(i, n)` of at most `batches` shards; None for all."""
+    """Checks a shard (i, n) of at most `batches` shards and returns it; None for the whole evaluation."""
     if shard is None:
         return None
     pair = tuple(map(plain, shard)) if isinstance(shard, (tuple, list)) else ()
@@ -156,7 +156,7 @@ def _shard(shard: Any, batches: int) -> tuple[int, int] | None:
 
 
 def _made_with(params: LanguageModel) -> dict[str, str]:
-    """Versions of jaxkv, JAX and numpy, the kind of device, and the sizes of the mesh such as "1x8"."""
+    """Dict of the versions of jaxkv, JAX and numpy, the kind of device, and the mesh's sizes such as "1x8"."""
     versions = {}
     for name in ("jaxkv", "jax", "jaxlib", "numpy"):
         try:
@@ -170,7 +170,7 @@ def _made_with(params: LanguageModel) -> dict[str, str]:
 
 
 def _free_programs() -> None:
-    """Frees compiled programs near the process' limit of memory mappings, above which XLA crashes."""
+    """Drops all compiled programs when the process nears its limit of memory mappings, where XLA crashes."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
@@ -178,7 +178,7 @@ def _free_programs() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """The checked arguments of `evaluate`: model, task and samples, and the policy of each row."""
+    """Checked arguments of `evaluate`: model, task, samples, folder, and the policy of each row."""
 
     params: LanguageModel
     task: Task
@@ -188,7 +188,7 @@ class _Job:
     folder: Path
 
     def run(self, batch: int, shard: Any) -> Run:
-        """The job as `run.json` describes it."""
+        """`Run` of this job: what `run.json` stores of it."""
         task, params = self.task, self.params
         return Run(
             task=name_of(task),
@@ -211,7 +211,7 @@ class _Job:
         )
 
     def fill(self, lines: Lines, run: Run, progress: bool | None) -> None:
-        """Runs the batches whose lines are missing, and appends their lines."""
+        """Runs the batches that have no lines in the file yet, and appends one line per sample."""
         todo = [(name, [self.samples[at] for at in batch]) for name in self.policies for batch in run.batches()]
         skipped = self._skip(lines, todo)
         shown = sys.stderr.isatty() if progress is None else progress
@@ -238,7 +238,7 @@ class _Job:
                 bar.update(len(batch))
 
     def _skip(self, lines: Lines, todo: Sequence[tuple[str, list[Sample]]]) -> int:
-        """Number of batches whose lines are there already; lines of a batch that is not whole are cut off."""
+        """Number of batches whose lines are complete in the file; cuts off the lines after them."""
         expected = [(name, sample.id) for name, batch in todo for sample in batch]
         for at, (record, (name, sample)) in enumerate(zip(lines.records, expected, strict=False), start=1):
             remedy = f"the line of {name}, {sample} is expected: remove it and those behind it, or give another folder"
@@ -255,7 +255,7 @@ class _Job:
         return whole
 
     def _records(self, run: Run, name: str, batch: Sequence[Sample], done: int) -> list[Record]:
-        """Records of one batch under one policy; an error is raised as `Failed`, with the count of lines `done`."""
+        """Runs one batch under one policy and returns its records; raises `Failed` with the number of lines `done`."""
         ids = f"sample {batch[0].id}" if len(batch) == 1 else f"samples {batch[0].id} to {batch[-1].id}"
         kept = f"{done} lines are in {self.folder}, and the same call goes on from there"
         try:
@@ -274,7 +274,7 @@ class _Job:
         return records
 
     def _outcomes(self, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
-        """Outcomes of a batch; a policy that draws runs sample by sample, each with a seed of its own."""
+        """Outcomes of a batch; a policy that draws random numbers runs sample by sample, each with its own seed."""
         if not policy.parts().draws:
             return self.task.run(self.params, policy, batch, self.how)
         own = {sample.id: dataclasses.replace(self.how, seed=seed_of(self.how.seed, sample.id)) for sample in batch}
@@ -282,7 +282,7 @@ class _Job:
 
 
 def _record(run: Run, name: str, sample: Sample, outcome: Outcome) -> Record:
-    """The record of one outcome; refuses a score that is not of the task's unit."""
+    """`Record` of one outcome; refuses a score that is not finite, or for shares not in [0, 1]."""
     score, shares = float(outcome.score), run.unit == "%"
     fits = math.isfinite(score) and (not shares or -_ROUNDING <= score <= 1 + _ROUNDING)
     require(fits, "score", score, f"{run.task} owes {'a share in [0, 1]' if shares else 'a finite number'}")

@@ -23,7 +23,7 @@ _LEAST = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hub:
-    """A data set on the Hugging Face hub: its repository, and the file of each part.
+    """Place of a data set on the Hugging Face hub: its repository, and the file name of each part.
 
     Attributes:
         repo: owner and name.
@@ -37,19 +37,19 @@ class Hub:
 
     @property
     def url(self) -> str:
-        """Address of the data set's page."""
+        """URL of the data set's page."""
         return f"https://huggingface.co/datasets/{self.repo}"
 
 
 @functools.cache
 def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Prompt, output length and metric of each part of a benchmark, by name of the part."""
+    """Dict of a benchmark's parts by name: prompt template, number of new tokens and metric of each."""
     return json.loads((resources.files("jaxkv.evals") / "data" / f"{name}.json").read_text("utf-8"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTask(QuestionTask):
-    """Base of benchmarks of several parts, each a file of rows, a prompt and a metric.
+    """Base of benchmarks that are read from files: each part has rows, a prompt template and a metric.
 
     Attributes:
         data: folder with the official files; by default they are fetched from the hub.
@@ -83,7 +83,7 @@ class StoredTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Samples of each part, in the order of its file."""
+        """Makes a list of samples: those of each part, in the order of its file."""
         names = self.tasks or tuple(table(self.benchmark))
         # Missing files are reported before hours of tokenizing.
         rows = {name: rows_of(name, self.data, self.hub, self.keys, self.count) for name in names}
@@ -91,18 +91,18 @@ class StoredTask(QuestionTask):
 
     @abc.abstractmethod
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Right answers of a row, as the part's metric takes them."""
+        """Tuple of the right answers of a row, as the part's metric takes them."""
 
     @abc.abstractmethod
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Texts for the fields of the part's prompt besides the context, by name."""
+        """Dict {field: text} that fills in the part's prompt template, except for the context."""
 
     def raw(self, name: str) -> bool:
-        """True if the part's prompts have no chat template around them."""
+        """True if the part's prompts get no chat template."""
         return True
 
     def _sample(self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]) -> Sample:
-        """The sample of row `number` of a part."""
+        """Makes the sample of row `number` of a part, its prompt cut to the model's length."""
         for key in ("context", "input"):
             remedy = f"row {number + 1} of {name} has no text as its {key}: is it the official file?"
             require(isinstance(row[key], str), "data", row[key], remedy)
@@ -125,12 +125,12 @@ class StoredTask(QuestionTask):
 
 
 def _filled(prompt: str, fields: Mapping[str, str]) -> str:
-    """A prompt with its "{name}" fields filled in; filled-in texts may have braces of their own."""
+    """The prompt template with each "{name}" replaced by its text; these texts may contain braces."""
     return re.sub(r"\{(\w+)\}", lambda name: fields[name[1]], prompt)
 
 
 def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """The first `count` rows (0: all) of `<name>.jsonl` in the folder `data`, or of that part on the hub for None.
+    """First `count` rows (0: all), as dicts, of `<name>.jsonl` in the folder `data`, or on the hub if it is None.
 
     A missing file is a FileNotFoundError that says what to put where; rows without one of `keys` are refused.
     """
@@ -147,7 +147,7 @@ def rows_of(name: str, data: str | None, hub: Hub, keys: Sequence[str], count: i
 
 
 def _fetched(name: str, hub: Hub) -> Path:
-    """The part's file in the hub's cache, downloaded where it is not there."""
+    """Path of the part's file in the hub's cache, which is downloaded if it is not there."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -161,13 +161,16 @@ def _fetched(name: str, hub: Hub) -> Path:
 
 
 def json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """The first `count` rows (0: all) of a file of JSON lines; refuses other lines, and rows without one of `keys`."""
+    """First `count` rows (0: all) of a JSON-lines file; refuses lines that are no JSON, or lack any of `keys`."""
     with path.open("rb") as file:
         return _rows(file, str(path), keys, count)
 
 
 def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -> list[dict[str, Any]]:
-    """Rows of lines that end with a line feed alone; empty lines are skipped, a leading byte order mark too."""
+    """Parses JSON lines to a list of dicts, `count` of them (0: all); refuses rows that lack any of `keys`.
+
+    Lines end with a line feed alone; empty lines are skipped, a leading byte order mark too.
+    """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if count and len(rows) == count:
@@ -187,7 +190,7 @@ def _rows(lines: Iterable[bytes], where: str, keys: Sequence[str], count: int) -
 def _fitted(
     params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """Context, question and their token count; too long a prompt keeps its first and last half, as in LongBench.
+    """Context, question and their number of tokens; a prompt longer than `longest` loses its middle, as in LongBench.
 
     `longest` is the most tokens of the prompt, 0 for what the model's positions leave beside `new_tokens`.
     """

@@ -23,7 +23,7 @@ _Z = 1.959964  # of the normal distribution's middle 95%
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Mean score and costs of one policy over the samples of one group.
+    """Mean score, its 95% interval, and mean cache costs of one policy over the samples of one group.
 
     Attributes:
         policy: the row's name, such as "adakv@128".
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Differences between two policies' scores on the same samples.
+    """Mean difference of two policies' scores on the same samples, its 95% interval, and counts of wins.
 
     Attributes:
         mean: of the differences; above 0 the first policy has the higher scores.
@@ -70,7 +70,7 @@ class Difference:
 
 
 def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[float, float] | None:
-    """Ends of the 95% confidence interval of the mean of independent scores.
+    """95% confidence interval (low, high) of the mean of independent scores, Wilson's or Student's; may be None.
 
     Args:
         scores: n of them.
@@ -100,7 +100,7 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
 
 
 def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
-    """Student's 95% interval of the mean; None for one value."""
+    """Student's 95% interval (low, high) of the mean; None for one value."""
     from scipy import special  # imported late: it takes longer than all of jaxkv's own files
 
     n, mean = len(values), float(values.mean())
@@ -111,7 +111,7 @@ def _student(values: Float[np.ndarray, " n"]) -> tuple[float, float] | None:
 
 
 def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[float, float] | None:
-    """95% interval of a mean difference: Student's, or Wilson's where all differences of shares are equal."""
+    """95% interval (low, high) of a mean difference: Student's, or Wilson's if all differences of shares are equal."""
     n, first = len(apart), float(apart[0])
     if not shares or n == 1 or (apart != first).any():
         return _student(apart)
@@ -121,7 +121,7 @@ def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[fl
 
 
 def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    """Interval of the mean of independent means, from their intervals (Zou and Donner 2008, "MOVER")."""
+    """Interval of the mean of independent means, from their intervals (Zou and Donner 2008); None if one is None."""
     known = [each for each in ends if each is not None]
     if len(known) < len(ends):
         return None
@@ -132,7 +132,7 @@ def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None])
 
 
 def _by_group(records: Sequence[Record], values: Sequence[float]) -> list[Float[np.ndarray, " _"]]:
-    """`values` of the records, an array for each group."""
+    """Splits `values`, one per record, into one array per group."""
     groups: dict[str, list[float]] = {}
     for record, value in zip(records, values, strict=True):
         groups.setdefault(record.group, []).append(value)
@@ -141,7 +141,7 @@ def _by_group(records: Sequence[Record], values: Sequence[float]) -> list[Float[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A finished evaluation: of a whole task, or of one shard of it.
+    """Finished evaluation of a task, or of one shard: its folder, run and records, with mean scores and tables.
 
     Attributes:
         folder: that holds its files.
@@ -155,7 +155,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "Evaluation":
-        """Reads what `jaxkv.evaluate` or `jaxkv eval` has written.
+        """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote.
 
         Args:
             folder: the one that was given to it.
@@ -189,31 +189,31 @@ class Evaluation:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the rows, in order."""
+        """Names of the table's rows, such as "adakv@128", in order."""
         return tuple(self.run.policies)
 
     @functools.cached_property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups, in the order of the samples."""
+        """Distinct names of the groups, in the order in which they first occur."""
         return tuple(dict.fromkeys(record.group for record in self.records))
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Prompt lengths by the tag "length", ascending; empty where it is missing, or has 1 value or more than 25."""
+        """Distinct prompt lengths (tag "length"), ascending; empty if a sample lacks it, or for 1 or more than 25."""
         given: list[Any] = [record.tags.get("length") for record in self.records]
         found = sorted(set(given)) if all(isinstance(each, int) for each in given) else []
         return tuple(found) if 1 < len(found) <= _MOST_LENGTHS else ()
 
     @functools.cached_property
     def _by(self) -> dict[str, list[Record]]:
-        """Records by row."""
+        """Dict {row name: its records}."""
         by: dict[str, list[Record]] = collections.defaultdict(list)
         for record in self.records:
             by[record.policy].append(record)
         return by
 
     def of(self, policy: str, group: str | None = None, **tags: Any) -> list[Record]:
-        """Records of one policy, in the order of the samples.
+        """List of one policy's records, in the order of the samples; optionally of one group, or with given tags.
 
         Args:
             policy: name of a row.
@@ -235,11 +235,11 @@ class Evaluation:
         return found
 
     def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
-        """Scores of one policy, in the order of the samples; arguments as for `of`."""
+        """Array of one policy's scores, in the order of the samples; arguments as for `of`."""
         return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
 
     def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
-        """Mean score of one policy with its interval, and what its caches cost.
+        """`Cell` of one policy: its mean score with a 95% interval, and mean tokens, rows and bytes.
 
         Args:
             policy: name of a row.
@@ -269,7 +269,7 @@ class Evaluation:
         )
 
     def difference(self, first: str, second: str, group: str | None = None) -> Difference:
-        """Compares two policies sample by sample, which says more than two intervals.
+        """`Difference` of two policies' scores, sample by sample, which says more than two intervals.
 
         Args:
             first: name of a row.
@@ -291,12 +291,12 @@ class Evaluation:
         return Difference(mean=sum(means) / len(means), low=low, high=high, above=above, below=below, n=len(apart))
 
     def as_dict(self) -> dict[str, Any]:
-        """The run and every cell, as JSON has them."""
+        """Dict of JSON values: the run, and a cell for each policy and group and each policy's mean."""
         cells = [self.cell(policy, group) for policy in self.policies for group in (*self.groups, None)]
         return {"run": self.run.as_dict(), "cells": [dataclasses.asdict(cell) for cell in cells]}
 
     def table(self) -> str:
-        """Markdown tables: score and costs of each policy, then scores by group and length, budget by budget."""
+        """Text of Markdown tables: score and costs of each policy, then scores by group and by length."""
         head = f"| policy | {self.scale} | 95% interval | n | rows kept | MB | prompt tokens |"
         lines = [f"# {self.title}", "", head, "|---|---:|:---:|---:|---:|---:|---:|"]
         for policy in self.policies:
@@ -316,7 +316,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def sections(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Tables by group and by length: the keyword arguments of `cell` for each line, by its label."""
+        """Rows of the tables "group" and "length": for each, {row label: keyword arguments of `cell`}."""
         tables: dict[str, dict[str, dict[str, Any]]] = {}
         if len(self.groups) > 1:
             tables["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
@@ -326,7 +326,7 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """Task, model and settings in one line."""
+        """One line of text: task, number of samples, model and settings."""
         run = self.run
         said = [run.model, "question-agnostic" if run.agnostic else "", "no chat template" if run.raw else ""]
         part = "" if run.shard is None else f"shard {run.shard[0]} of {run.shard[1]}"
@@ -334,31 +334,31 @@ class Evaluation:
 
     @property
     def scale(self) -> str:
-        """Unit of the scores, and which way is better."""
+        """Text with the unit of the scores: "score, %, higher is better"."""
         return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
 
     def shown(self, score: float | None) -> str:
-        """A score as text, with the digits of tables."""
+        """Score as text: shares in percent with one decimal, others with four; a dash for None."""
         return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
 
     def shown_interval(self, cell: Cell) -> str:
-        """A cell's interval as text, or a dash."""
+        """A cell's 95% interval as text, "low to high"; a dash if it has none."""
         return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
     def blocks(self) -> list[list[str]]:
-        """Rows of each table of scores: all rows without a budget, then those of one budget."""
+        """Policies of each score table, a list per budget: all without a budget, then those of this budget."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
         return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]
 
 
 def _budget(policy: str) -> str:
-    """The budget in the name of a row, such as "128"; empty without one."""
+    """Budget in a row's name as text, such as "128" of "adakv@128"; empty if it has none."""
     return policy.rpartition("@")[2] if "@" in policy else ""
 
 
 def _mean(values: Iterable[int | float | None]) -> float | None:
-    """Mean of the values; None if one of them is not known."""
+    """Mean of the values; None if any of them is None."""
     every = list(values)
     known = [value for value in every if value is not None]
     return None if len(known) < len(every) else float(np.mean(known))
@@ -370,5 +370,5 @@ def number(value: float | int | None, digits: int, unit: float = 1.0) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that breaks no line or column of a Markdown table."""
+    """Text in one line with "|" escaped, for a cell of a Markdown table."""
     return " ".join(text.splitlines()).replace("|", "\\|")

@@ -74,7 +74,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Score of one sample under one policy, and what its cache cost.
+    """Result of one sample under one policy: score, drawn text, and tokens, rows and bytes of its cache.
 
     Attributes:
         score: a share in [0, 1], or a number of the task's `unit`.
@@ -95,7 +95,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings of a run that belong to no task.
+    """Settings of a run besides its task: whether policies see questions, chat template or none, and the seed.
 
     Attributes:
         agnostic: True compresses the context before the question is seen, as Ada-KV's harder setting does. A sample
@@ -142,7 +142,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """All samples, in order; the same for the same settings and tokenizer.
+        """Makes all samples, in order; they are the same for the same settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
@@ -157,7 +157,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Runs and scores a batch of samples under one policy.
+        """Runs a batch of samples under one policy and returns one Outcome, with its score, per sample.
 
         Args:
             params: the model.
@@ -171,14 +171,14 @@ class Task(abc.ABC):
 
 
 def tokenizer_of(params: LanguageModel) -> Text:
-    """A model's tokenizer; refuses a model without one."""
+    """The model's tokenizer; refuses a model that has none."""
     if params.text is None:
         raise refusal("params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
     return params.text
 
 
 def _setting(hint: Any, value: Any, name: str) -> Any:
-    """A setting converted to its annotation; unchanged for annotations that the command line could not write."""
+    """Setting converted to its annotated type; unchanged if the command line has no way to write that type."""
     value = plain(value)
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):
@@ -203,7 +203,7 @@ def _setting(hint: Any, value: Any, name: str) -> Any:
 
 
 class Tasks(dict[str, type[Task]]):
-    """Registered task classes by name; `task` adds one."""
+    """Dict {name: registered task class}; the decorator `task` adds to it."""
 
 
 TASKS = Tasks()
@@ -213,7 +213,7 @@ _Task = TypeVar("_Task", bound=type[Task])
 
 
 def task(name: str) -> Callable[[_Task], _Task]:
-    """Registers a task's class under a name, for `evaluate` and the command line.
+    """Class decorator that registers a task under a name, for `evaluate` and the command line.
 
     Args:
         name: one word.

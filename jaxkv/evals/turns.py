@@ -26,7 +26,7 @@ JUDGES = ("substring", "rouge-l")
 
 
 class _Fact(NamedTuple):
-    """A sentence with a gap, the question for it, and values for the gap."""
+    """Sentence with a gap, the question that asks for the gap's value, and values to draw from."""
 
     sentence: str
     question: str
@@ -94,7 +94,7 @@ class Turns(Task):
             require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Conversations as samples, whose turns are joined in `context`."""
+        """Makes one sample per conversation, whose turns are joined in `context`."""
         tokenizer = tokenizer_of(params)
         talks = _stored(self.data) if self.data is not None else _made(self.turns, self.words, self.seed)
         made, most = [], params.config.max_positions
@@ -115,7 +115,7 @@ class Turns(Task):
         return made
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Holds a batch of conversations side by side, and scores their answers."""
+        """Holds a batch of conversations; returns one Outcome each: mean score, answers, and rows after each turn."""
         outcomes: dict[int, Outcome] = {}
         # Conversations of one length keep step.
         lengths = [sample.context.count(_NEXT) for sample in samples]
@@ -132,7 +132,7 @@ class Turns(Task):
         return [outcomes[number] for number in range(len(samples))]
 
     def _outcome(self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]) -> Outcome:
-        """Score of a conversation's answers, and its rows `[L, K]` after each turn as figures."""
+        """Outcome of one conversation, from its answers and its rows `[L, K]` after each turn."""
         scores = [self._score(text, right) for text, right in zip(spoken, sample.answers, strict=True) if right]
         rows = [float(each.mean()) for each in kept]
         return Outcome(
@@ -143,14 +143,14 @@ class Turns(Task):
         )
 
     def _score(self, text: str, right: str) -> float:
-        """Score of one answer by the judge that was chosen."""
+        """Score in [0, 1] of one answer against its reference `right`, by the task's judge."""
         return float(right.lower() in text.lower()) if self.judge == "substring" else rouge_l(text, right)
 
 
 def _hold(
     params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
 ) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
-    """Answers of each conversation turn by turn, the rows `[L, B, K]` held after each turn, and the last cache."""
+    """Answers of each conversation by turn, the rows `[L, B, K]` held after each turn, and the last cache."""
     tokenizer = tokenizer_of(params)
     turns = [sample.context.split(_NEXT) for sample in samples]
     cache: KVCache | None = None
@@ -179,7 +179,7 @@ def _hold(
 
 
 class _Talk(NamedTuple):
-    """A conversation: the user's turns, and for each the right answer or an empty text."""
+    """One conversation: the user's turns, and for each the right answer, or an empty text if there is none."""
 
     name: str
     group: str
@@ -188,7 +188,7 @@ class _Talk(NamedTuple):
 
 
 def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
-    """Endless made conversations; the n-th is the same however many follow."""
+    """Yields made-up conversations without end; each depends on its number, not on how many are taken."""
     passages = [text.split() for text in texts_of(None).values()]
     facts = max(1, turns * 3 // 10)
     for number in itertools.count():
@@ -209,7 +209,7 @@ def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
 
 
 def _stored(data: str) -> Iterator[_Talk]:
-    """Conversations with a reference in a file as MT-bench's `question.jsonl`; refuses other files."""
+    """Yields the conversations that have a reference, from a file in the format of MT-bench's `question.jsonl`."""
     path = Path(data).expanduser()
     if not path.is_file():
         where = "FastChat's repository has MT-bench's under fastchat/llm_judge/data/mt_bench"

@@ -34,7 +34,7 @@ from jaxkv.sharding.mesh import host, missing, place
 @task("visible")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visible(Task):
-    """The share of full attention's probability that falls on rows which a policy can see, over 2StageRetr.
+    """Share of full attention's probability that falls on rows which a policy can see, on prompts of 2StageRetr.
 
     The tokens that full attention draws are fed to every policy, so that a model which fails at the task still says
     what each policy would let it see.
@@ -57,7 +57,7 @@ class Visible(Task):
         require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Samples of 2StageRetr, with dictionaries spread over all sizes."""
+        """Makes samples of 2StageRetr, with dictionary sizes spread over its usual ones."""
         sizes = TwoStage().sizes
         # Small dictionaries and large ones, however few there are.
         few = min(self.count, len(sizes))
@@ -66,7 +66,7 @@ class Visible(Task):
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Measures visible attention of a batch at the tokens that full attention draws."""
+        """Measures visible attention at the tokens that full attention draws; returns one Outcome per sample."""
         prompts = [sum(ids_of(params.text, sample, raw=how.raw), []) for sample in samples]
         drawn = generate(params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False).tokens
         out = []
@@ -81,7 +81,7 @@ class Visible(Task):
 def visible_attention(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], *, key: int = 0
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """Measures the share of full attention's probability that falls on rows which a policy can see.
+    """Share of full attention's probability on the rows that a policy can see, per answer token; and rows kept.
 
     Args:
         params: from `jaxkv.load`.
@@ -124,7 +124,7 @@ def visible_attention(
 def _held(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], slots: int, key: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Mask of the rows that a policy's cache holds, and of the token itself, at each token of the answer."""
+    """Mask of the rows that a policy's cache holds at each of n answer tokens, the token's own row included."""
     config = params.config
     now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
@@ -145,7 +145,7 @@ def _held(
 
 
 def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int) -> "_Choice | None":
-    """The choice of a policy with filter layers, which must drop no rows; None without filter layers."""
+    """`_Choice` for a policy with filter layers, None for one without; refuses one that also drops rows."""
     parts, layers = policy.parts(), params.config.layers
     reading = parts.reading(layers, bucket(prompt))
     if reading is None or not reading.filters:
@@ -159,14 +159,14 @@ def _choice(params: LanguageModel, policy: Method, prompt: int, steps: int, slot
 
 
 class _Choice:
-    """Rows that filter layers choose by full attention's queries; layers are asked for from the lowest to the last."""
+    """Rows that filter layers choose by full attention's queries; call `layer` for each layer, from the lowest up."""
 
     def __init__(self, reading: Reading, *, prompt: int, steps: int, budget: int, slots: int):
         self.reading, self.prompt, self.steps, self.budget, self.slots = reading, prompt, steps, budget, slots
         self.masks: dict[int, np.ndarray] = {}
 
     def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
-        """Mask of the rows of layer `index` that are seen at each token; a filter layer chooses them first."""
+        """Mask of the rows of layer `index` that are seen at each token; a filter layer first makes its choice."""
         now, position = self.prompt + np.arange(self.steps)[:, None], np.arange(self.slots)
         if index in self.reading.filters:
             self.masks[index] = np.stack([self._choose(out, step) for step in range(self.steps)])
@@ -178,7 +178,7 @@ class _Choice:
         return np.repeat(seen[:, None], out.k.shape[1], axis=1)
 
     def _choose(self, out: LayerOut, step: int) -> Bool[np.ndarray, " S"]:
-        """Mask of the rows that a filter layer chooses for the token of a step."""
+        """Mask of the rows that a filter layer chooses for the token of one step."""
         reading, now = self.reading, self.prompt + step
         # The newest query first, as weights go by age.
         window = slice(step, step + reading.window)

@@ -40,7 +40,7 @@ _Item = TypeVar("_Item")
 
 @register_model("jaxkv")
 class JaxKVLM(TemplateLM):
-    """A jaxkv model whose caches a policy compresses, for lm-evaluation-harness.
+    """lm-evaluation-harness model that answers requests with a jaxkv model over caches compressed by a policy.
 
     Contexts are prefilled and compressed. Answers are drawn on top of the compressed cache, and continuations read on
     top of it token by token, so that policies which drop a row for every new one do. Choices that share a context share
@@ -60,7 +60,7 @@ class JaxKVLM(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """Loads the model.
+        """Takes a model or loads a named one, and checks policy and batch size.
 
         Args:
             model: a model, or what `jaxkv.load` takes.
@@ -89,42 +89,42 @@ class JaxKVLM(TemplateLM):
 
     @property
     def text(self) -> Text:
-        """The model's tokenizer."""
+        """The model's tokenizer; `__init__` refuses models without one."""
         assert self.params.text is not None
         return self.params.text
 
     @property
     def max_length(self) -> int:
-        """Number of positions of the model."""
+        """Number of positions of the model: the most tokens of a prompt and its answer."""
         return self.params.config.max_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """Name that tells the harness' caches of different models apart."""
+        """The model's name with "/" as "__", by which the harness tells cached requests of different models apart."""
         return self.params.name.replace("/", "__")
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the eos token, or of the bos token where there is none."""
+        """Id of the eos token, or of the bos token if there is no eos; refuses a model that has neither."""
         ids = [*self.text.eos_ids, *([] if self.text.bos_id is None else [self.text.bos_id])]
         require(bool(ids), "model", self.params.name, "no bos or eos token to begin an empty context with")
         return ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token in place of an empty context: bos, or eos where there is none."""
+        """Id of the token that stands for an empty context: bos, or eos if there is no bos."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Token ids of a text, with those in front of every text unless `add_special_tokens` is False."""
+        """Token ids of a text; the tokenizer's bos token, if any, is left out if `add_special_tokens` is False."""
         return self.text.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders a conversation as text, with the opening of the answer if `add_generation_prompt`."""
+        """Renders chat messages as one text; it ends by opening the answer if `add_generation_prompt`."""
         return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers to contexts, each drawn up to a stop string; see `LM.generate_until`."""
+        """Draws a text for each request's context, up to a stop string or the token limit; in request order."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
         # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.
@@ -140,7 +140,7 @@ class JaxKVLM(TemplateLM):
         return [answers[at] for at in range(len(asked))]
 
     def _draw(self, contexts: Sequence[str], arguments: Mapping[str, Any], *, number: int) -> list[str]:
-        """Answers to a batch of contexts, drawn by the harness' generation arguments; `number` is of its request."""
+        """Draws one text per context with the same generation arguments; a request's index `number` varies the seed."""
         stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
         require(room >= 1, "max_gen_toks", new, f"the model has {self.max_length} positions: draw fewer")
@@ -157,7 +157,7 @@ class JaxKVLM(TemplateLM):
         return out.text
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probabilities of whole texts, token by token on one cache; see `LM.loglikelihood_rolling`."""
+        """Log-probability of each request's text, summed over its tokens, which are read one by one over a cache."""
         texts = [request.args[0] for request in requests]
         windows = [self._windows(self.tok_encode(text, add_special_tokens=False)) for text in texts]
         pairs = [pair for each in windows for pair in each]
@@ -168,7 +168,7 @@ class JaxKVLM(TemplateLM):
         return sums
 
     def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Contexts and continuations of a text in parts of the model's length; each token is judged once."""
+        """Splits a text's ids into (context, continuation) pairs of the model's length; each id is scored once."""
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
         return list(map(make_disjoint_window, windows))
 
@@ -178,7 +178,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and True if greedy drawing gives it; see `TemplateLM`."""
+        """For each request: its continuation's log-probability, and True if greedy decoding would draw it."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
@@ -192,7 +192,7 @@ class JaxKVLM(TemplateLM):
         return results
 
     def _judge(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and True if greedy drawing gives it, in the order of the pairs."""
+        """For each (context, continuation): the log-probability, and True if greedy decoding would draw it."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at, (context, _) in enumerate(pairs):
@@ -211,17 +211,17 @@ class JaxKVLM(TemplateLM):
 
     @property
     def _contexts_together(self) -> int:
-        """Number of contexts in a batch; 1 for a policy that draws, as contexts of a batch would share its draws."""
+        """Number of contexts in a batch: `batch_size`, or 1 if the policy draws numbers, which a batch would share."""
         return 1 if self.policy.parts().draws else self.batch_size
 
     def _key(self, ids: Sequence[int]) -> int:
-        """The seed; of a policy that draws one of the context's own, however often it is asked about."""
+        """Random seed: `seed`, or for a policy that draws random numbers a hash of `seed` and the context's ids."""
         return seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
 
     def _score(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Sums of log-probabilities of continuations, and True where each token was the likeliest one.
+        """Log-probability of each continuation, and a mask of those that greedy decoding would draw.
 
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """
@@ -239,7 +239,10 @@ class JaxKVLM(TemplateLM):
 def _read(
     session: Session, cache: KVCache, continuations: Sequence[list[int]], *, shared: bool
 ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-    """Reads continuations token by token, as if each had been drawn; donates the cache unless it is `shared`."""
+    """Log-probabilities of continuations read over a cache, and a mask of those that greedy decoding would draw.
+
+    Tokens are read one by one, as if each had been drawn. The cache is donated unless it is `shared`.
+    """
     count, longest = len(continuations), max(map(len, continuations))
     values, greedy = np.zeros(count), np.ones(count, bool)
     for at in range(longest):
@@ -261,18 +264,18 @@ def _read(
 
 @jax.jit
 def _of_token(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Log-probability of one token for each sequence, and True where it is the likeliest."""
+    """Log-probability of one token per sequence, and a mask of sequences where it is the likeliest token."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return value, logits.argmax(axis=1) == tokens
 
 
 def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
-    """Parts of at most `size` items, in order."""
+    """Splits items into consecutive parts of at most `size` items."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
-    """Stop strings, new tokens (by default `usual`) and sampling of a task's generation arguments."""
+    """Parses generation arguments: returns stop strings, number of new tokens (default `usual`) and sampling."""
     unknown = [name for name in arguments if name not in _KNOWN]
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
     until = arguments.get("until") or ()

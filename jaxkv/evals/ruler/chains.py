@@ -18,7 +18,7 @@ TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
 
 
 class Chain(NamedTuple):
-    """Random draws of one text: variables and places of their assignments.
+    """Random draws of one prompt: variable names, the number assigned to them, and places of the assignments.
 
     Attributes:
         names: the variables; the first is assigned the value, each other the one before it.
@@ -35,7 +35,7 @@ class Chain(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chains(Recipe):
-    """Variable tracking of one chain in noise.
+    """Recipe of RULER's variable tracking: prompts that hide one chain of assignments in lines of noise.
 
     Attributes:
         hops: assignments of a variable to another.
@@ -47,22 +47,22 @@ class Chains(Recipe):
 
     @property
     def least(self) -> int:
-        """Number of assignments, each of which has a place of its own."""
+        """Smallest haystack size: the number of assignments, each of which needs a place of its own."""
         return self.hops + 1
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt in `size` lines of noise, with the solved example in front."""
+        """Prompt with one chain hidden in `size` lines of noise; a solved example goes before it if `shot` is set."""
         shot = self.draw(self.shot, rng, short=True) if self.shot else None
         return self.write(self.draw(size, rng), shot)
 
     def draw(self, size: int, rng: np.random.Generator, *, short: bool = False) -> Chain:
-        """Draws variables, the number and places; `short` names are for the solved example."""
+        """Draws variable names (`short` ones for a solved example), the number assigned to them, and places."""
         names = self.wording.variables(rng, self.hops + 1, short=short)
         places = sorted(rng.permutation(size)[: self.hops + 1].tolist())
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
 
     def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
-        """The prompt of a draw, behind the solved example `shot`."""
+        """Renders a chain as a `Prompt`, after the solved example `shot` if it is given."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -78,7 +78,7 @@ class Chains(Recipe):
         )
 
     def _hide(self, chain: Chain) -> str:
-        """The haystack with the assignments in it."""
+        """Text of the haystack, with the chain's assignments inserted at their places."""
         # RULER ends these lines with a space.
         end = "" if self.wording.tight else " "
         first, *others = chain.names

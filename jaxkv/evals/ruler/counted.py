@@ -30,7 +30,7 @@ _LEAST_CODED = 74
 
 
 class Listed(NamedTuple):
-    """Random draws of a list: the common words, and all entries in order."""
+    """Random draws of one word list: its common words, and all its words in order, repeats included."""
 
     common: tuple[str, ...]
     entries: tuple[str, ...]
@@ -38,7 +38,7 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common(Recipe):
-    """Extraction of common words; the haystack's unit is a different word.
+    """Recipe of RULER's common words extraction; a haystack's size is its number of distinct words.
 
     Attributes:
         often: occurrences of each common word.
@@ -54,28 +54,28 @@ class Common(Recipe):
 
     @property
     def least(self) -> int:
-        """Number of common words and one other."""
+        """Smallest number of distinct words in a list: the common words and one other."""
         return self.words + 1
 
     @property
     def most(self) -> int | float:
-        """Number of words that the wording has."""
+        """Largest number of distinct words in a list: as many as the wording can draw, which may be infinite."""
         return self.wording.words_to_count
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt with a list of `size` different words, behind the solved example."""
+        """Prompt with a list of `size` distinct words; a solved example goes before it if `shot` is set."""
         shot = self.draw(*self.shot, rng) if self.shot else None
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
     def draw(self, size: int, often: int, seldom: int, rng: np.random.Generator) -> Listed:
-        """Draws a list of `size` different words in random order."""
+        """Draws a shuffled list of `size` distinct words: the common ones `often` times, the others `seldom` times."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[: self.words], drawn[self.words :]
         entries = common * often + others * seldom
         return Listed(tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist()))
 
     def write(self, drawn: Listed, shot: Listed | None = None) -> Prompt:
-        """The prompt of a draw, behind the solved example `shot`."""
+        """Renders a word list as a `Prompt`, after the solved example `shot` if it is given."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -91,7 +91,7 @@ class Common(Recipe):
 
 
 class Coded(NamedTuple):
-    """Random draws of a coded text: the words by rank, dots first, and the text's words in order."""
+    """Random draws of one coded text: its distinct words by frequency, dots first, and all its words in order."""
 
     ranks: tuple[str, ...]
     text: tuple[str, ...]
@@ -99,7 +99,7 @@ class Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frequent(Recipe):
-    """Extraction of frequent words, whose counts by rank follow a zeta distribution with exponent 2.
+    """Recipe of RULER's frequent words extraction: counts by rank follow a zeta distribution with exponent 2.
 
     Attributes:
         vocabulary: different words, the dots included.
@@ -109,22 +109,22 @@ class Frequent(Recipe):
 
     @property
     def least(self) -> int:
-        """Smallest size at which the fourth word is more frequent than the fifth."""
+        """Smallest number of words at which the word of rank 4 occurs more often than the word of rank 5."""
         return _LEAST_CODED
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt with a coded text of about `size` words."""
+        """Prompt with a coded text of `size` words or a few less."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Coded:
-        """Draws a text of `size` words, less those that rounding counts down takes."""
+        """Draws a coded text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
         text = [word for word, often in zip(ranks, times.tolist(), strict=True) for _ in range(often)]
         return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
     def write(self, drawn: Coded) -> Prompt:
-        """The prompt of a draw."""
+        """Renders a coded text as a `Prompt` that asks for its three most frequent words."""
         opening, question, prefix = _FREQUENT
         first, second, third = drawn.ranks[1:4]
         return Prompt(
@@ -137,5 +137,5 @@ class Frequent(Recipe):
 
 
 def _numbered(words: tuple[str, ...]) -> str:
-    """Words in one line, with their numbers in front."""
+    """Words in one line of text, each after its number: "1. apple 2. boat"."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))

@@ -27,7 +27,7 @@ DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
 
 
 class Needle(NamedTuple):
-    """One needle; `place` is the haystack's unit that it stands before."""
+    """One needle: key, value, and `place`, the index of the haystack's unit that it stands before."""
 
     key: str
     value: str
@@ -35,7 +35,7 @@ class Needle(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Random draws of a prompt; another `asked` is another question about the same haystack.
+    """Random draws of one prompt: needles, haystack, and the keys `asked` for with their `values`.
 
     Attributes:
         needles: the needles, in the order of the text.
@@ -52,7 +52,7 @@ class Draw(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needles(Recipe):
-    """RULER's eight tasks with needles.
+    """Recipe of RULER's eight needle-in-a-haystack tasks, which differ in haystack, keys, values and queries.
 
     Attributes:
         haystack: "noise", "essay" or "needle".
@@ -74,15 +74,15 @@ class Needles(Recipe):
 
     @property
     def least(self) -> int:
-        """Number of needles."""
+        """Smallest haystack size: the number of needles."""
         return max(self.keys, self.queries) * self.values
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt with a haystack of `size` units."""
+        """Prompt with needles hidden in a haystack of `size` units: words of an essay, or else lines."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Draw:
-        """Draws keys, values, their order and places, the haystack, and the keys asked for."""
+        """Draws needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
         keys = self.wording.draw(rng, self.key_kind, count)
         flat = self.wording.draw(rng, self.value_kind, count * self.values)
@@ -101,7 +101,7 @@ class Needles(Recipe):
         )
 
     def write(self, draw: Draw) -> Prompt:
-        """The prompt of a draw."""
+        """Renders a draw as a `Prompt`: the haystack with its needles, and the question for the keys asked for."""
         many = len(draw.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
@@ -117,7 +117,7 @@ class Needles(Recipe):
         )
 
     def _haystack(self, size: int, rng: np.random.Generator, keys: list[str]) -> list[str]:
-        """`size` sentences of an essay, of noise, or of needles with other keys."""
+        """List of the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
         if self.haystack == "essay":
             return self.wording.essay(rng, size)
         if self.haystack == "noise":
@@ -133,7 +133,7 @@ class Needles(Recipe):
         ]
 
     def _places(self, size: int, count: int, rng: np.random.Generator) -> list[int]:
-        """The haystack's unit that each needle stands before, ascending."""
+        """For each needle, ascending: index of the sentence or line of the haystack that it stands before."""
         if self.depth is not None:
             return [round(self.depth * size)] * count
         if self.haystack == "essay":
@@ -141,7 +141,7 @@ class Needles(Recipe):
         return sorted(rng.permutation(size)[:count].tolist())
 
     def _hide(self, draw: Draw) -> str:
-        """The haystack with the needles in it."""
+        """Text of the haystack, with the needles' sentences inserted at their places."""
         hidden = [NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value) for each in draw.needles]
         if self.haystack == "essay":
             begins = [0, *(each.place for each in draw.needles), len(draw.haystack)]
@@ -157,10 +157,10 @@ class Needles(Recipe):
 
 
 def places_at(depths: list[int], size: int) -> list[int]:
-    """Sorted indices of the sentences, of `size`, at depths in percent, rounded as RULER does."""
+    """Sorted indices of the sentences, of `size`, at the given depths in percent; rounded down as in RULER."""
     return sorted(int(size * (depth / 100)) for depth in depths)
 
 
 def _listed(words: tuple[str, ...]) -> str:
-    """Words as a list in English, as RULER writes it: `a`, `a, and b`, `a, b, and c`."""
+    """Text that lists words in English, as RULER writes it: `a`, `a, and b`, `a, b, and c`."""
     return ", ".join(words[:-1]) + ", and " + words[-1] if len(words) > 1 else words[0]

@@ -25,7 +25,7 @@ FILES = {
 
 
 class Asked(NamedTuple):
-    """A question, its answers, and the indices of its documents.
+    """One question with its right answers, and indices of the documents that answer it.
 
     Attributes:
         text: the question.
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """Questions of a file in its order, and its documents, sorted and each once."""
+    """Questions of a data set in the file's order, and its distinct documents, sorted."""
 
     questions: tuple[Asked, ...]
     documents: tuple[str, ...]
@@ -49,17 +49,17 @@ class DataSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents(Recipe):
-    """Question answering over the documents of a data set; the haystack's unit is a document."""
+    """Recipe of question answering over a data set's documents; a haystack's size is its number of documents."""
 
     data: DataSet
 
     @property
     def least(self) -> int:
-        """Most documents that a question needs."""
+        """Smallest number of documents in a prompt: as many as the question with the most documents needs."""
         return max(len(each.context) for each in self.data.questions)
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt with question `index` of the file and `size` documents."""
+        """Prompt with question `index` of the file, and `size` documents in random order."""
         have = len(self.data.questions)
         require(index < have, "count", index + 1, f"the file has {have} questions: ask for so many at most")
         asked = self.data.questions[index]
@@ -79,7 +79,7 @@ class Documents(Recipe):
         return tuple(_some(chosen, len(chosen), rng))
 
     def write(self, asked: Asked, order: Sequence[int]) -> Prompt:
-        """The prompt of a question over documents in this order."""
+        """Renders a question as a `Prompt`, with the documents of these indices in this order."""
         texts = [f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)]
         stand = [at for at, each in enumerate(order) if each in asked.context]
         return Prompt(
@@ -93,7 +93,7 @@ class Documents(Recipe):
 
 
 def read(folder: str | None, name: str) -> DataSet:
-    """Questions and documents of a task's file, "qa_1" of SQuAD 2.0 or "qa_2" of HotpotQA with distractors.
+    """`DataSet` from a task's file in `folder`: "qa_1" is SQuAD 2.0, "qa_2" HotpotQA with distractors.
 
     A missing file is a FileNotFoundError that says what to put where; a file of another format is refused.
     """
@@ -114,7 +114,7 @@ def read(folder: str | None, name: str) -> DataSet:
 
 @functools.lru_cache(maxsize=2)
 def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
-    """A file's questions and documents, read again where its size or time of change differs."""
+    """`DataSet` from a file, checked and cached; a change of the file's size or time is a new cache entry."""
     content = json.loads(path.read_text("utf-8-sig"))
     found = _squad(content) if name == "qa_1" else _hotpot(content)
     texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
@@ -126,7 +126,7 @@ def _read(path: Path, name: str, size: int, changed: int) -> DataSet:
 
 
 def _squad(content: dict[str, Any]) -> DataSet:
-    """Answerable questions of SQuAD 2.0; documents are paragraphs."""
+    """`DataSet` of SQuAD 2.0's answerable questions; documents are paragraphs."""
     articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
     documents = sorted({text for texts in articles for text in texts})
     places = {text: at for at, text in enumerate(documents)}
@@ -143,7 +143,7 @@ def _squad(content: dict[str, Any]) -> DataSet:
 
 
 def _hotpot(content: list[dict[str, Any]]) -> DataSet:
-    """Questions of HotpotQA; documents are articles with their titles."""
+    """`DataSet` of HotpotQA's questions; documents are articles with their titles."""
 
     def document(title: str, lines: list[str]) -> str:
         return f"{title}\n{''.join(lines)}"
@@ -158,5 +158,5 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
 
 
 def _some(places: Sequence[int], count: int, rng: np.random.Generator) -> list[int]:
-    """`count` of the places, drawn without repetition, in random order."""
+    """Draws `count` of the given indices without replacement, in random order."""
     return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

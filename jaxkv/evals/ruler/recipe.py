@@ -13,7 +13,7 @@ from jaxkv.evals.ruler.wording import Wording
 
 
 class Prompt(NamedTuple):
-    """One prompt, in its three parts, and its right answers.
+    """One prompt, in three parts (context, question and the answer's first words), and its right answers.
 
     Attributes:
         context: text up to the end of the haystack.
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The whole prompt, with the answer's first words."""
+        """The whole prompt as one text: context, question and the answer's first words."""
         return self.context + self.question + self.prefix
 
 
@@ -42,37 +42,37 @@ Counter = Callable[[Prompt], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(abc.ABC):
-    """Base of recipes: makes prompts of one kind and any size, with answers of at most `new_tokens`."""
+    """Base of recipes: makes prompts of one kind with haystacks of any size, and answers of at most `new_tokens`."""
 
     wording: Wording
     new_tokens: int
 
     @property
     def least(self) -> int:
-        """Size of the smallest haystack."""
+        """Smallest haystack size that the recipe can make, in its units."""
         return 1
 
     @property
     def most(self) -> int | float:
-        """Size of the largest haystack that the wording has words for."""
+        """Largest haystack size that the wording has words for, in the recipe's units; infinite by default."""
         return math.inf
 
     @abc.abstractmethod
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt whose haystack has `size` units: words, sentences or documents.
+        """Makes a prompt whose haystack has `size` units: words, lines or documents.
 
         `index` is the number of the sample, for recipes that read samples from a file.
         """
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Size of the largest haystack whose prompt and answer take at most `length` tokens, to a 400th part.
+    """Largest haystack size, to a 400th part, whose prompt and answer take at most `length` tokens.
 
     A `length` that not even the smallest haystack fits is refused.
     """
 
     def taken(size: int) -> int:
-        """Tokens of a prompt of this size and its answer."""
+        """Number of tokens of a prompt with a haystack of `size` units and of its answer."""
         return count(recipe.make(size, np.random.default_rng(0))) + recipe.new_tokens
 
     low = recipe.least
@@ -93,7 +93,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Prompts of one recipe and length: `size` is the haystack's, `length` the most tokens with the answer."""
+    """Prompts of one recipe and length: the haystack's `size`, and `length`, the most tokens of prompt and answer."""
 
     recipe: Recipe
     length: int
@@ -102,11 +102,14 @@ class Cell:
 
     @classmethod
     def of(cls, recipe: Recipe, length: int, count: Counter) -> "Cell":
-        """The cell whose haystack is as large as fits."""
+        """Cell with the largest haystack whose prompt and answer take at most `length` tokens."""
         return cls(recipe, length, count, fit(recipe, length, count))
 
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """A prompt that fits, with a smaller haystack where sample `index` needs one; refused if none fits."""
+        """Prompt of at most `length` tokens with its answer; makes the haystack smaller for long samples.
+
+        A sample that does not fit with the smallest haystack is refused.
+        """
         seed = int(rng.integers(2**63))
         size = self.size
         while True:

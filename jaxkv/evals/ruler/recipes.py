@@ -32,7 +32,7 @@ _LONG = 4096
 
 
 def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None) -> Recipe:
-    """The recipe of one of RULER's tasks, for prompts and answers of `length` tokens, for `Cell.of`.
+    """Recipe of the RULER task `name`, configured for prompts and answers of `length` tokens together.
 
     `data` is the folder of the files of qa_1 and qa_2; without them it is a FileNotFoundError that names them. Unknown
     tasks, and those that the small wording has no words for, are refused.
@@ -57,7 +57,7 @@ def recipe_of(name: str, *, wording: Wording, length: int, count: Counter, data:
 
 
 def small_vocabulary() -> tuple[str, ...]:
-    """Sorted words, digits and marks that prompts and answers of the small wording consist of."""
+    """Sorted words, digits and punctuation marks that prompts and answers of the small wording consist of."""
     templates = (*NOISE, *SENTENCES, *niah.TEMPLATES, niah.NEEDLE, *chains.TEMPLATES, *counted.TEMPLATES)
     # Names of the templates' fields are no words of a prompt.
     fixed = [text for template in templates for text, *_ in string.Formatter().parse(template)]
@@ -66,7 +66,7 @@ def small_vocabulary() -> tuple[str, ...]:
 
 
 def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
-    """The recipe of a task with needles."""
+    """`Needles` recipe of a niah task with these settings; the small wording has shorter answers."""
     recipe = Needles(wording=wording, new_tokens=128, **settings)
     if wording.name == "official":
         return recipe
@@ -76,13 +76,13 @@ def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
 
 
 def _tracking(wording: Wording, length: int, count: Counter) -> Chains:
-    """The recipe of variable tracking with a solved example in front."""
+    """`Chains` recipe of variable tracking, with a solved example before each text."""
     alone = Chains(wording=wording, new_tokens=0)
     return Chains(wording=wording, new_tokens=30, shot=fit(alone, min(_SHOT_TOKENS, length), count))
 
 
 def _common(wording: Wording, length: int) -> Common:
-    """The recipe of common words."""
+    """`Common` recipe of common words extraction, with counts of words for the wording and prompt length."""
     if wording.name == "small":
         # So few words that they have to occur more often as lists grow.
         often, seldom = (6, 1) if length < 1024 else (12, 2) if length < 2560 else (30, 3)

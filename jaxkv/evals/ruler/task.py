@@ -22,7 +22,7 @@ from jaxkv.loading import LanguageModel
 @task("ruler")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ruler(QuestionTask):
-    """RULER's 13 tasks: needles among noise, text or needles, variables, words to count, questions over documents.
+    """RULER's 13 tasks: needles in a haystack, variable tracking, words to count, questions over documents.
 
     Made here with RULER's templates, counts and metrics, as long as the model's tokenizer says. `niah_single_*` have 1
     needle, `niah_multikey_*` others with another key (4 in all, or a haystack of nothing else), `niah_multivalue` has
@@ -63,7 +63,7 @@ class Ruler(QuestionTask):
         check_grid(self)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Samples by task and length."""
+        """Makes a list of samples, `count` for each task and length."""
         lengths = lengths_for(params, self.lengths, usual=(4096,))
         wording, count, made = read_wording(self), counter(params), []
         for name in self.tasks:
@@ -79,13 +79,13 @@ class Ruler(QuestionTask):
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Share of the right answers that occur; for questions over documents 1 if any occurs."""
+        """Share of the right answers that occur in the prediction; for qa_1 and qa_2 1 if any occurs, else 0."""
         metric = string_match_part if sample.group in FILES else string_match_all
         return metric(prediction, sample.answers)
 
 
 def check_grid(settings: Any) -> None:
-    """Refuses settings that make no samples, and a haystack for a wording that takes none."""
+    """Refuses a wrong count, seed, wording or list of lengths, and a haystack file for the small wording."""
     require(settings.count >= 1, "count", settings.count, "make at least 1 sample")
     lengths = settings.lengths
     if lengths is not None:
@@ -99,7 +99,7 @@ def check_grid(settings: Any) -> None:
 
 
 def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]) -> tuple[int, ...]:
-    """Prompt lengths in tokens: `given`, or for None the `usual` ones that the model has positions for.
+    """Prompt lengths in tokens: `given`, or if that is None the `usual` ones within the model's positions.
 
     Where the model is shorter than all usual lengths, its number of positions. Longer lengths are refused.
     """
@@ -111,7 +111,7 @@ def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Se
 
 
 def read_wording(settings: Any) -> Wording:
-    """The wording that a task's settings name, with the text of their haystack file.
+    """`Wording` that a task's settings name, with the text of their haystack file if there is one.
 
     A missing file is a FileNotFoundError; one without text is refused.
     """
@@ -129,7 +129,7 @@ def read_wording(settings: Any) -> Wording:
 
 
 def counter(params: LanguageModel) -> Counter:
-    """A function that counts the tokens of a prompt, the chat template's included."""
+    """Function that counts the tokens of a `Prompt`, those of the chat template included."""
 
     def count(prompt: Prompt) -> int:
         return sum(map(len, ids_of(params.text, as_sample("count", "count", prompt, 1))))
@@ -138,7 +138,7 @@ def counter(params: LanguageModel) -> Counter:
 
 
 def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: Any) -> Sample:
-    """A prompt as the sample of this id and group; its depth is added to the tags."""
+    """Converts a `Prompt` to a `Sample` of this id and group; the prompt's depth is added to the tags."""
     if prompt.depth is not None:
         tags.setdefault("depth", round(prompt.depth, 4))
     return Sample(

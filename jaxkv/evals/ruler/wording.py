@@ -53,12 +53,12 @@ _SENTENCE = re.compile(r"(?<=[.!?])" + _TITLES + r"[\"\u2019\u201d)]*\s+(?=[\"\u
 
 
 def pieces(text: str) -> list[str]:
-    """Words, digits and punctuation marks of a text, without the space between them."""
+    """List of a text's words, single digits and punctuation marks, without whitespace."""
     return _PIECE.findall(text)
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, which end with a mark and quotes where the next one begins with a capital.
+    """Splits a text into sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
 
     RULER uses NLTK's Punkt, whose parameters are data of their own; on English prose nearly all of these are its too.
     """
@@ -67,7 +67,7 @@ def sentences(text: str) -> list[str]:
 
 
 class Wording(abc.ABC):
-    """Base of wordings: draws keys, values, variables and haystacks.
+    """Base of wordings, which draw the random texts of prompts: keys, values, variables and haystacks.
 
     Attributes:
         name: the wording's value in settings.
@@ -82,44 +82,44 @@ class Wording(abc.ABC):
     words_to_count: ClassVar[int | float] = math.inf
 
     def draw(self, rng: np.random.Generator, kind: str, count: int) -> list[str]:
-        """`count` keys or values of a kind, "words", "numbers" or "uuids"; words distinct while there are enough."""
+        """Draws `count` texts of a kind ("words", "numbers" or "uuids"); words are distinct while there are enough."""
         return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
 
     @abc.abstractmethod
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` words, distinct while there are enough."""
+        """Draws `count` words; distinct while the wording has enough."""
 
     @abc.abstractmethod
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` numbers, as texts."""
+        """Draws `count` numbers as texts; they may repeat."""
 
     @abc.abstractmethod
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` long strings without a meaning."""
+        """Draws `count` UUIDs, or shorter random strings in their place."""
 
     @abc.abstractmethod
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` distinct words to be counted."""
+        """Draws `count` distinct words, for lists in which words are counted."""
 
     @abc.abstractmethod
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` distinct words without a meaning."""
+        """Draws `count` distinct words for coded texts."""
 
     @abc.abstractmethod
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """`count` distinct names of variables; `short` ones are for solved examples."""
+        """Draws `count` names of variables; `short` ones are for solved examples."""
 
     @abc.abstractmethod
     def amount(self, rng: np.random.Generator) -> str:
-        """The number that a variable is assigned, as text."""
+        """Draws one number, as text, that a variable is assigned."""
 
     @abc.abstractmethod
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """Sentences of a meaningful text of `size` units."""
+        """List of sentences that make a text of `size` units: words (official wording) or sentences (small wording)."""
 
 
 class Small(Wording):
-    """Words for tiny models: nouns of a short list, numbers of four digits, texts of a few hundred words."""
+    """Wording for tiny models: nouns of a short list, four-digit numbers, sentences made of the nouns."""
 
     name = "small"
     tight = True
@@ -127,40 +127,40 @@ class Small(Wording):
     words_to_count = len(SMALL_WORDS)
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` nouns; beyond the list's length some occur again."""
+        """Draws `count` nouns, distinct while the list lasts."""
         drawn: list[int] = []
         while len(drawn) < count:
             drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
         return [SMALL_WORDS[each] for each in drawn]
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` numbers of four digits, of which the first is not 0."""
+        """Draws `count` four-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(1000, 10000, count).tolist()]
 
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` strings of four digits, a hyphen and four digits."""
+        """Draws `count` texts of four digits, a hyphen and four digits."""
         return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` distinct nouns; refuses more than the list has."""
+        """Draws `count` distinct nouns; refuses more than the list has."""
         few = "the small wording has no more words: ask for fewer tokens, or take the official one"
         require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
         return self.words(rng, count)
 
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` distinct nouns; refuses more than the list has."""
+        """Draws `count` distinct nouns; refuses more than the list has."""
         return self.plain(rng, count)
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """`count` nouns in capitals."""
+        """Draws `count` nouns in capitals, as names of variables; `short` changes nothing."""
         return [each.upper() for each in self.words(rng, count)]
 
     def amount(self, rng: np.random.Generator) -> str:
-        """A number of four digits."""
+        """Draws one four-digit number, as text."""
         return self.numbers(rng, 1)[0]
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """`size` sentences with nouns of the list."""
+        """Makes `size` sentences with random nouns of the list."""
         forms = rng.integers(0, len(SENTENCES), size).tolist()
         nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
         return [
@@ -170,29 +170,29 @@ class Small(Wording):
 
 
 class Official(Wording):
-    """RULER's own words: adjectives with nouns, seven digits, version 4 UUIDs, variables of five letters."""
+    """RULER's own wording: adjectives with nouns, seven-digit numbers, version 4 UUIDs, five-letter variables."""
 
     name = "official"
     tight = False
     noise = (" ".join(NOISE),)
 
     def __init__(self, text: str | None = None):
-        """Takes the text that haystacks are cut from and repeat; None for the novel that comes with jaxkv."""
+        """Takes the text that essays are cut from, repeated if short; None for the novel that comes with jaxkv."""
         self._text = text
 
     @functools.cached_property
     def _units(self) -> list[str]:
-        """Words of the text."""
+        """List of the words of the text that essays are cut from."""
         return (shipped("essay.txt.gz") if self._text is None else self._text).split()
 
     def passage(self, size: int, start: int = 0) -> str:
-        """`size` words of the text from word `start` on, and from the beginning again where it ends."""
+        """Text of `size` words from word `start` of the essays' text on; starts over where that text ends."""
         at = start % len(self._units)
         times = -(-(at + size) // len(self._units))
         return " ".join((self._units * times)[at : at + size])
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` distinct words of an adjective, a hyphen and a noun."""
+        """Draws `count` distinct words made of an adjective, a hyphen and a noun."""
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
@@ -200,55 +200,55 @@ class Official(Wording):
         return list(drawn)
 
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` nouns, adjectives and verbs; beyond the lists, adjectives with nouns."""
+        """Draws `count` distinct nouns, adjectives and verbs; when those are used up, adjectives with nouns."""
         every = _every_word()
         drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return drawn + self.words(rng, count - len(drawn))
 
     def codes(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` distinct words of six small letters."""
+        """Draws `count` distinct words of six random lower-case letters."""
         return _letters(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` numbers of seven digits, of which the first is not 0."""
+        """Draws `count` seven-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(10**6, 10**7, count).tolist()]
 
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """`count` UUIDs of version 4."""
+        """Draws `count` version 4 UUIDs as texts."""
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
     def variables(self, rng: np.random.Generator, count: int, *, short: bool = False) -> list[str]:
-        """`count` distinct names of five capital letters; `short` ones of three."""
+        """Draws `count` distinct names of five random capital letters, or of three if `short`."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
     def amount(self, rng: np.random.Generator) -> str:
-        """A number of five digits."""
+        """Draws one five-digit number, as text."""
         return str(int(rng.integers(10000, 99999)))
 
     def essay(self, rng: np.random.Generator, size: int) -> list[str]:
-        """The first `size` words of the text, as sentences."""
+        """List of sentences: the first `size` words of the text, split into sentences."""
         return sentences(self.passage(size))
 
 
 def shipped(name: str) -> str:
-    """Text of a gzip file in `ruler/data`, whose README names its source."""
+    """Decompressed text of a gzip file in `ruler/data`, whose README names its source."""
     return gzip.decompress((resources.files("jaxkv.evals.ruler") / "data" / name).read_bytes()).decode("utf-8")
 
 
 @functools.cache
 def word_lists() -> dict[str, list[str]]:
-    """Lists of words that RULER draws from: "nouns", "adjectives" and "verbs"."""
+    """Dict of the word lists that RULER draws from: "nouns", "adjectives" and "verbs"."""
     return json.loads(shipped("words.json.gz"))
 
 
 @functools.cache
 def _every_word() -> list[str]:
-    """All words of the lists, sorted, each once."""
+    """Sorted list of the distinct words of all word lists."""
     return sorted(set().union(*word_lists().values()))
 
 
 def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> list[str]:
-    """`count` distinct strings of `size` random letters."""
+    """Draws `count` distinct strings of `size` random letters of `alphabet`."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
@@ -256,7 +256,7 @@ def _letters(rng: np.random.Generator, alphabet: str, size: int, count: int) -> 
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
-    """The wording "official", whose essays are cut from `text`, or "small", which takes no text."""
+    """`Wording` named "official", whose essays are cut from `text`, or "small", which takes no text."""
     require(name in ("official", "small"), "wording", name, "take 'official', or 'small' for tiny models")
     if name == "small":
         require(text is None, "wording", name, "its haystacks are made of its own words: take 'official' with a text")
