@@ -21,7 +21,10 @@ from jaxkv.sharding.mesh import Axes
 
 
 class PoolOrder(enum.Enum):
-    """Order of pooling: LAST, after the mean over window and group (published code); FIRST, before (Ada-KV's text)."""
+    """Enum of when scores are pooled over neighbours: before or after reduction over queries and query heads.
+
+    LAST pools after it, as published code does; FIRST before it, as Ada-KV's text does.
+    """
 
     LAST = "last"
     FIRST = "first"
@@ -29,7 +32,7 @@ class PoolOrder(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaxPool(Value):
-    """Pooling by the largest score within `kernel // 2` positions, so that neighbours of a peak stay with it.
+    """Max pooling of scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -41,13 +44,13 @@ class MaxPool(Value):
         _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Largest score among the neighbours that are `inside`, for each position."""
+        """Pooled scores `[..., S]`: the largest score among each position's `kernel` neighbours that are `inside`."""
         return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
 
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool(Value):
-    """Pooling by the mean of `kernel` neighbours, absent ones counted as zero as in published code: edges come out low.
+    """Average pooling over `kernel` neighbouring positions; absent neighbours count as 0, as in published code.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -59,13 +62,13 @@ class AvgPool(Value):
         _require_odd(self)
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-        """Mean score of the neighbours, those not `inside` counted as zero, for each position."""
+        """Pooled scores `[..., S]`: sum over each position's neighbours that are `inside`, divided by `kernel`."""
         return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class NoPool(Value):
-    """No pooling: scores are left unchanged."""
+    """Identity pooling: scores are returned unchanged."""
 
     def __call__(self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
         """Returns the scores unchanged."""
@@ -76,7 +79,7 @@ Pooling = MaxPool | AvgPool | NoPool
 
 
 def _require_odd(pool: "MaxPool | AvgPool") -> None:
-    """Stores a pooling's kernel as an int; refuses one that is not positive and odd."""
+    """Stores `pool.kernel` as an int; raises ValueError unless it is positive and odd."""
     field(pool, "kernel", whole, "give a positive odd number of neighbours")
     require(pool.kernel % 2 == 1, "kernel", pool.kernel, "an even kernel has no middle: give an odd number")
 
@@ -86,7 +89,7 @@ _MOST_SHIFTS = 63
 
 
 def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) -> Float[Array, "*rows S"]:
-    """Combines `kernel` neighbouring values along the last axis by a binary operation; `empty` beyond the ends."""
+    """Combines the `kernel` values around each position of the last axis by `combine`; `empty` beyond the ends."""
     # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
     half = kernel // 2
     if kernel > _MOST_SHIFTS:
@@ -104,7 +107,7 @@ def _slide(values: Float[Array, "*rows S"], kernel: int, empty: float, combine) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeAttention(Scorer, Value):
-    """H2O's scorer: the attention each row received from all queries so far, mean over the group.
+    """H2O's scorer: attention each row received from all queries so far, averaged over the query heads of a group.
 
     Attributes:
         mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
@@ -123,36 +126,36 @@ class CumulativeAttention(Scorer, Value):
 
     @property
     def rank(self) -> Rank:
-        """Rank whose scores grow by each new token's attention."""
+        """`ByAttention` rank for decoding: each new query's attention is added to the rows' scores."""
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention received from all queries, mean over the group."""
+        """Attention `[B, K, S]` that each row received from all queries, averaged over the group's query heads."""
         if seen.sums is None:
             raise TypeError("CumulativeAttention needs sums over all queries")
         return seen.sums.mean(axis=2)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """The attention received; with `mean`, divided by the number of queries that could see the row."""
+        """Scores `[B, K, S]`: the attention received; with `mean`, divided by the row's age in queries."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.rank.rank(observed, age[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastAttention(Scorer, Value):
-    """TOVA's scorer: the attention of the last token alone, mean over the group."""
+    """TOVA's scorer: attention of the last query alone, averaged over the query heads of a group."""
 
     queries: ClassVar[int] = 1
     rank: ClassVar[Rank] = ByAttention(decay=0.0)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Attention probabilities of the last query, mean over the group."""
+        """Attention probabilities `[B, K, S]` of the last query, averaged over the group's query heads."""
         return attention.window_mass(seen.q, seen.k, seen.q_positions, lambda p, _: p.mean(axis=(0, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowAttention(Scorer, Value):
-    """SnapKV's scorer: attention that the last `window` queries of the prompt pay to each row.
+    """SnapKV's scorer: attention of the prompt's last `window` queries on each row, pooled over neighbours.
 
     Attributes:
         window: queries observed.
@@ -178,11 +181,11 @@ class WindowAttention(Scorer, Value):
 
     @property
     def queries(self) -> int:
-        """Number of last queries read: the window's."""
+        """Number of last queries that the scorer reads: `window`."""
         return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Mean attention of the window's queries on each row, reduced over the group."""
+        """Attention `[B, K, S]` on each row, averaged over the window's queries and reduced over the group's heads."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             if self.order is PoolOrder.FIRST:
@@ -195,14 +198,14 @@ class WindowAttention(Scorer, Value):
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Observations pooled over neighbours, the window's own columns left out."""
+        """Scores `[B, K, S]`: observations pooled over neighbours, the window's columns left out, if not pooled yet."""
         if self.order is PoolOrder.FIRST:
             return observed
         return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
 
 
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
-    """Observations reduced over the devices that share a kv head's query heads, by the scorer's mean or max."""
+    """Reduces observations over mesh devices that share a kv head's query heads, by the scorer's mean or max."""
     if not sees_query_heads(scorer):
         # Without a look at query heads all devices have observed the same.
         return observed
@@ -211,5 +214,5 @@ def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None)
 
 
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
-    """Mask of positions before `end`."""
+    """Mask `[..., S]` of the positions below `end`."""
     return jnp.arange(slots, dtype=jnp.int32) < end

@@ -15,7 +15,10 @@ Span = tuple[int, int]
 
 
 def as_budget(given: Any) -> int | float | None:
-    """Returns a budget as an int (rows), a float (share of the prompt; decimals and fractions are shares) or None."""
+    """Returns a budget as an int (rows), a float in (0, 1] (share of the prompt) or None; refuses other values.
+
+    A Decimal or Fraction is a share.
+    """
     budget = float(given) if isinstance(given, (Decimal, Fraction)) else plain(given)
     number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
     require(budget is None or number, "budget", budget, "give rows per head (an int) or a share (a float)")
@@ -27,7 +30,7 @@ def as_budget(given: Any) -> int | float | None:
 
 
 def as_spans(given: Any) -> tuple[Span, ...]:
-    """Returns spans of positions as a tuple of `(start, stop)` pairs of ints; refuses anything else."""
+    """Returns spans of positions as a tuple of `(start, stop)` pairs of ints; raises ValueError for anything else."""
     remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
     pairs = given.tolist() if isinstance(given, np.ndarray) else given
     require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
@@ -41,13 +44,13 @@ def as_spans(given: Any) -> tuple[Span, ...]:
 
 
 def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
-    """Returns an instance of a class or protocol; refuses others, and the class itself."""
+    """Returns `value` if it is an instance of the class or protocol `kind`; else raises ValueError."""
     require(isinstance(value, kind) and not isinstance(value, type), name, value, remedy)
     return value
 
 
 def checked(part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32) -> Array:
-    """Returns the array that a part's method gave; refuses another shape or dtype with a TypeError, at trace time.
+    """Returns the array `given` if it has this shape and dtype; else raises a TypeError naming the part's method.
 
     `about` names the axes for the message, such as "row, [B, K, S]".
     """
@@ -60,7 +63,7 @@ def checked(part: Any, method: str, given: Any, shape: tuple[int, ...], about: s
 
 
 def checked_tuple(part: Any, method: str, given: Any, kind: type) -> Any:
-    """Returns the named tuple that a merger's method gave; refuses one of another class with a TypeError."""
+    """Returns `given` if it is of the NamedTuple class `kind`; else raises a TypeError naming the merger's method."""
     if not isinstance(given, kind):
         fields = ", ".join(kind._fields)  # type: ignore[attr-defined]
         raise TypeError(f"{type(part).__name__}.{method}={type(given).__name__}: return {kind.__name__}({fields})")

@@ -24,7 +24,7 @@ _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class Metric(enum.Enum):
-    """Cosines that decide: of keys for both, of values for both, or keys for keys and values for values."""
+    """Enum of the cosines that decide on merging: KEY or VALUE, for k and v both, or BOTH, each by its own."""
 
     KEY = "key"
     VALUE = "value"
@@ -32,7 +32,9 @@ class Metric(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """Weights of joined rows: SOFTMAX is exp(cosine) with e for the kept row, over the sum; AVERAGE are equal ones.
+    """Enum of the weights in the average of a kept row and its dropped rows: SOFTMAX, AVERAGE or SCATTER_MEAN.
+
+    SOFTMAX weighs dropped rows by exp(cosine) and the kept row by e, over their sum; AVERAGE weighs all rows equally.
 
     SCATTER_MEAN adds dropped rows times their cosine and divides by their number and one: weights do not sum to one.
     """
@@ -43,14 +45,17 @@ class Weights(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """Scope of a running threshold: of each kv head, or of a layer, whose heads share it."""
+    """Enum of who shares a running threshold: each kv head has its own (HEAD), or a layer's heads share one (LAYER)."""
 
     HEAD = "head"
     LAYER = "layer"
 
 
 class Decision(enum.Enum):
-    """Rows that are judged together: each dropped row alone; or, as in published code, all heads' i-th dropped rows."""
+    """Enum of cosines compared with the threshold: each dropped row's (TOKEN), or a mean over heads (SHARED_POSITION).
+
+    SHARED_POSITION, as in published code, judges the i-th dropped rows of all heads together.
+    """
 
     TOKEN = "token"
     SHARED_POSITION = "shared_position"
@@ -58,7 +63,7 @@ class Decision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(Merger, Value):
-    """D2O's merging: a dropped row joins its nearest kept row if their cosine reaches a running threshold.
+    """D2O's merger: a dropped row is averaged into its nearest kept row if their cosine reaches a running threshold.
 
     Attributes:
         beta: weight of the latest similarity in the running threshold.
@@ -90,32 +95,32 @@ class Merge(Merger, Value):
 
     @property
     def thresholds(self) -> int:
-        """Number of running thresholds per kv head: one, or two with `Metric.BOTH`."""
+        """Number of running thresholds per kv head: 2 with `Metric.BOTH`, else 1."""
         return 2 if self.metric is Metric.BOTH else 1
 
     @property
     def needs_equal_heads(self) -> bool:
-        """True if heads' i-th dropped rows are judged together, so that every head must drop as many."""
+        """True if all kv heads must drop the same number of rows: with `Decision.SHARED_POSITION`."""
         return self.decision is Decision.SHARED_POSITION
 
     @property
     def across_heads(self) -> bool:
-        """True if heads share a threshold or a decision."""
+        """True if kv heads share a threshold or a decision, so that a head's result depends on the others."""
         return self.scope is Scope.LAYER or self.decision is Decision.SHARED_POSITION
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Rows compared by cosine: "k" for keys, "v" for values, or both in turn."""
+        """Tensors whose cosines find the nearest kept row, in turn: ("k",), ("v",) or ("k", "v")."""
         return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[Metric(self.metric)]
 
     def _changes(self, index: int) -> str:
-        """Names of the rows, "k", "v" or "kv", that the cosines of `compares[index]` decide for."""
+        """Names of the tensors, "k", "v" or "kv", that merge by the cosines of `compares[index]`."""
         return self.compares[index] if self.metric is Metric.BOTH else "kv"
 
     def moved(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Float[Array, "B K"]:
-        """Running thresholds after rows were dropped (equation 10).
+        """Running thresholds `[B, K]` updated by the mean cosine of the rows dropped now (D2O, equation 10).
 
         Args:
             tau: thresholds so far; -inf where there was none yet.
@@ -139,7 +144,7 @@ class Merge(Merger, Value):
     def joins(
         self, tau: Float[Array, "B K"], similarity: Float[Array, "B K N"], dropped: Bool[Array, "B K N"]
     ) -> Bool[Array, "B K N"]:
-        """Mask of dropped rows that are merged: those whose cosine reaches the threshold.
+        """Mask `[B, K, N]` of dropped rows to merge: those whose cosine reaches the threshold.
 
         Args:
             tau: thresholds, those dropped now counted in.
@@ -161,7 +166,7 @@ class Merge(Merger, Value):
     def _decided(
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
-        """All thresholds, the `index`-th of them updated, and the mask of dropped rows that are merged."""
+        """Thresholds with the `index`-th updated by the rows dropped now, and the mask of dropped rows to merge."""
         if tau is None:
             raise TypeError("Merge needs its thresholds")
         over = axes if self.across_heads else None
@@ -171,7 +176,7 @@ class Merge(Merger, Value):
         return tau.at[..., index].set(own(level, "K", 1, over)), own(joins, "K", 1, over)
 
     def shares(self, similarity: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Weights of rows joined at these cosines.
+        """Weights for merging at these cosines: a dropped row's in sum and divisor, and the kept row's in both.
 
         Args:
             similarity: cosines of dropped rows and their nearest kept rows.
@@ -196,7 +201,10 @@ class Merge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Merges all dropped rows of a layer into its kept ones, compared in blocks: memory is O(S). See `Merger`."""
+        """Merges a layer's dropped rows into their nearest kept rows; returns all keys and values, and the thresholds.
+
+        Rows are compared in blocks: memory is O(S).
+        """
         dropped = inside & ~kept
         given = {"k": k, "v": v}
         rows = dict(given)
@@ -217,7 +225,7 @@ class Merge(Merger, Value):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """Merges one dropped row of each segment into its nearest kept row. See `Merger.merge_one`."""
+        """Merges one dropped row per segment into its nearest kept row; returns a mask, the new row and thresholds."""
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
@@ -227,7 +235,7 @@ class Merge(Merger, Value):
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
-        """Rows with each joining one averaged into its nearest kept row, by weight; in the rows' dtype."""
+        """Keys or values after the rows of mask `joins` were averaged into their nearest kept rows, by `shares`."""
         add, divide, own = self.shares(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
@@ -243,7 +251,7 @@ class Merge(Merger, Value):
 
 
 def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """Rows scaled to an L2 norm of 1, float32; rows shorter than 1e-6 come out shorter."""
+    """Rows divided by their L2 norm, in float32; norms below 1e-6 count as 1e-6."""
     wide = rows.astype(jnp.float32)
     return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), _EPS)
 
@@ -251,7 +259,7 @@ def unit(rows: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
 def nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """Largest cosine of each dropped row with a kept one, and that row's index, the lowest among equals.
+    """Largest cosine of each dropped row with a kept row, and that kept row's index, the lowest among ties.
 
     Rows are compared in blocks: the matrix of all cosines is never in memory. Heads that drop rows keep at least one;
     rows that are not dropped get 0 and 0.
@@ -299,7 +307,7 @@ def nearest_kept(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueMerge(Merger, Value):
-    """CaM's merging: values fold into those of the tokens behind them, with the probability of their attention.
+    """CaM's merger: adds 1 / `window` of a value to each of the next `window` values, with a probability by attention.
 
     Attributes:
         window: tokens behind that take a share each; the policy's window.
@@ -324,7 +332,7 @@ class ValueMerge(Merger, Value):
 
     @property
     def draws(self) -> bool:
-        """True if values fold by draws of the random key, False if by their probability."""
+        """True if `merge` draws random numbers; False with `expected`, which multiplies by the probability."""
         return not self.expected
 
     def merge(
@@ -338,7 +346,7 @@ class ValueMerge(Merger, Value):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Folds the values of kept and dropped rows forward, in sequences that drop any row. See `Merger.merge`."""
+        """Adds values to later tokens' values, in sequences that drop any row; keys and thresholds stay the same."""
         batch, heads, slots, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
@@ -355,7 +363,7 @@ class ValueMerge(Merger, Value):
 
     @partial(jax.jit, static_argnums=0)
     def _fold(self, v: Float[Array, "S D"], mass: Float[Array, " S"], length: Array, draws: Float[Array, " S"]):
-        """Values of one head, each added by its share to those of the `window` tokens behind it, in order."""
+        """Values `[S, D]` of one head after each, in order, was added by its share to the `window` values after it."""
         slots, window = v.shape[0], self.window
         index = jnp.arange(slots, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)

@@ -20,15 +20,15 @@ Numbers = TypeVar("Numbers", int, Array)
 
 @runtime_checkable
 class HeadBudgets(Protocol):
-    """Protocol of how a layer's rows spread over its kv heads: `choose` masks the rows to keep."""
+    """Protocol that divides a layer's row budget among its kv heads: `choose` returns the mask of rows to keep."""
 
     @property
     def uniform(self) -> bool:
-        """True if every head keeps the same number of rows."""
+        """True if every kv head keeps the same number of rows."""
 
     @property
     def needs_norms(self) -> bool:
-        """True if `choose` reads the norms of values."""
+        """True if `choose` reads `norms`, the norms of values."""
 
     def choose(
         self,
@@ -38,7 +38,7 @@ class HeadBudgets(Protocol):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask of K * base rows chosen among the candidates; ties go to the lowest head, then the lowest position.
+        """Mask of K * base rows chosen by score among the candidates; ties go to the lowest head, then position.
 
         Args:
             scores: float32, higher stays.
@@ -50,18 +50,18 @@ class HeadBudgets(Protocol):
 
 
 def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> _Keys:
-    """Sort keys of scores; 0, the lowest, for rows that are no candidates."""
+    """uint32 sort keys of scores; 0, the lowest key, for rows that are not candidates."""
     return jnp.where(candidates, sortable(scores), jnp.uint32(0))
 
 
 def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """Mean of scores over kv heads, repeated for each of them."""
+    """Scores averaged over the kv heads, broadcast back to `[B, K, S]`."""
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ByKeys(Value):
-    """Base of budgets that choose by sort keys alone: subclasses say `uniform`, and write `_pick`."""
+    """Base of head budgets that choose rows by sort keys of scores: subclasses set `uniform` or override `_pick`."""
 
     uniform: ClassVar[bool]
     needs_norms: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class _ByKeys(Value):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask of K * base rows chosen among the candidates by their scores; see `HeadBudgets.choose`."""
+        """Mask `[B, K, S]` of K * base candidates that `_pick` chooses by the sort keys of their scores."""
         if shares_positions(self):
             scores = _mean_of_heads(scores)
         return self._pick(_keys(scores, candidates), base, forced)
@@ -82,27 +82,27 @@ class _ByKeys(Value):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of the `base` rows of largest sort key in each head."""
+        """Mask `[B, K, S]` of the `base` rows with the largest sort keys in each head."""
         return top(keys, base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UniformHeads(_ByKeys):
-    """Every kv head keeps as many rows: those of its own best scores."""
+    """Head budgets under which every kv head keeps the same number of rows: those of its own highest scores."""
 
     uniform: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedHeads(_ByKeys):
-    """All kv heads of a layer keep the same positions: the best by the mean of their scores."""
+    """Head budgets under which a layer's kv heads keep the same positions: those of the highest mean scores."""
 
     uniform: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Uneven(_ByKeys):
-    """Base of budgets under which heads compete: each kv head keeps its own number of rows."""
+    """Base of head budgets under which a layer's kv heads compete for rows and keep different numbers of them."""
 
     uniform: ClassVar[bool] = False
 
@@ -117,7 +117,7 @@ class _Uneven(_ByKeys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveHeads(_Uneven):
-    """Ada-KV: heads compete for the layer's rows, with a share of the uniform budget guaranteed.
+    """Ada-KV: kv heads compete for the layer's rows; the share `alpha` of the uniform budget is guaranteed to each.
 
     Attributes:
         alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
@@ -132,13 +132,13 @@ class AdaptiveHeads(_Uneven):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of each head's best rows, as many as it wins among the layer's best K * base, mixed with `base`."""
+        """Mask of each head's best rows, `targets` many, given how many of them are among the layer's best K * base."""
         batch, heads, slots = keys.shape
         winners = top(keys.reshape(batch, heads * slots), heads * base).reshape(keys.shape)
         return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), base))
 
     def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """Rows per head: (1 - alpha) * won + alpha * base, by largest remainder; the sum over heads stays the same.
+        """Rows per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder; the sum stays equal.
 
         Args:
             won: rows each head has among the layer's best K * base.
@@ -160,7 +160,7 @@ class AdaptiveHeads(_Uneven):
         return floor + extra.astype(jnp.int32)
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Rows that every head may choose whatever its scores: alpha * base, rounded down.
+        """Guaranteed rows per head `[B]`: alpha * base, rounded down.
 
         Args:
             base: rows to choose per head, on average.
@@ -174,7 +174,7 @@ class AdaptiveHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtectedHeads(_Uneven):
-    """kvpress' safeguard: a share of each head's best rows is safe, the worst of all others go, heads together.
+    """kvpress' safeguard: each kv head keeps the share `alpha` of its best rows; heads compete for the others.
 
     Attributes:
         alpha: share of a head's budget that is safe, the rows that stay anyway counted first.
@@ -184,7 +184,7 @@ class ProtectedHeads(_Uneven):
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
-        """Mask of each head's safe rows, and of the best of the rest over all heads together."""
+        """Mask of the `floor` best rows of each head, and of the best remaining rows of all heads together."""
         batch, heads, slots = keys.shape
         safe = top(keys, self.floor(base, forced)[:, None])
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
@@ -192,7 +192,7 @@ class ProtectedHeads(_Uneven):
         return safe | top(rest, left).reshape(keys.shape)
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Safe rows of each head, those that stay anyway left out.
+        """Guaranteed rows per head `[B]` besides the forced ones: the share `alpha` of a head's budget less `forced`.
 
         Args:
             base: rows to choose per head, on average.
@@ -207,7 +207,7 @@ class ProtectedHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(Value):
-    """CriticalKV: a part of each head's rows by score, the rest by score times the value's norm at the layer's output.
+    """CriticalKV: part of each head's rows is chosen by score, the rest by score times the projected value's norm.
 
     Attributes:
         budgets: how the layer's rows spread over heads.
@@ -231,7 +231,7 @@ class TwoStageHeads(Value):
 
     @property
     def uniform(self) -> bool:
-        """True if the budgets give every head the same number of rows."""
+        """True if the inner `budgets` give every kv head the same number of rows."""
         return self.budgets.uniform
 
     def choose(
@@ -242,7 +242,7 @@ class TwoStageHeads(Value):
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
     ) -> Bool[Array, "B K S"]:
-        """Mask of as many rows per head as the budgets say, in two stages; see `HeadBudgets.choose`."""
+        """Mask `[B, K, S]` of rows chosen by score, then by score times norm; `budgets` gives each head's number."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
         count = self.budgets.choose(scores, candidates, base, forced).sum(axis=-1, dtype=jnp.int32)
@@ -257,34 +257,34 @@ class TwoStageHeads(Value):
 
 
 def chooses_apart(heads: HeadBudgets) -> bool:
-    """True if each kv head's rows are known to be chosen by its own scores alone."""
+    """True if each kv head's rows are known to be chosen by its own scores alone, not by other heads'."""
     # A class derived from these may choose otherwise.
     return type(heads) is UniformHeads or (type(heads) is TwoStageHeads and chooses_apart(heads.budgets))
 
 
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
-    """Budgets of heads within two stages; without stages the budgets themselves."""
+    """The head budgets inside `TwoStageHeads`, at any depth; other head budgets are returned as they are."""
     return inner_budgets(heads.budgets) if isinstance(heads, TwoStageHeads) else heads
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
-    """Replaces the budgets of heads, inside two stages if the heads have them."""
+    """Returns `heads` with its inner budgets replaced by `budgets` if it is `TwoStageHeads`; else `budgets`."""
     return dataclasses.replace(heads, budgets=budgets) if isinstance(heads, TwoStageHeads) else budgets
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
-    """True if all kv heads of a layer keep the same positions."""
+    """True if all kv heads of a layer keep the same positions: `SharedHeads`, also inside two stages."""
     return isinstance(inner_budgets(heads), SharedHeads)
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """Per-head budgets that a device's capacity can clamp; None for heads that get equal rows, or a user's class."""
+    """The `AdaptiveHeads` or `ProtectedHeads` of head budgets, also inside two stages; None for other classes."""
     inner = inner_budgets(heads)
     return inner if isinstance(inner, (AdaptiveHeads, ProtectedHeads)) else None
 
 
 def capacity_of(heads: HeadBudgets) -> float:
-    """Ratio of the most rows of a layer that one device's kv heads may hold to their even share."""
+    """Largest ratio of the rows that one device's kv heads may hold to their even share; 1 for equal heads."""
     if heads.uniform:
         return 1.0
     own = own_budgets(heads)
@@ -292,12 +292,12 @@ def capacity_of(heads: HeadBudgets) -> float:
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
-    """`capacity` times a number of rows, rounded down; the ratio to a thousandth."""
+    """`capacity * even` as integers, rounded down; `capacity` is read as a fraction of denominator 1000 at most."""
     return _part(Fraction(capacity).limit_denominator(1000), even)
 
 
 def _part(share: Fraction, rows: Numbers) -> Numbers:
-    """A fraction of whole numbers of rows, rounded down."""
+    """`share * rows` as integers, rounded down; exact in int32 at any length."""
     # Split by the denominator first: exact in int32 at any length.
     part, rest = rows // share.denominator, rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
@@ -310,7 +310,7 @@ def within_capacity(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Moves a layer's chosen rows between heads so that no device's heads hold more than `most`.
+    """Moves chosen rows between heads so that no device holds over `most`; returns the mask and the number moved.
 
     Heads of a device that has too many give up their weakest rows, heads together, but none below `floor`. The best
     candidates of devices that have room take their place, so that the sum stays the same. `keys` are sort keys of all

@@ -22,26 +22,26 @@ Reals = Any
 
 @runtime_checkable
 class LayerBudgets(Protocol):
-    """Protocol of how a policy's average rows per kv head spread over layers: `rows` gives the rows of each layer."""
+    """Protocol that divides a policy's row budget among layers: `rows` returns the rows per kv head of each layer."""
 
     @property
     def from_scores(self) -> bool:
-        """True if rows depend on every layer's scores: layers are held until the last, and share one pool."""
+        """True if the division depends on all layers' scores: prefill keeps all rows until then, in one shared pool."""
         return False
 
     @property
     def exact(self) -> bool:
-        """True if the rows of all layers sum to L times the budget; published arithmetic sometimes does not."""
+        """True if rows per kv head sum over layers to L times the budget; False for published code that may miss it."""
         return True
 
     @property
     def joint(self) -> bool:
-        """True if the kv heads of all layers compete for one budget: `of_heads` and `weight` are not called."""
+        """True if the kv heads of all layers compete for one budget; `of_heads` and `weight` are then not called."""
         return False
 
     @property
     def needs_sums(self) -> bool:
-        """True if `of_heads` reads the attention received from all queries."""
+        """True if `of_heads` reads `sums`, the attention that rows receive from all queries."""
         return False
 
     def of_heads(
@@ -51,7 +51,7 @@ class LayerBudgets(Protocol):
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
     ) -> Float[Array, "B K *G"]:
-        """Statistic of each kv head or query head of one layer, from which `weight` makes the layer's claim.
+        """Statistic of one layer's scores or attention per kv head or query head, from which `weight` is computed.
 
         Args:
             scores: before pooling.
@@ -62,11 +62,11 @@ class LayerBudgets(Protocol):
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
     def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """One layer's claim on rows: the mean of its heads' statistics."""
+        """Weight `[B]` of one layer in the division of rows: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head of each layer and prompt, forced ones included, at most the length.
+        """Rows per kv head `[L, N]` of each layer and prompt, forced rows included, at most the prompt's length.
 
         Args:
             budget: rows per kv head and layer on average, forced ones included.
@@ -78,24 +78,24 @@ class LayerBudgets(Protocol):
         """
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
-        """Largest possible sum over layers of rows per kv head, whatever the claims: L times the budget."""
+        """Upper bound `[N]` of the rows per kv head summed over layers, for any weights: L times the budget."""
         return layers * np.asarray(budget, np.int64)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Largest possible rows per kv head of a single layer, whatever the claims: the whole prompt."""
+        """Upper bound `[N]` of the rows per kv head of any single layer, for any weights: the prompt's length."""
         return np.asarray(length, np.int64)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """Most recent rows of each layer where they follow from the claims; None if they are a share of its rows."""
+        """Most recent rows to keep per layer `[L, N]`, computed from the weights; None for a fixed share of rows."""
         return None
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask of layers that keep appending where others drop a row for every new one: none."""
+        """Mask `[L]` of layers that keep all new rows, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
-    """Rounds real targets per layer to integers in [0, most] of sum `total`, after a common shift that keeps that sum.
+    """Integer rows per layer in [0, most] of sum `total`: real targets shifted by a common constant, then rounded.
 
     `total` lies between 0 and L * most; ties of remainders go to the lowest layer.
     """
@@ -113,7 +113,7 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
 
 
 def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
-    """Rounds reals of sum `total` to integers of that sum by largest remainder, none above `most`.
+    """Rounds reals of sum `total` to integers of the same sum by largest remainder, none above `most`.
 
     Ties of remainders go to the lowest layer.
     """
@@ -129,7 +129,7 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
 
 
 def finite(weights: np.ndarray | Array | None) -> Reals:
-    """Returns every layer's claim in float64; refuses known values that are not finite."""
+    """Returns layer weights as float64; raises an error if they are missing, or known on the host and not finite."""
     if weights is None:
         raise TypeError("these layer budgets need every layer's weight")
     xp = namespace(weights)
@@ -141,17 +141,17 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UniformLayers(LayerBudgets, Value):
-    """Every layer keeps as many rows: the budget."""
+    """Layer budgets that give every layer the same number of rows per kv head: the budget."""
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head: the budget, in every layer."""
+        """Rows per kv head `[L, N]`: the budget, in every layer."""
         xp = namespace(budget)
         return xp.broadcast_to(xp.asarray(budget, xp.int64), (layers, *np.shape(budget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalLayers(UniformLayers):
-    """One budget for the kv heads of all layers together: a layer keeps as many rows as its heads win."""
+    """One budget for which the kv heads of all layers compete by score: a layer keeps as many rows as its heads win."""
 
     from_scores: ClassVar[bool] = True
     joint: ClassVar[bool] = True
@@ -159,7 +159,7 @@ class GlobalLayers(UniformLayers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithBeta(LayerBudgets, Value):
-    """Base of schedules with PyramidKV's `beta`, the ratio of the average to the top layer's rows."""
+    """Base of pyramid schedules: holds PyramidKV's `beta`, the average rows over the top layer's rows, at least 1."""
 
     beta: int | float = 20.0
 
@@ -169,10 +169,10 @@ class _WithBeta(LayerBudgets, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Decreasing(_WithBeta):
-    """Base of exact schedules with PyramidKV's ends: base / beta at the top, 2 * base less that at the bottom."""
+    """Base of pyramid schedules whose rows sum exactly to the budget; subclasses give the relative rows in `shape`."""
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Target rows at depth 0 (bottom layer) to 1 (top layer), up to a common factor.
+        """Relative rows of layers at these depths, 0 (bottom) to 1 (top); `rows` scales them to the budget's sum.
 
         Args:
             base: rows per kv head on average that are not forced.
@@ -184,7 +184,7 @@ class _Decreasing(_WithBeta):
         raise TypeError(f"{type(self).__name__} has no schedule")
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head of each layer: forced rows, and the schedule over the others."""
+        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget divided by `shape` and rounded."""
         xp = namespace(budget)
         base = xp.asarray(budget, xp.int64) - forced
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
@@ -196,14 +196,14 @@ class _Decreasing(_WithBeta):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearLayers(_Decreasing):
-    """PyramidKV's arithmetic sequence (arXiv:2406.02069, eq. 1), its sum kept exactly.
+    """PyramidKV's schedule (arXiv:2406.02069, eq. 1): rows fall linearly from bottom to top layer; exact sum.
 
     Attributes:
         beta: rows on average over rows of the top layer; at least 1.
     """
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Target rows on a straight line from the bottom layer to the top one."""
+        """Relative rows on a straight line from 2 * base - base / beta (bottom layer) to base / beta (top layer)."""
         top = base / self.beta
         bottom = 2 * base - top
         return bottom - (bottom - top) * depth
@@ -211,20 +211,20 @@ class LinearLayers(_Decreasing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeometricLayers(_Decreasing):
-    """A geometric sequence with the linear one's ratio between its ends (Table 5 of PyramidKV).
+    """Pyramid schedule whose rows fall by a constant ratio per layer, in all by 2 * beta - 1 (PyramidKV, Table 5).
 
     Attributes:
         beta: as for `LinearLayers`.
     """
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Target rows that fall by a constant ratio from layer to layer."""
+        """Relative rows that fall by a constant ratio from layer to layer, in all by 2 * beta - 1."""
         return base * (1 / (2 * self.beta - 1)) ** depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExponentialLayers(_Decreasing):
-    """Exponential decay towards the top layer's share (Table 5 of PyramidKV; the rate is not given there).
+    """Pyramid schedule whose rows decay exponentially towards the top layer's (PyramidKV, Table 5; no rate given).
 
     Attributes:
         beta: as for `LinearLayers`.
@@ -238,19 +238,19 @@ class ExponentialLayers(_Decreasing):
         field(self, "rate", real, "give a positive rate of decay", high=1e30, open_low=True)
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Target rows that decay fast at the bottom and slowly at the top."""
+        """Relative rows: base / beta plus a part that decays over the layers as exp(-rate * depth)."""
         top = base / self.beta
         return top + (2 * base - 2 * top) * namespace(depth).exp(-self.rate * depth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _FromScores(LayerBudgets, Value):
-    """Base of layer budgets in proportion to a statistic of each layer's attention."""
+    """Base of layer budgets that divide rows in proportion to a statistic of each layer's scores."""
 
     from_scores: ClassVar[bool] = True
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head of each layer: forced rows, and the others in proportion to the claims."""
+        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to the weights."""
         xp, weights = namespace(weights), finite(weights)
         base = xp.asarray(budget, xp.int64) - forced
         total = weights.sum(axis=0)
@@ -260,7 +260,7 @@ class _FromScores(LayerBudgets, Value):
 
 
 def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> Float[Array, "B K S"]:
-    """Scores of candidates over their sum in each head; 0 elsewhere."""
+    """Scores of candidates divided by their sum in each kv head, `[B, K, S]`; 0 for other rows."""
     inside = jnp.where(candidates, scores.astype(jnp.float32), 0.0)
     total = inside.sum(axis=-1, keepdims=True)
     return inside / jnp.where(total > 0, total, 1.0)
@@ -268,7 +268,7 @@ def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EntropyLayers(_FromScores):
-    """Layers whose attention is spread more evenly get more rows (Table 5 of PyramidKV)."""
+    """Layer budgets by entropy: layers whose attention is spread more evenly get more rows (PyramidKV, Table 5)."""
 
     def of_heads(
         self,
@@ -277,7 +277,7 @@ class EntropyLayers(_FromScores):
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
     ) -> Float[Array, "B K"]:
-        """Entropy in nats of each head's distribution over candidates."""
+        """Entropy in nats `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
         share = _shares(scores, candidates)
         terms = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0)
         return -terms.sum(axis=-1)
@@ -285,7 +285,7 @@ class EntropyLayers(_FromScores):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GiniLayers(_FromScores):
-    """Layers whose attention is concentrated more get more rows (Table 5 of PyramidKV)."""
+    """Layer budgets by Gini coefficient: layers of more concentrated attention get more rows (PyramidKV, Table 5)."""
 
     def of_heads(
         self,
@@ -294,7 +294,7 @@ class GiniLayers(_FromScores):
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
     ) -> Float[Array, "B K"]:
-        """Gini coefficient of each head's distribution over candidates."""
+        """Gini coefficient `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
         share = jnp.where(candidates, _shares(scores, candidates), -1.0)
         count = candidates.sum(axis=-1, dtype=jnp.float32)
         # Ascending; the -1 of non-candidates sorts in front, so ranks count from there.
@@ -307,23 +307,23 @@ class GiniLayers(_FromScores):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Published(_WithBeta):
-    """Base of schedules computed as published code does: the sum over layers is not always the budget's."""
+    """Base of pyramid schedules computed as in published code; their sum over layers may miss the budget."""
 
     exact: ClassVar[bool] = False
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head of each layer by the published arithmetic, raised to the forced rows."""
+        """Rows per kv head `[L, N]` by the published arithmetic, at least the forced rows and at most the prompt."""
         columns = [self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)]
         return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
-        """Rows of each layer for one prompt, the window included."""
+        """Rows per kv head of each layer `[L]` for one prompt by the published arithmetic, the window included."""
         raise TypeError(f"{type(self).__name__} has no arithmetic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialLayers(_Published):
-    """KVCache-Factory's pyramid: floors the step, so that up to 27% more than the budget stays; uniform at times.
+    """KVCache-Factory's pyramid schedule: integer steps keep up to 27% over the budget; uniform for short prompts.
 
     Attributes:
         beta: as for `LinearLayers`.
@@ -344,7 +344,7 @@ class OfficialLayers(_Published):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPressLayers(_Published):
-    """kvpress' pyramid: budgets hold the window, layers round half to even; uniform where one would be below it.
+    """kvpress' pyramid schedule, rounded half to even; uniform if a layer would get fewer rows than the window.
 
     Attributes:
         beta: as for `LinearLayers`.

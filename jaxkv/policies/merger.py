@@ -15,7 +15,7 @@ UNSET = -math.inf
 
 
 class Merged(NamedTuple):
-    """Rows after merging: all keys and values of a layer, with the kept ones changed.
+    """Result of `Merger.merge`: all keys and values of a layer, the kept ones changed, and the running thresholds.
 
     Attributes:
         k: `[B, K, S, D]` keys, kept rows changed.
@@ -29,7 +29,7 @@ class Merged(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of each of several segments: key and value.
+    """One cache row of each of N * K segments: its key and its value, float32.
 
     Attributes:
         k: `f32[N, K, D]` its key.
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Result of merging one dropped row per segment into its nearest kept row: a mask, and the new key and value.
+    """Result of `Merger.merge_one`: mask of kept rows that change, their new keys and values, and the thresholds.
 
     Attributes:
         joins: `bool[N, K]` where the kept row changes.
@@ -58,7 +58,9 @@ class Joined(NamedTuple):
 
 @runtime_checkable
 class Merger(Protocol):
-    """Protocol that folds dropped rows into kept ones. Subclass it in a frozen dataclass and write `merge`.
+    """Protocol that merges dropped rows into kept ones: `merge` a layer's, `merge_one` single rows while decoding.
+
+    Subclass it in a frozen dataclass and write `merge`.
 
     A merger that says what rows are compared by (`compares`) goes on while tokens are drawn: its `merge_one` is then
     called for every row that is dropped.
@@ -69,17 +71,17 @@ class Merger(Protocol):
 
     @property
     def thresholds(self) -> int:
-        """Number n of running thresholds per kv head, the last axis of tau; 0 for none."""
+        """Number n of running thresholds per kv head, the size of tau's last axis; 0 without thresholds."""
         return 0
 
     @property
     def needs_equal_heads(self) -> bool:
-        """True if every head must drop as many rows."""
+        """True if all kv heads of a layer must drop the same number of rows."""
         return False
 
     @property
     def across_heads(self) -> bool:
-        """True if a head's result depends on other heads, or on the head's number.
+        """True if a kv head's result depends on other heads or on the head's index.
 
         If so, both methods are given `axes=` as well: those of the mesh whose devices have some of the heads each, None
         where all heads are here. `gathered(x, "K", 1, axes)`, of jaxkv.sharding.collectives, brings all heads' numbers,
@@ -89,12 +91,12 @@ class Merger(Protocol):
 
     @property
     def draws(self) -> bool:
-        """True if `merge` uses the random key."""
+        """True if `merge` draws random numbers from its argument `key`."""
         return False
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Rows by which a single dropped row finds its nearest kept row: keys ("k"), values ("v"), each in turn.
+        """Tensors, "k" or "v", by whose cosines a row evicted while decoding finds its nearest kept row, in turn.
 
         With () it merges prompts, and caches that are compressed again; rows dropped one by one are then not merged.
         """
@@ -110,7 +112,7 @@ class Merger(Protocol):
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
     ) -> Merged:
-        """Merges all dropped rows of a layer into its kept ones.
+        """Merges all dropped rows of a layer into its kept ones; returns all keys and values, and the thresholds.
 
         Args:
             k: keys, in order of position.
@@ -135,7 +137,7 @@ class Merger(Protocol):
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
     ) -> Joined:
-        """Merges one dropped row of each segment into its nearest kept row, while tokens are drawn.
+        """Merges one dropped row per segment into its nearest kept row while decoding; returns the kept row's change.
 
         Args:
             index: position in `compares` of what found the nearest row.
@@ -152,12 +154,12 @@ class Merger(Protocol):
 
 
 def axes_for(merger: Merger, axes: Axes | None) -> dict[str, Any]:
-    """Keyword `axes` for a merger's methods, if its heads look at one another; else no keyword."""
+    """Keyword arguments for a merger's methods: `{"axes": axes}` if it works across heads, else {}."""
     return {"axes": axes} if merger.across_heads else {}
 
 
 def check_merger(label: str, merge: Any) -> None:
-    """Refuses what is neither a merger nor None: a ValueError for other values, a TypeError for missing methods."""
+    """Raises ValueError unless `merge` is a Merger or None, and TypeError if it lacks a method that it needs."""
     if merge is None:
         return
     instance(label, merge, Merger, "give Merge(...), or None")

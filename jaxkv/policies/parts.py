@@ -27,7 +27,7 @@ from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep(Value):
-    """Rows that stay whatever their score: sinks, the window and protected spans.
+    """Rows kept whatever their score: sinks, observation window, protected spans, and a share of recent rows.
 
     Attributes:
         sinks: first positions.
@@ -50,7 +50,7 @@ class Keep(Value):
         object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
 
     def mask(self, lengths: Any, slots: int) -> Any:
-        """Mask of a prompt's rows that stay; the share `recent` is not counted in.
+        """Mask `[B, S]` of a prompt's rows that are always kept; the share `recent` is not included.
 
         Args:
             lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
@@ -65,7 +65,7 @@ class Keep(Value):
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Number of rows that stay of texts of these lengths; the share `recent` is not counted in.
+        """Number `[N]` of rows always kept in texts of these lengths; the share `recent` is not included.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
@@ -89,7 +89,7 @@ class Keep(Value):
         return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mask of rows that are sinks or lie in protected spans.
+        """Mask of rows that are sinks or lie in protected spans; the window is not included.
 
         Args:
             pos: positions of rows.
@@ -101,7 +101,7 @@ class Keep(Value):
         return _inside(pos, self._spans(prompt))
 
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """Spans `(first, last + 1)` of positions that stay: sinks, the window if a length is given, protected spans."""
+        """Spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
         least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
@@ -113,13 +113,13 @@ class Keep(Value):
 
 
 def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
-    """Mask of positions that lie in one of the spans."""
+    """Mask of the positions that lie in any of the spans `(first, last + 1)`."""
     return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ongoing(Value):
-    """Static config of decode programs: eviction, rank and merging after the prompt; independent of budgets.
+    """Static config of compression while decoding: eviction, rank, merger and kept rows; independent of budgets.
 
     Attributes:
         evicts: True if after each token segments above their limit lose the row of lowest rank.
@@ -139,18 +139,18 @@ class Ongoing(Value):
 
     @property
     def scored(self) -> bool:
-        """True if a score is kept for each row."""
+        """True if the cache stores a score for each row while decoding."""
         return self.rank is not None and self.rank.scored
 
     @property
     def attends(self) -> bool:
-        """True if the attention that rows receive enters their scores."""
+        """True if the attention that rows receive while decoding changes their scores."""
         return self.scored and self.rank is not None and self.rank.decay is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts(Value):
-    """The parts of a policy: scorer, budgets, kept rows, and what follows the prompt.
+    """All that the engine reads of a policy: scorer, budgets over layers and heads, kept rows, mode after the prompt.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
@@ -202,7 +202,7 @@ class Parts(Value):
             object.__setattr__(self, "budget", min(self.budget, ENDLESS))
 
     def _check_together(self) -> None:
-        """Refuses combinations of parts that exclude one another."""
+        """Raises ValueError for combinations of parts that exclude one another."""
         budget, scorer, after, merge = self.budget, self.scorer, self.after, self.merge
         remedy = "give rows per head or a ratio; FullKV keeps everything"
         require(budget is not None or scorer is None, "budget", budget, remedy)
@@ -250,19 +250,19 @@ class Parts(Value):
 
     @property
     def layout(self) -> Layout:
-        """Layout of this policy's segments: EQUAL, RAGGED, or SHARED where all layers share one pool."""
+        """Cache layout of this policy's segments: EQUAL, RAGGED, or SHARED where all layers share one pool."""
         if self.layers.from_scores:
             return Layout.SHARED
         return Layout.EQUAL if self.heads.uniform else Layout.RAGGED
 
     @property
     def claims(self) -> bool:
-        """True if rows per layer depend on each layer's claims, so that lengths alone do not give them."""
+        """True if rows per layer depend on weights computed from each layer's attention, not on lengths alone."""
         return self.layers.from_scores and not self.layers.joint
 
     @property
     def needs(self) -> Needs:
-        """What prefill computes of each layer for this policy beyond keys and values."""
+        """`Needs`: what prefill computes for these parts beyond keys and values, such as attention sums."""
         scorer, read = self.scorer, self.read
         asked = 0 if read is None else read.queries
         if scorer is None:
@@ -278,27 +278,27 @@ class Parts(Value):
 
     @property
     def draws(self) -> bool:
-        """True if the rows that are kept depend on the call's random key."""
+        """True if the scorer or the merger draws random numbers, so that results depend on the call's key."""
         return getattr(self.scorer, "draws", False) or (self.merge is not None and self.merge.draws)
 
     @property
     def evicts(self) -> bool:
-        """True if a row is evicted for every new row beyond the budget."""
+        """True if decoding evicts a row for every new row beyond the budget: `after` is `Evict`."""
         return isinstance(self.after, Evict)
 
     @property
     def outgrows_prompts(self) -> bool:
-        """True if heads compete for a question's rows, so that a segment may hold more than any prompt gives it."""
+        """True if heads compete and rows are evicted: a later question may grow a segment past what prompts give it."""
         return self.evicts and not self.heads.uniform
 
     @property
     def every(self) -> int | None:
-        """Number of new tokens between compressions; None if only the prompt is compressed."""
+        """Number of new tokens between compressions of the cache; None if the cache is not compressed again."""
         return self.after.every if isinstance(self.after, Again) else None
 
     @property
     def ongoing(self) -> Ongoing | None:
-        """Static config of decoding after the prompt; None where rows are only appended."""
+        """Static config `Ongoing` of compression while decoding; None if new rows are only appended."""
         after, scorer = self.after, self.scorer
         if scorer is None or isinstance(after, Append):
             return None
@@ -312,17 +312,17 @@ class Parts(Value):
         )
 
     def reading(self, layers: int, slots: int) -> Reading | None:
-        """Static config of decode programs: which layers read what; None if all read every kept row."""
+        """Static config of which layers read which rows while decoding; None if all layers read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
     def may_hold(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Rows per kv head that a cache may grow to: `budget`, or a larger budget in rows for shorter prompts."""
+        """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's budget in rows if larger."""
         return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
 
     def budgets(
         self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
     ) -> Int[np.ndarray, " B"]:
-        """Rows per kv head on average, for each prompt: at most its length, at least its forced rows.
+        """Average rows per kv head `[B]` to keep of each prompt: at most its length, at least its forced rows.
 
         `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """
@@ -351,7 +351,7 @@ class Parts(Value):
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Most recent rows that stay in each layer, `[L, B]`: the window, or the share `recent` of the others.
+        """Number of most recent rows kept in each layer, `[L, B]`: the window, or the share `recent` if that is more.
 
         At most what the other forced rows leave of `rows`; `weights` are the layers' claims and `budget` the average
         rows per kv head where budgets follow from claims. All arguments are on the host, or all traced.
@@ -365,7 +365,7 @@ class Parts(Value):
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """The parts in words by name, for people."""
+        """Texts for people that describe the parts, by name of the part."""
         scorer = "everything" if self.scorer is None else repr(self.scorer)
         kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
         parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}

@@ -20,7 +20,7 @@ _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
 
 
 def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
-    """Wraps a class' `parts` so that each policy makes them once and keeps them in its `__dict__`."""
+    """Wraps a class's method `parts` so that each instance computes it once and caches it in its `__dict__`."""
     kept = f"_parts_of_{make.__qualname__}"
 
     @functools.wraps(make)
@@ -34,7 +34,7 @@ def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(Value):
-    """Base of all policies: the fields that every policy has; a method of the literature is a subclass with `parts`.
+    """Base class of all policies: budget, protected spans, recompression and merging; subclasses implement `parts`.
 
     Attributes:
         budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
@@ -93,15 +93,15 @@ class Method(Value):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _check(self) -> None:
-        """Refuses fields, or stores their plain values, before parts are made of them; a hook of subclasses."""
+        """Checks and normalises fields at construction, before `parts` is called; a hook of subclasses, empty here."""
 
     def _adopt(self, part: Any, *names: str) -> None:
-        """Stores a part's checked fields in this policy's fields of the same names."""
+        """Copies the attributes `names` of a checked part into this policy's fields of the same names."""
         for name in names:
             object.__setattr__(self, name, getattr(part, name))
 
     def parts(self) -> Parts:
-        """Makes the parts that the engine reads: a subclass returns `self.compose(scorer=...)`. Called once a policy.
+        """Returns the `Parts` that the engine reads; a subclass returns `self.compose(scorer=...)`. Called once.
 
         Returns:
             The parts.
@@ -111,7 +111,7 @@ class Method(Value):
     def compose(
         self, *, scorer: Scorer | None, keep: Keep | None = None, evict: Rank | None = None, **parts: Any
     ) -> Parts:
-        """Makes parts that honour the fields of every policy: budget, spans, `every` and merging.
+        """Returns `Parts` of the arguments and of the fields of every policy: budget, spans, `every` and merging.
 
         Args:
             scorer: which rows matter; None keeps everything.
@@ -139,11 +139,11 @@ class Method(Value):
         return Parts(budget=self.budget, scorer=scorer, keep=keep, **(usual | parts))
 
     def meaning(self) -> dict[str, Any]:
-        """The parts, by which policies compare and hash: two spellings of one policy are equal."""
+        """Dict by which policies compare and hash: their parts, so that two spellings of one policy are equal."""
         return {"parts": self.parts()}
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
-        """Returns this policy with the fields that depend on the model filled in.
+        """Returns this policy with fields that depend on the model filled in, such as filter layers.
 
         Args:
             layers: L.
@@ -160,7 +160,7 @@ class Method(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(Method):
-    """A policy of parts, without a class of its own: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
+    """Policy composed of parts given as fields: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
 
     Attributes:
         scorer: which rows matter; None keeps everything.
@@ -189,7 +189,7 @@ class Policy(Method):
             object.__setattr__(self, "protect", keep.protect)
 
     def parts(self) -> Parts:
-        """Parts of this policy's own fields."""
+        """Returns `Parts` of this policy's own fields: scorer, kept rows, budgets of layers and heads, eviction."""
         return self.compose(
             scorer=self.scorer,
             keep=self.keep,

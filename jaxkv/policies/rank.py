@@ -13,7 +13,7 @@ from jaxkv.policies.checks import checked
 
 @runtime_checkable
 class Rank(Protocol):
-    """Protocol of how a row's score changes while tokens are drawn, and of the rank whose lowest row is evicted.
+    """Protocol of eviction while decoding: how rows' scores change, and the rank whose lowest row is evicted.
 
     Subclass it in a frozen dataclass and override what differs. The rows of a prompt begin with the scorer's `observe`;
     at each new token a score becomes `decay * score` plus the attention that the row receives.
@@ -21,19 +21,19 @@ class Rank(Protocol):
 
     @property
     def scored(self) -> bool:
-        """True if a score is kept for each row; without one, `rank` is given zeros."""
+        """True if the cache stores a score for each row; if False, `rank` is called with zeros."""
         return True
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] on every score when a new token comes, before that token's attention is added.
+        """Factor in [0, 1] that multiplies all scores at each new token, before that token's attention is added.
 
         None for scores that attention does not change: they stay as they began.
         """
         return None
 
     def begin(self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]) -> Float[Array, "B K N"]:
-        """Initial float32 scores of new rows, before any attention to them; 0 by default.
+        """Initial float32 scores `[B, K, N]` of new rows, before they receive attention; 0 by default.
 
         Args:
             k: the new rows' keys.
@@ -45,7 +45,7 @@ class Rank(Protocol):
         return jnp.zeros(k.shape[:3], jnp.float32)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Float32 ranks by which rows are compared: the lowest is evicted first; the score by default.
+        """Float32 ranks of rows from their scores and ages, the lowest evicted first; the scores by default.
 
         Args:
             score: of each row, as it has become.
@@ -59,7 +59,7 @@ class Rank(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByAttention(Rank, Value):
-    """Evicts the row that received the least attention.
+    """Rank by received attention, decayed or averaged over queries: the row with the least is evicted.
 
     Attributes:
         decay: factor on older attention at each new token: 1 adds all attention up (H2O), 0 forgets it (TOVA).
@@ -74,29 +74,29 @@ class ByAttention(Rank, Value):
         field(self, "mean", flag)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of rows: the attention received, or with `mean` that divided by the age."""
+        """Ranks of rows: their attention scores, divided by their ages if `mean`."""
         return score / jnp.maximum(age, 1).astype(jnp.float32) if self.mean else score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByAge(Rank, Value):
-    """Evicts the oldest row."""
+    """Rank by age: the oldest row is evicted."""
 
     scored: ClassVar[bool] = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of rows: minus the age."""
+        """Ranks of rows, float32: minus their ages."""
         return -age.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Append(Value):
-    """New rows are added to the kept ones, and none is evicted."""
+    """Mode after the prompt: new rows are appended to the kept ones, and none is evicted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evict(Value):
-    """For every new row beyond the budget the row of lowest rank is evicted.
+    """Mode after the prompt: for every new row beyond the budget, the row of lowest rank is evicted.
 
     Attributes:
         rank: how rows are compared.
@@ -110,7 +110,7 @@ class Evict(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Again(Value):
-    """The cache is compressed again from time to time, over prompt and answer in order of position.
+    """Mode after the prompt: every `every` tokens the cache, prompt and answer together, is compressed again.
 
     Attributes:
         every: number of new tokens between compressions: the cache never holds more than the budget and this many rows.
@@ -131,7 +131,7 @@ After = Append | Evict | Again
 
 
 def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Float32 ranks of rows by a policy's rank, NaN as -inf; scores and ages are broadcast against each other.
+    """Float32 ranks of rows by `rank`, NaN replaced by -inf; scores and ages are broadcast against each other.
 
     A rank that returns another shape or dtype is refused with a TypeError.
     """
@@ -142,7 +142,7 @@ def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Fl
 
 
 def check_rank(label: str, rank: object) -> None:
-    """Refuses a value that is no instance of a rank with a TypeError, and a decay outside [0, 1]."""
+    """Raises TypeError unless `rank` is an instance of Rank, and ValueError for a decay outside [0, 1]."""
     if isinstance(rank, type):
         raise TypeError(f"{label}={rank.__name__}: it is a class: give an instance, {rank.__name__}()")
     if not isinstance(rank, Rank):

@@ -20,7 +20,7 @@ _TOKENS = 1024
 
 
 class Selector(enum.Enum):
-    """Weights of the window's queries when filter layers choose tokens.
+    """Enum of how filter layers weigh the window's queries when they choose tokens to read.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -30,7 +30,7 @@ class Selector(enum.Enum):
     UNIFORM = "uniform"
 
     def weights(self, window: int) -> Float[np.ndarray, " w"]:
-        """Float32 weights of queries by age, the newest first.
+        """Float32 weights `[w]` of the window's queries by age, the newest first; a single 1 for LAST.
 
         Args:
             window: number of queries; LAST has one.
@@ -48,7 +48,7 @@ class Selector(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Static config of decode programs: each layer's filter, or that it reads everything; offloaded layers.
+    """Static config of reads while decoding: each layer's filter layer or WHOLE, and the offloaded layers.
 
     Attributes:
         filters: layers that choose, ascending.
@@ -78,7 +78,7 @@ class Reading:
 
     @property
     def loaded(self) -> int:
-        """Largest number of rows, summed over layers, that host memory sends at once; 0 without offloading."""
+        """Largest number of rows, summed over layers, loaded from host memory at once; 0 without offloading."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -87,12 +87,12 @@ class Reading:
 
     @property
     def ring(self) -> int:
-        """Number of queries in the ring that filters remember; 0 if they look at the newest alone."""
+        """Number of last queries that each filter layer remembers in a ring; 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
 
 def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Layers that read everything, ascending: below the first filter, filters, and `adjacent` layers behind each.
+    """Indices of layers that read every row: below the first filter, the filters, and `adjacent` above each filter.
 
     Hao et al., OmniKV, section 4.1: (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
@@ -101,29 +101,29 @@ def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[
 
 
 def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Filter whose choice each layer reads: the last one below it, or WHOLE for layers that read everything."""
+    """For each layer the index of the filter layer whose choice it reads; WHOLE (-1) if it reads every row."""
     whole = set(whole_layers(filters, adjacent, layers))
     return tuple(WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers))
 
 
 @runtime_checkable
 class Reads(Protocol):
-    """Protocol of layers that read a part of the rows while tokens are drawn, or rows in host memory."""
+    """Protocol of the part `read`: while decoding, layers read chosen rows only, or rows held in host memory."""
 
     @property
     def queries(self) -> int:
-        """Number of a prompt's last queries that the cache remembers."""
+        """Number of a prompt's last queries that the cache stores for filter layers."""
 
     @property
     def by_chunks(self) -> bool:
-        """True if prompts run through the model chunk by chunk."""
+        """True if prompts are prefilled chunk by chunk."""
 
     @property
     def whole_prompts(self) -> bool:
-        """True if every row of a prompt must be kept, as rows wait in host memory or prompts come in chunks."""
+        """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number of tokens of each prompt read by a layer that does not read everything.
+        """Number `[B]` of tokens of each prompt read by a layer that does not read everything.
 
         Args:
             lengths: tokens of each prompt.
@@ -134,7 +134,7 @@ class Reads(Protocol):
         """
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Static config of which layers read what, for prompts of a bucket.
+        """Returns the static config of which rows each layer reads, for prompts padded to `slots`.
 
         Args:
             layers: L.
@@ -146,12 +146,15 @@ class Reads(Protocol):
         """
 
     def described(self) -> str:
-        """Describes in words what is read, for people."""
+        """Text for people that says what is read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredReads(Value):
-    """A few filter layers choose, for every new token, what those above them read; fields are `OmniKV`'s."""
+    """OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
+
+    Fields are those of `OmniKV`.
+    """
 
     filter_layers: tuple[int, ...] | None
     budget: int | float | None
@@ -190,7 +193,7 @@ class FilteredReads(Value):
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """Refuses `mem` beside a budget, and budgets below the window; stores the default budget."""
+        """Raises ValueError for `mem` beside a budget or a budget below the window; stores the default budget."""
         mem, budget = self.mem, self.budget
         require(mem is None or budget is None, "mem", mem, f"it solves for the budget, which is {budget!r}: give one")
         if mem is not None:
@@ -206,32 +209,32 @@ class FilteredReads(Value):
 
     @property
     def _least(self) -> int:
-        """Number of tokens that are always read: the window's."""
+        """Least number of tokens that a layer reads: the window's, or 1 with `Selector.LAST`."""
         return 1 if self.selector is Selector.LAST else self.window
 
     @property
     def queries(self) -> int:
-        """Number of a prompt's last queries that the cache remembers: the window's; 0 with `Selector.LAST`."""
+        """Number of a prompt's last queries that the cache stores: the window's; 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
     @property
     def by_chunks(self) -> bool:
-        """True if prompts run through the model chunk by chunk: with a `prefill_ratio`."""
+        """True if prompts are prefilled chunk by chunk: if `prefill_ratio` is given."""
         return self.prefill_ratio is not None
 
     @property
     def whole_prompts(self) -> bool:
-        """True if every row of a prompt must be kept: with `offload` or chunks."""
+        """True if no row of a prompt may be dropped: with `offload` or `prefill_ratio`."""
         return self.offload or self.by_chunks
 
     def described(self) -> str:
-        """Describes in words the budget, the selector and where unread rows wait."""
+        """Text for people: the budget, the selector, and whether unread rows lie in host memory."""
         tokens = f"mem={self.mem}" if self.budget is None else f"budget={self.budget!r}"
         chosen = f"{tokens}, chosen by the {Selector(self.selector).value} selector in filter layers"
         return chosen + ("; the rest waits in host memory" if self.offload else "")
 
     def check(self, layers: int) -> None:
-        """Refuses a model that lacks the filter layers, or layers that read their choice.
+        """Raises ValueError if the model lacks the filter layers, or no layer is left to read their choice.
 
         Args:
             layers: L.
@@ -247,13 +250,13 @@ class FilteredReads(Value):
 
     @property
     def _filters(self) -> tuple[int, ...]:
-        """The filter layers; refuses None."""
+        """Indices of the filter layers; raises ValueError if they are None."""
         remedy = "give them, such as (2, 8, 18); `generate` and `prefill` take those found for the model"
         require(self.filter_layers is not None, "filter_layers", None, remedy)
         return self.filter_layers or ()
 
     def whole(self, layers: int) -> tuple[int, ...]:
-        """Layers that read everything, ascending.
+        """Indices of layers that read every row, ascending.
 
         Args:
             layers: L.
@@ -264,7 +267,7 @@ class FilteredReads(Value):
         return whole_layers(self._filters, self.adjacent, layers)
 
     def _share(self, layers: int) -> Fraction:
-        """Share of a prompt's tokens that is read, from `mem` or from a budget that is a share."""
+        """Share of a prompt's tokens to read, a Fraction: solved from `mem`, or the budget itself."""
         if self.mem is None:
             return Fraction(repr(float(self.budget or 0)))
         whole, mem = Fraction(len(self.whole(layers)), layers), Fraction(repr(self.mem))
@@ -273,7 +276,7 @@ class FilteredReads(Value):
         return (mem - whole) / (1 - whole)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number of tokens of each prompt that a layer reads of a filter's choice, later tokens left out.
+        """Number `[B]` of tokens of each prompt that layers read of a filter's choice: the budget, or its share.
 
         Args:
             lengths: tokens of each prompt.
@@ -296,7 +299,7 @@ class FilteredReads(Value):
         return np.maximum(wanted, self._least) if grows else np.minimum(np.maximum(wanted, self._least), lengths)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Static config of which layers read what, for prompts of a bucket. See `Reads`."""
+        """Returns the static config of filter layers, the layers that read their choices, and offloaded layers."""
         filters, whole = self._filters, self.whole(layers)
         return Reading(
             filters=filters,
@@ -314,7 +317,10 @@ class FilteredReads(Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedReads(Value):
-    """Every layer reads everything, the upper ones from host memory; fields are `BrutalOffload`'s."""
+    """BrutalOffload's reads: every layer reads every row, upper layers' rows are loaded from host memory.
+
+    Fields are those of `BrutalOffload`.
+    """
 
     resident_layers: int
     ahead: int
@@ -328,11 +334,11 @@ class LoadedReads(Value):
             field(self, name, whole, f"give a number, at least {least}", least=least)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number of tokens of each prompt that a layer reads: all."""
+        """Number `[B]` of tokens of each prompt that a layer reads: the prompts' lengths."""
         return np.asarray(lengths, np.int64)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Static config of which layers read what, for prompts of a bucket. See `Reads`."""
+        """Returns the static config in which every layer reads every row and upper layers are offloaded."""
         return Reading(
             filters=(),
             sources=(WHOLE,) * layers,
@@ -347,5 +353,5 @@ class LoadedReads(Value):
         )
 
     def described(self) -> str:
-        """Describes in words which layers wait in host memory."""
+        """Text for people that says from which layer on rows lie in host memory."""
         return f"everything; layers from {self.resident_layers} on wait in host memory, loaded {self.ahead} ahead"

@@ -15,7 +15,7 @@ POLICIES: dict[str, type[Method]] = {}
 
 
 def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
-    """Makes a policy's class known by name: to `policy="snapkv"`, and to the command line with all its options.
+    """Class decorator that registers a policy under a name, for `policy="snapkv"` and the command line.
 
     Args:
         cls: the class; a decorator's way of giving it.
@@ -42,12 +42,12 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
 
 
 def _spelled(name: str) -> str:
-    """A policy's name in lower case, without hyphens and underscores."""
+    """Name of a policy in lower case, without hyphens and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 def policy_class(name: str, field: str = "policy") -> type[Method]:
-    """Looks up a policy's class by name, in any case, with or without hyphens; refusals offer the nearest names."""
+    """Policy class registered under a name, in any case or hyphenation; an error suggests the nearest names."""
     plain = _spelled(name)
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
@@ -77,12 +77,12 @@ def as_policy(given: Any, *, field: str = "policy", options: Mapping[str, Any] |
 
 
 def defaults(cls: type[Method]) -> dict[str, str]:
-    """Default values of a policy's fields by name, as Python writes them."""
+    """Default values of a policy class's fields, as `repr` texts by field name."""
     return {field.name: repr(field.default) for field in dataclasses.fields(cls)}
 
 
 def takes_budget(cls: type[Method]) -> bool:
-    """True if a policy's class takes a budget, of rows kept or of tokens read; False for FullKV and its like."""
+    """True if a policy class takes a budget of rows kept or tokens read; False for FullKV and BrutalOffload."""
     if cls().parts().scorer is not None:
         return True
     try:
@@ -93,7 +93,7 @@ def takes_budget(cls: type[Method]) -> bool:
 
 
 def documented(cls: type[Any]) -> dict[str, str]:
-    """A class' fields by name, each with its line under "Attributes:" in the docstrings of the class and its bases."""
+    """Descriptions of a class's fields by name, from "Attributes:" in the docstrings of the class and its bases."""
     about: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         lines = inspect.cleandoc(each.__doc__ or "").splitlines()

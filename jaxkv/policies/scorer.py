@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes
 
 
 class GroupReduce(enum.Enum):
-    """Reduction of query heads' scores to their kv head's: mean or largest."""
+    """Enum of how query heads' scores are reduced to their kv head's score: MEAN or MAX."""
 
     MEAN = "mean"
     MAX = "max"
@@ -24,7 +24,7 @@ class GroupReduce(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureQueries(Value):
-    """Statistics of a text's queries that a scorer asks for: the queries rotated as they would be after the text.
+    """Settings of `QueryMoments`: statistics of a text's queries as if rotated to positions after the text.
 
     Attributes:
         skip: number of first tokens left out of the statistics.
@@ -45,7 +45,7 @@ class FutureQueries(Value):
 @partial(jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
-    """Mean and covariance of each query head's queries, rotated to the positions after the text; float32.
+    """Float32 mean and covariance of each query head's queries, as if rotated to positions after the text.
 
     Attributes:
         mean: `f32[B, K, G, D]`.
@@ -60,7 +60,7 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What prefill computes of each layer for a policy beyond keys and values: last queries, attention sums, norms.
+    """Config of what prefill computes per layer beyond keys and values: last queries, attention sums, norms, moments.
 
     Attributes:
         queries: w, the last rotated queries of each sequence.
@@ -84,7 +84,7 @@ class Needs:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """One layer of a batch of prompts as a scorer sees it: keys, values, last queries; padding on the right.
+    """Input of `Scorer.observe`, one layer of a right-padded batch of prompts: keys, values, last queries.
 
     Attributes:
         q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is the scorer's `queries`.
@@ -123,7 +123,7 @@ class Observed:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Protocol that scores how much each row matters, per kv head: rows of higher scores are kept.
+    """Protocol that scores how much each cache row matters, per kv head: rows of higher scores are kept.
 
     Subclass it in a frozen dataclass and write `observe`:
 
@@ -142,37 +142,37 @@ class Scorer(Protocol):
 
     @property
     def queries(self) -> int:
-        """Number w of each sequence's last queries that `Observed` must carry; 0 for none."""
+        """Number w of each sequence's last queries that `observe` reads; 0 for none."""
         return 0
 
     @property
     def sums(self) -> bool:
-        """True if `Observed` must carry the attention that rows receive from all queries."""
+        """True if `observe` reads `seen.sums`, the attention that rows receive from all queries."""
         return False
 
     @property
     def norms(self) -> bool:
-        """True if `Observed` must carry the norms of values at the layer's output."""
+        """True if `observe` reads `seen.norms`, the norms of values seen through the output projection."""
         return False
 
     @property
     def future(self) -> FutureQueries | None:
-        """Settings of the `QueryMoments` that `Observed` must carry; None for none."""
+        """Settings of the `QueryMoments` that `observe` reads; None if it reads none."""
         return None
 
     @property
     def group(self) -> GroupReduce | str:
-        """Reduction of a kv head's query heads in `observe`, "mean" or "max"; they may lie on several devices."""
+        """Reduction of a kv head's query heads in `observe`, "mean" or "max"; a mesh applies it across devices."""
         return GroupReduce.MEAN
 
     @property
     def draws(self) -> bool:
-        """True if `observe` uses the random key."""
+        """True if `observe` draws random numbers from `seen.key`."""
         return False
 
     @property
     def looks_at_end(self) -> bool:
-        """True if scores follow what the prompt's last queries attend to, so that a later question may find nothing.
+        """True if scores follow the attention of the prompt's last queries, so that a later question may lack rows.
 
         `jaxkv.prefill` then warns of documents whose question is still to come. A scorer that looks at these queries
         and keeps other rows nonetheless, by their worst case say, overrides this property.
@@ -181,11 +181,11 @@ class Scorer(Protocol):
 
     @property
     def rank(self) -> Rank | None:
-        """How scores change while tokens are drawn; None if they are computed anew at each compression."""
+        """`Rank` by which scores change while decoding; None to compute them anew at each compression."""
         return None
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Float32 observations of each row, such as attention received; `scores` turns them into scores.
+        """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
 
         Args:
             seen: the layer. Rows past a sequence's length may hold anything.
@@ -196,7 +196,7 @@ class Scorer(Protocol):
         ...
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Float32 scores by which rows are chosen, higher stays; the observations by default.
+        """Float32 scores `[B, K, S]` by which rows are kept, higher first; the observations by default.
 
         Args:
             observed: from `observe`.
@@ -209,32 +209,32 @@ class Scorer(Protocol):
 
 
 def group_of(scorer: Scorer) -> GroupReduce:
-    """A scorer's reduction of query heads; the mean for a class without this property."""
+    """The scorer's reduction of query heads; MEAN for a class without the property `group`."""
     return GroupReduce(getattr(scorer, "group", GroupReduce.MEAN))
 
 
 def looks_at_end(scorer: Scorer) -> bool:
-    """`scorer.looks_at_end`; for a class without this property, True if it asks for last queries."""
+    """True if scores follow the attention of last queries; for a class without this property, if it reads any."""
     return getattr(scorer, "looks_at_end", scorer.queries > 0)
 
 
 def sees_query_heads(scorer: Scorer) -> bool:
-    """True if a scorer's result depends on query heads, which several devices of a mesh may share."""
+    """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
     return bool(scorer.queries or scorer.sums or future_of(scorer))
 
 
 def norms_of(scorer: Scorer) -> bool:
-    """True if a scorer reads norms of values; False for a class without this property."""
+    """True if a scorer reads the norms of values; False for a class without the property `norms`."""
     return getattr(scorer, "norms", False)
 
 
 def future_of(scorer: Scorer) -> FutureQueries | None:
-    """Settings of the `QueryMoments` that a scorer reads; None for none, and for a class without this property."""
+    """Settings of the `QueryMoments` that a scorer reads; None if it reads none or lacks the property."""
     return getattr(scorer, "future", None)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Refuses with a TypeError a value that is neither None nor a scorer; names what is wrong."""
+    """Raises a TypeError unless `scorer` is None or an instance with a scorer's properties and methods."""
     if scorer is None:
         return
     if isinstance(scorer, type):

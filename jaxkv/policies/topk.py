@@ -14,7 +14,7 @@ def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
 
 
 def kth_largest(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> UInt[Array, "*rows 1"]:
-    """The `count`-th largest sort key along the last axis, from 1 on; the largest uint32 for a count of 0.
+    """The `count`-th largest sort key along the last axis (1: the largest); the largest uint32 for a count of 0.
 
     Bisection on the bits: 32 counts instead of a sort, with a count that may differ by array row and is no shape.
     """

@@ -31,7 +31,7 @@ class KeyDifference(Scorer, Value):
     """
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Minus the cosine of each row's key and the head's mean key."""
+        """Scores `[B, K, S]`: minus the cosine of each row's key and the mean of the head's normalised keys."""
         inside = jnp.arange(seen.k.shape[2], dtype=jnp.int32) < seen.length[:, None, None]
         k = jnp.where(inside[..., None], seen.k.astype(jnp.float32), 0.0)
         unit = k / jnp.maximum(jnp.sqrt((k * k).sum(axis=-1, keepdims=True)), 1e-12)
@@ -79,16 +79,16 @@ class FutureAttention(Scorer, Value):
 
     @property
     def queries(self) -> int:
-        """Number of last queries read, and remembered by caches for the next compression."""
+        """Number of last queries that caches remember for the next compression: `remembered`."""
         return self.remembered
 
     @property
     def future(self) -> FutureQueries:
-        """Settings of the queries' mean and covariance that are read."""
+        """Settings of the queries' mean and covariance that `observe` reads."""
         return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Expected attention, mean over the group, times the value's norm."""
+        """Scores `[B, K, S]`: expected attention, mean over the group, times the value's L2 norm if `value_norms`."""
         if seen.moments is None:
             raise TypeError("FutureAttention needs the moments of the queries")
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
@@ -104,7 +104,7 @@ class FutureAttention(Scorer, Value):
 
 
 def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float[Array, "B K G S"]:
-    """Logarithm of the expected exponential of normally distributed queries' logits, by each key."""
+    """Log of each key's expected exp(logit), for queries normally distributed with these moments."""
     (batch, heads, slots, dim), group = k.shape, moments.mean.shape[2]
     size = min(_BLOCK, slots)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -slots % size), (0, 0)))
@@ -122,13 +122,13 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
 
 
 def _product(axes: str, a: Array, b: Array) -> Array:
-    """Product of float32 arrays, exact on GPUs too."""
+    """Einsum of two float32 arrays at the highest precision, so that GPUs do not use TF32."""
     return jnp.einsum(axes, a, b, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorstAttention(Scorer, Value):
-    """DefensiveKV's scorer: the largest attention that any query of the window pays a row, times the value's share.
+    """DefensiveKV's scorer: the largest attention any window query pays a row, times its value's share of norms.
 
     Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
     where it is less; then times the L1 norm of the value at the layer's output, over the sum of the kv heads' norms.
@@ -154,11 +154,11 @@ class WorstAttention(Scorer, Value):
 
     @property
     def queries(self) -> int:
-        """Number of last queries read: the window's."""
+        """Number of last queries that the scorer reads: `window`."""
         return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Largest pooled attention of any query of the window, times the value's share of the kv heads' norms."""
+        """Scores `[B, K, S]`: largest pooled attention of any window query, times the value's share of norms."""
         if seen.norms is None or seen.norm_totals is None:
             raise TypeError("WorstAttention needs the norms of the values")
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
@@ -183,33 +183,33 @@ class WorstAttention(Scorer, Value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(Scorer, Value):
-    """Scorer by position: later rows matter more, so that a budget goes to the most recent ones."""
+    """Scorer by position: later rows score higher, so that the most recent ones are kept."""
 
     rank: ClassVar[Rank] = ByAge()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Position of each row; exact in float32 up to 2**24."""
+        """Scores `[B, K, S]`: position of each row, exact in float32 up to 2**24."""
         batch, heads, slots = seen.k.shape[:3]
         return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyNorm(Scorer, Value):
-    """Scorer by key norm: small L2 norms matter more (arXiv:2406.11430). RoPE leaves the norm as it is."""
+    """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Minus the L2 norm of each key."""
+        """Scores `[B, K, S]`: minus the L2 norm of each row's key."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform01(Scorer, Value):
-    """Random scores, drawn per layer, head and position from the call's key: neither batch nor padding changes them."""
+    """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
     draws: ClassVar[bool] = True
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
-        """Uniform draws in [0, 1)."""
+        """Scores `[B, K, S]` drawn uniformly from [0, 1)."""
         batch, heads, slots = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(slots, dtype=jnp.int32))

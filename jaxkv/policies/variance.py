@@ -18,7 +18,7 @@ _LEAST = 100
 
 
 class Statistic(enum.Enum):
-    """How the variance F of a layer's attention turns into a claim on rows.
+    """Enum of how the variance F of a layer's attention becomes the layer's weight in the division of rows.
 
     HEADNORM: exp(-F), F the mean over heads of variances scaled to [0, 1] within the layer: the published code.
     RAW: exp(-F), F the mean variance itself, as the paper prints it: nearly all goes to the least uneven layers.
@@ -37,7 +37,7 @@ class Statistic(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceLayers(LayerBudgets, Value):
-    """Layers in which attention is spread more evenly over keys get more rows; the sum is exact.
+    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; exact sum.
 
     Attributes:
         statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
@@ -70,7 +70,7 @@ class VarianceLayers(LayerBudgets, Value):
         sums: Float[Array, "B K G S"] | None,
         length: Int[Array, " B"],
     ) -> Float[Array, "B K G"]:
-        """Variance over keys of the attention received from all queries, of each query head."""
+        """Variance over keys of the attention that they received from all queries, `[B, K, G]` for each query head."""
         if sums is None:
             raise TypeError("VarianceLayers needs sums over all queries")
         batch, heads, group, slots = sums.shape
@@ -82,7 +82,7 @@ class VarianceLayers(LayerBudgets, Value):
         return ((off * off).sum(axis=-1) / jnp.maximum(count - 1, 1)).reshape(batch, heads, group)
 
     def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """One layer's statistic F: mean of its heads' variances, with HEADNORM scaled to [0, 1] within the layer."""
+        """Statistic F `[B]` of one layer: mean of its heads' variances, which HEADNORM first scales to [0, 1]."""
         variance = heads
         if self.statistic is Statistic.HEADNORM:
             least, most = variance.min(axis=-1, keepdims=True), variance.max(axis=-1, keepdims=True)
@@ -90,14 +90,14 @@ class VarianceLayers(LayerBudgets, Value):
         return variance.mean(axis=-1)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Largest possible rows per kv head of a single layer: e times the budget with HEADNORM, else the prompt."""
+        """Upper bound of the rows per kv head of any layer: e times the budget with HEADNORM, else the prompt."""
         length = np.asarray(length, np.int64)
         if self.statistic is not Statistic.HEADNORM or self.dense_layers:
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head of each layer by claims; at least a hundredth of the prompt and one row more than forced."""
+        """Rows per kv head `[L, N]` by the statistics F; at least 1% of the prompt and one row more than forced."""
         stat = finite(weights)
         xp = namespace(stat)
         budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
@@ -108,7 +108,7 @@ class VarianceLayers(LayerBudgets, Value):
         return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head of each layer, for prompts longer than their budget."""
+        """Rows per kv head of each layer `[L, N]`, for prompts longer than their budget."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
         least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
@@ -127,14 +127,14 @@ class VarianceLayers(LayerBudgets, Value):
         return rows
 
     def _check_fits(self, fits: Any, taken: Any, total: Any) -> None:
-        """Refuses dense layers that leave too few of the `total` rows to the others, for the first such prompt."""
+        """Raises ValueError if `dense_layers` leave too few of some prompt's `total` rows to the other layers."""
         low = np.flatnonzero(~np.asarray(fits))
         at = int(low[0]) if low.size else 0
         remedy = f"they take {taken[at]} of {total[at]} rows: name fewer of them, or raise the budget"
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
-        """Integer rows of sum `total` over the layers of these statistics, each in [least, length]."""
+        """Integer rows per layer, each in [least, length], that divide `total` by the layers' statistics F."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
@@ -142,7 +142,7 @@ class VarianceLayers(LayerBudgets, Value):
         return round_remainders(_scaled(self._claims(stat), total, least, length), total, length)
 
     def _claims(self, stat: Reals) -> Reals:
-        """Each layer's claim on rows, from the statistics F of all layers; positive numbers."""
+        """Positive weights `[L, N]` in proportion to which rows are divided, from the statistics F of all layers."""
         xp = namespace(stat)
         match self.statistic:
             case Statistic.UNIFORM:
@@ -157,7 +157,7 @@ class VarianceLayers(LayerBudgets, Value):
 
 
 def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, " L"]:
-    """Mask of the layers named by index, negative ones from the top; refuses indices that the model lacks."""
+    """Mask `[L]` of the layers with these indices, negative ones from the top; raises ValueError if out of range."""
     mask = np.zeros(layers, bool)
     for layer in dense_layers:
         require(-layers <= layer < layers, "dense_layers", dense_layers, f"the model has {layers} layers")
@@ -166,7 +166,10 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
 
 
 def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
-    """clip(c * claims, least, most) with the factor c of sum `total`; layers without a claim share what is left."""
+    """Real rows per layer of sum `total`: clip(c * claims, least, most) with a common factor c.
+
+    Layers with negligible claims share the rows that the others cannot hold.
+    """
     xp = namespace(claims)
     total, least, most = (each.astype(xp.float64) for each in (total, least, most))
     alive = claims >= claims.max(axis=0) * 1e-300
@@ -186,7 +189,7 @@ def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialVarianceLayers(VarianceLayers):
-    """D2O's published arithmetic: three layers keep the prompt on top of the budget, sizes are cut to integers.
+    """D2O's published code: three layers keep the whole prompt besides the budget; sizes are truncated to integers.
 
     Attributes:
         recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
@@ -202,7 +205,7 @@ class OfficialVarianceLayers(VarianceLayers):
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Rows chosen by score, and most recent rows, of each layer, cut to integers separately.
+        """Rows chosen by score and most recent rows of each layer, two tables `[L, N]`, each truncated to integers.
 
         Args:
             budget: `[N]` rows per kv head and layer on average.
@@ -223,24 +226,24 @@ class OfficialVarianceLayers(VarianceLayers):
         return xp.where(dense, length - recent, heavy), recent
 
     def _of_cut(self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int) -> Table:
-        """Rows per kv head of each layer: those chosen by score and the most recent ones, raised to the forced rows."""
+        """Rows per kv head of each layer `[L, N]`: rows by score plus recent rows, at least the forced ones."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
         return xp.clip(heavy + recent, xp.minimum(forced, length), length)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
-        """Most recent rows of each layer, from its claim."""
+        """Number of most recent rows of each layer `[L, N]`, from the layers' statistics F."""
         stat = finite(weights)
         xp = namespace(stat)
         return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]
 
     def bound(self, budget: Counts, length: Counts, *, layers: int) -> Counts:
-        """Largest possible sum over layers: the budget's, what lower limits add, and layers that keep the prompt."""
+        """Upper bound `[N]` of rows summed over layers: the budget, minimum rows, and the prompts of dense layers."""
         length = np.asarray(length, np.int64)
         dense = int(dense_mask(self.dense_layers, layers).sum())
         raised = layers * (np.asarray(budget, np.int64) + 1 + -(-(length + 1) // _LEAST))
         return np.minimum(raised + dense * length, layers * length)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask of layers that keep the prompt, and go on appending."""
+        """Mask `[L]` of `dense_layers`, which keep the whole prompt and never evict."""
         return dense_mask(self.dense_layers, layers)

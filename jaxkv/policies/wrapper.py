@@ -14,7 +14,7 @@ _SHARED = {field.name: field.default for field in dataclasses.fields(Method)}
 
 
 def check_shared(policy: Method, base: Method | None, remedy: str, *, but: tuple[str, ...] = ()) -> None:
-    """Refuses a field of every policy, `but` some, that a policy sets to something other than its base does."""
+    """Raises ValueError if `policy` sets a field of `Method`, outside `but`, to another value than its base has."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
         its = default if base is None else getattr(base, name)
@@ -37,7 +37,7 @@ class Wrapper(Method):
 
     @functools.cached_property
     def inner(self) -> Method:
-        """The base policy; where none is given, the class' usual one with this policy's shared fields."""
+        """The base policy as an instance; a base given by name, class or default takes this policy's shared fields."""
         if self.base is None and not self.usual:
             raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
         given = {name: getattr(self, name) for name in _SHARED}
@@ -52,7 +52,7 @@ class Wrapper(Method):
         check_shared(self, inner, "the base says {!r}: give it there only")
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases that this policy cannot work on; a hook of subclasses.
+        """Raises ValueError for base policies that this policy cannot wrap; a hook of subclasses, empty here.
 
         Args:
             base: the base policy.
@@ -71,17 +71,17 @@ class Wrapper(Method):
         raise TypeError(f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)")
 
     def parts(self) -> Parts:
-        """The base policy's parts with this policy's `wrap` applied."""
+        """Returns the base policy's `Parts`, changed by this policy's `wrap`."""
         return self.wrap(self.inner.parts())
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy on a base whose model-dependent fields are filled in; see `Method.for_model`."""
+        """Returns this policy with its base's model-dependent fields filled in, such as filter layers."""
         its = self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)
 
 
 def with_budget(policy: Method, budget: int | float) -> Method:
-    """The policy at another budget, in rows or as a share, set in its base if it has one; without a budget as it is."""
+    """Returns the policy with another budget, set in its base if it has one; unchanged if it has no budget."""
     parts = policy.parts()
     if parts.budget is None:
         return policy

@@ -17,7 +17,7 @@ _ALPHA, _CAPACITY = 0.2, 1.5
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaKV(Wrapper):
-    """The base policy's choice, with the heads of a layer competing for its rows.
+    """Keeps the base policy's best rows, with the kv heads of a layer competing for the layer's budget.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
     share the layer's pool, so the cache weighs as much as the base policy's.
@@ -55,13 +55,13 @@ class AdaKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases whose heads have budgets of their own, or must keep the same rows."""
+        """Raises ValueError for bases whose kv heads have budgets of their own or must keep the same rows."""
         require(not isinstance(base, AdaKV), "base", base, "give a policy that drops rows, SnapKV() say")
         uniform = isinstance(inner_budgets(parts.heads), UniformHeads)
         require(uniform, "base", base, "its heads have budgets of their own already")
         require(not parts.rolling, "base", base, "rolling positions need the same rows in every head")
 
     def wrap(self, base: Parts) -> Parts:
-        """The base's parts with safeguarded competition of heads, inside the base's two stages if it has them."""
+        """Returns the base's parts with kv heads that compete for rows, inside the base's two stages if it has them."""
         mine: HeadBudgets = self.safeguard or AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
         return dataclasses.replace(base, heads=within_stages(base.heads, mine))

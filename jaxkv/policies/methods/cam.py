@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowMethod):
-    """The window's choice without pooling, after values were folded into those of the tokens behind them.
+    """Keeps SnapKV's rows, chosen without pooling, after values were merged into those of the tokens after them.
 
     Attributes:
         start: first share of the prompt whose values are not folded.
@@ -40,9 +40,9 @@ class CaM(WindowMethod):
 
     @property
     def _merge(self) -> ValueMerge:
-        """The merger of this policy's window, start and draws."""
+        """The merger `ValueMerge` with this policy's window, start and `expected`."""
         return ValueMerge(window=self.window, start=self.start, expected=self.expected)
 
     def parts(self) -> Parts:
-        """Parts that score by the window's attention and fold values forward."""
+        """Returns `Parts` that score rows by the window's attention and merge values into later ones."""
         return self.observed(merge=self._merge)

@@ -12,21 +12,21 @@ from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalWindow(Method):
-    """The most recent tokens alone: the control that shows what sinks are worth."""
+    """Keeps the most recent tokens only, without sinks: a control."""
 
     budget: int | float | None = 1024
 
     paper: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
 
     def parts(self) -> Parts:
-        """Parts that score rows by position: later ones higher."""
+        """Returns `Parts` that score rows by position, later ones higher."""
         return self.compose(scorer=Position())
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KNorm(Method):
-    """The rows whose keys have the smallest L2 norm.
+    """Keeps the rows whose keys have the smallest L2 norms.
 
     References:
         Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430.
@@ -37,19 +37,19 @@ class KNorm(Method):
     paper: ClassVar[str] = "L2 norm, arXiv:2406.11430"
 
     def parts(self) -> Parts:
-        """Parts that score rows by minus the key's L2 norm."""
+        """Returns `Parts` that score rows by minus the L2 norm of their keys."""
         return self.compose(scorer=KeyNorm())
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Random(Method):
-    """Rows drawn by chance, from the key given to `prefill` or `generate`: a control."""
+    """Keeps rows drawn at random with the key given to `prefill` or `generate`: a control."""
 
     budget: int | float | None = 1024
 
     paper: ClassVar[str] = "control"
 
     def parts(self) -> Parts:
-        """Parts that score rows by uniform random numbers."""
+        """Returns `Parts` that score rows by uniform random numbers."""
         return self.compose(scorer=Uniform01())

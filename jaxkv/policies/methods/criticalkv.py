@@ -14,7 +14,7 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticalKV(Wrapper):
-    """Half of each head's rows by the base's score, the rest by score times the L1 norm of the value at the output.
+    """Keeps half of each head's rows by the base's score, the rest by score times the projected value's L1 norm.
 
     `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for rows first.
 
@@ -39,11 +39,11 @@ class CriticalKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases that look at values already, or evict rows one by one while decoding."""
+        """Raises ValueError for bases that already use the values' norms, or evict rows while decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
         require(not parts.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
 
     def wrap(self, base: Parts) -> Parts:
-        """The base's parts with each head's rows chosen in two stages."""
+        """Returns the base's parts with each head's rows chosen in two stages, `TwoStageHeads`."""
         heads = TwoStageHeads(budgets=base.heads, first=self.first, epsilon=self.epsilon)
         return dataclasses.replace(base, heads=heads)

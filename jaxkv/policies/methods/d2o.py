@@ -24,7 +24,7 @@ _MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decisi
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """As H2O, 3:1 behind four sinks; more rows for layers of even attention; dropped rows merge into similar ones.
+    """Keeps rows as H2O does, 3:1 after four sinks; layers of even attention get more; merges dropped rows.
 
     `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
     ablations of the paper's Table 6. A prompt shorter than a budget in rows has nothing to divide yet: its layers may
@@ -63,7 +63,7 @@ class D2O(HeavyMethod):
         super()._check()
 
     def parts(self) -> Parts:
-        """Parts of heavy hitters, layer budgets and merging; with `official` those of the published code."""
+        """Returns `Parts` of cumulative attention, layer budgets and merging; with `official`, the published code's."""
         scorer = CumulativeAttention()
         if self.official:
             return self.attended(scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE)

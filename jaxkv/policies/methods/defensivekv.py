@@ -14,7 +14,7 @@ from jaxkv.policies.unseen import WorstAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DefensiveKV(Method):
-    """The rows of the largest attention from any query of the window and query head of the group; heads compete.
+    """Keeps rows by the largest attention of any window query and by value norms; a layer's kv heads compete.
 
     Attributes:
         window: last tokens of the prompt; they observe and always stay.
@@ -35,7 +35,7 @@ class DefensiveKV(Method):
     paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """Parts that score by the window's largest attention, with heads that compete without a guaranteed share."""
+        """Returns `Parts` that score rows by the window's largest attention; kv heads compete, no share guaranteed."""
         scorer = WorstAttention(window=self.window, kernel=self.kernel)
         heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads)
@@ -44,7 +44,7 @@ class DefensiveKV(Method):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefensiveKV(DefensiveKV):
-    """DefensiveKV's scores under one budget for the heads of all layers.
+    """Keeps rows by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
 
     All layers' rows are held until the last layer has been looked at: prefill takes the memory of the full cache.
 
@@ -55,5 +55,5 @@ class LayerDefensiveKV(DefensiveKV):
     paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """DefensiveKV's parts, with one budget for all layers."""
+        """Returns DefensiveKV's `Parts` with one budget for the kv heads of all layers."""
         return dataclasses.replace(super().parts(), layers=GlobalLayers())

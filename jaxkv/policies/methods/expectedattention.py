@@ -13,7 +13,7 @@ from jaxkv.policies.unseen import FutureAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Method):
-    """The rows that queries after the prompt are expected to attend to most, by the statistics of the prompt's own.
+    """Keeps the rows that queries after the prompt are expected to attend to most, by the prompt's query statistics.
 
     `AdaKV(base=ExpectedAttention(budget=0.25, epsilon=0.01))` lets heads compete for rows, as its authors recommend.
 
@@ -47,7 +47,7 @@ class ExpectedAttention(Method):
         field(self, "remembered", whole, "remember at least 1 query")
 
     def parts(self) -> Parts:
-        """Parts that score by expected attention times the value's norm, and keep the sinks."""
+        """Returns `Parts` that score rows by expected attention times the value's norm, and always keep sinks."""
         scorer = FutureAttention(
             sinks=self.sinks,
             positions=self.future,

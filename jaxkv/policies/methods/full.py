@@ -12,7 +12,7 @@ from jaxkv.policies.registry import register
 @register(name="full")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullKV(Method):
-    """Everything: the reference without compression."""
+    """Keeps every row: the reference without compression."""
 
     paper: ClassVar[str] = "Attention Is All You Need, arXiv:1706.03762"
 
@@ -20,5 +20,5 @@ class FullKV(Method):
         require(self.budget is None, "budget", self.budget, "FullKV keeps everything: leave it out, or choose a policy")
 
     def parts(self) -> Parts:
-        """Parts without a scorer, so that every row stays."""
+        """Returns `Parts` without a scorer, so that every row is kept."""
         return self.compose(scorer=None)

@@ -15,7 +15,7 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalBudget(Wrapper):
-    """The best rows of all layers and kv heads together, by another policy's scores: one top-k, its sum exact.
+    """Keeps the best rows of all layers and kv heads together by the base's scores: one top-k, exact in sum.
 
     `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. All layers' rows are held until the last layer
     has been looked at: prefill takes the memory of the full cache.
@@ -41,7 +41,7 @@ class GlobalBudget(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Refuses bases whose layers or heads have budgets that depend on one another already."""
+        """Raises ValueError for bases with layer budgets, heads that keep the same positions, or rolling positions."""
         require(parts.layers == UniformLayers(), "base", base, "its layers have budgets of their own already")
         own = own_budgets(parts.heads)
         competes = own is not None or isinstance(inner_budgets(parts.heads), UniformHeads)
@@ -53,7 +53,7 @@ class GlobalBudget(Wrapper):
             require(said, name, mine, f"the base's heads have their own, {own}: give it there only")
 
     def wrap(self, base: Parts) -> Parts:
-        """The base's parts with one budget for all layers, and heads that compete."""
+        """Returns the base's parts with one budget for which the kv heads of all layers compete."""
         heads = base.heads
         if own_budgets(heads) is None:
             heads = within_stages(heads, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity))

@@ -14,7 +14,7 @@ from jaxkv.policies.scorer import Scorer
 
 
 class Mode(enum.Enum):
-    """STREAMING drops a row for every token drawn beyond the budget; PREFILL compresses the prompt and then appends."""
+    """Enum: STREAMING evicts a row per new token beyond the budget; PREFILL compresses the prompt, then appends."""
 
     STREAMING = "streaming"
     PREFILL = "prefill"
@@ -22,7 +22,7 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Streaming(Method):
-    """Base of policies that evict by attention, at every token or in the prompt alone.
+    """Base of policies that evict by received attention: at every new token, or in the prompt only (`Mode.PREFILL`).
 
     Attributes:
         mode: `Mode`, or its value.
@@ -37,7 +37,7 @@ class _Streaming(Method):
         field(self, "mode", choice, Mode)
 
     def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Composes parts of a scorer whose rank evicts while decoding; the newest token always stays."""
+        """Returns `Parts` of an attention scorer: streaming evicts by its rank; the newest token is always kept."""
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
@@ -58,14 +58,14 @@ class HeavyMethod(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Parts that score rows by the sum of attention received."""
+        """Returns `Parts` that score rows by cumulative attention, and keep the share `recent` for recent tokens."""
         return self.attended(CumulativeAttention(), recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyMethod):
-    """Heavy hitters by attention from all queries, and the most recent tokens, 1:1; a row goes for every new one.
+    """Keeps heavy hitters by cumulative attention and the most recent tokens, 1:1; evicts a row per new token.
 
     References:
         Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
@@ -78,7 +78,7 @@ class H2O(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyMethod):
-    """As H2O, by mean attention: what a row received, over the number of queries that could see it.
+    """Keeps rows as H2O does, but by mean attention: what a row received over the number of queries that saw it.
 
     References:
         Ren and Zhu, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference,
@@ -88,14 +88,14 @@ class RoCo(HeavyMethod):
     paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
 
     def parts(self) -> Parts:
-        """Parts that score rows by the attention received per query."""
+        """Returns `Parts` that score rows by the mean attention per query that could see them."""
         return self.attended(CumulativeAttention(mean=True), recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """What the last token attends to, the same positions in all heads of a layer; a row goes for every new one.
+    """Keeps the rows that the last token attends to, the same in all heads of a layer; evicts a row per new token.
 
     Attributes:
         per_head: let each kv head drop a row of its own.
@@ -113,5 +113,5 @@ class TOVA(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Parts that score rows by the last token's attention, in one set of positions unless `per_head`."""
+        """Returns `Parts` that score rows by the last token's attention; heads keep the same rows unless `per_head`."""
         return self.attended(LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads())

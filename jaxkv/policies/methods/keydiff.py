@@ -12,7 +12,7 @@ from jaxkv.policies.unseen import KeyDifference
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(Method):
-    """The rows whose keys are least like the mean key of their head, the same number in every layer and head.
+    """Keeps the rows whose keys are least like their head's mean key, the same number in every layer and head.
 
     It looks at keys alone: no question has to be known, and no attention is computed.
 
@@ -26,5 +26,5 @@ class KeyDiff(Method):
     paper: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
 
     def parts(self) -> Parts:
-        """Parts that score rows by minus the cosine of key and mean key."""
+        """Returns `Parts` that score rows by minus the cosine of key and mean key."""
         return self.compose(scorer=KeyDifference())

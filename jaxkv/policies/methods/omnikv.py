@@ -15,7 +15,7 @@ from jaxkv.policies.wrapper import check_shared
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniKV(Method):
-    """Everything is kept; a few filter layers choose, for every new token, what the layers above them read.
+    """Keeps every row; a few filter layers choose, for every new token, the tokens that layers above them read.
 
     Attributes:
         filter_layers: layers that choose; None takes those found for the model, which its manifest names.
@@ -73,21 +73,21 @@ class OmniKV(Method):
 
     @property
     def _reads(self) -> FilteredReads:
-        """The part `read`, of this policy's fields of the same names."""
+        """The part `read`: `FilteredReads` made of this policy's fields of the same names."""
         return FilteredReads(**{name: getattr(self, name) for name in _READS})
 
     @functools.cached_property
     def inner(self) -> Method | None:
-        """The base policy; None if there is none."""
+        """The base policy as an instance; None without a base."""
         return None if self.base is None else as_policy(self.base, field="base")
 
     def parts(self) -> Parts:
-        """The base's parts, or parts that keep every row, with filter layers choosing what is read."""
+        """Returns the base's `Parts`, or `Parts` that keep every row, with filter layers that choose what is read."""
         base = Parts() if self.inner is None else self.inner.parts()
         return dataclasses.replace(base, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "OmniKV":
-        """Returns this policy with filter layers filled in, and its base's fields; see `Method.for_model`."""
+        """Returns this policy with filter layers, and its base's model-dependent fields, filled in and checked."""
         if self.filter_layers is None:
             remedy = (
                 "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
@@ -108,7 +108,7 @@ _READS = tuple(field.name for field in dataclasses.fields(FilteredReads))
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrutalOffload(Method):
-    """Everything is kept, upper layers in host memory and loaded whole for every token: OmniKV's baseline.
+    """Keeps every row, upper layers' in host memory, loaded whole for every token: OmniKV's baseline.
 
     Attributes:
         resident_layers: layers from the bottom whose rows stay on the device.
@@ -129,15 +129,15 @@ class BrutalOffload(Method):
 
     @property
     def _reads(self) -> LoadedReads:
-        """The part `read`, of this policy's fields."""
+        """The part `read`: `LoadedReads` made of `resident_layers` and `ahead`."""
         return LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
 
     def parts(self) -> Parts:
-        """Parts that keep every row, and load upper layers from host memory."""
+        """Returns `Parts` that keep every row and load upper layers' rows from host memory."""
         return self.compose(scorer=None, read=self._reads)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "BrutalOffload":
-        """Returns this policy; refuses a model that has no layers to offload."""
+        """Returns this policy unchanged; raises ValueError if the model has no layers to offload."""
         fits = self.resident_layers < layers
         require(fits, "resident_layers", self.resident_layers, f"the model has {layers} layers: give fewer")
         return self

@@ -15,7 +15,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidInfer(WindowMethod):
-    """The window's choice, one set for all heads of a layer, each layer's within that of the layer below.
+    """Keeps rows by the window's attention: one set of positions per layer, a subset of the layer below's.
 
     The prompt's own attention stays whole here: hidden states of dropped tokens run on to the top, so that this saves
     the paper's memory, not its prefill time.
@@ -40,5 +40,5 @@ class PyramidInfer(WindowMethod):
         super()._check()
 
     def parts(self) -> Parts:
-        """Parts that score by the window's attention, heads sharing positions out of those of the layer below."""
+        """Returns `Parts` that score rows by the window's attention; heads share positions kept in the layer below."""
         return self.observed(heads=SharedHeads(), nested=True)

@@ -11,7 +11,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidKV(WindowMethod):
-    """As SnapKV, many rows in lower layers and few in upper ones; the average over layers is exact.
+    """Keeps rows as SnapKV does, many in lower layers and few in upper ones; the average over layers is exact.
 
     Attributes:
         allocation: the schedule over layers: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,

@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowMethod(Method):
-    """Base of SnapKV and its descendants: the prompt's last queries, the observation window, score the rows before it.
+    """Base of SnapKV-like policies: the prompt's last `window` queries score the rows before them.
 
     Attributes:
         window: last tokens of the prompt; they observe and always stay.
@@ -39,23 +39,23 @@ class WindowMethod(Method):
 
     @property
     def _scorer(self) -> WindowAttention:
-        """Attention of the window's queries, with this policy's pooling and reduction."""
+        """The scorer `WindowAttention` with this policy's window, pooling, group and order."""
         return WindowAttention(window=self.window, pooling=self.pooling, group=self.group, order=self.order)
 
     def observed(self, **parts: Any) -> Parts:
-        """Composes parts of the window's scores, sinks and window, and whatever else a method gives by name."""
+        """Returns `Parts` of the window's scorer, sinks, window and layer budgets; `parts` are other `Parts` fields."""
         keep = Keep(sinks=self.sinks, window=self.window)
         return self.compose(scorer=self._scorer, keep=keep, layers=self.allocation, **parts)
 
     def parts(self) -> Parts:
-        """Parts that score rows by the window's attention, with as many rows in each head."""
+        """Returns `Parts` that score rows by the window's attention; every kv head keeps the same number."""
         return self.observed()
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(WindowMethod):
-    """The rows that the prompt's last queries attend to most, smoothed over neighbours; as many in every head.
+    """Keeps the rows that the prompt's last queries attend to most, pooled over neighbours; as many in every head.
 
     References:
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.

@@ -15,7 +15,7 @@ from jaxkv.policies.unseen import Position
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Method):
-    """The first tokens (attention sinks) and the most recent ones.
+    """Keeps the first tokens (attention sinks) and the most recent ones.
 
     Attributes:
         sinks: first tokens that always stay; the rest of the budget goes to the last ones.
@@ -41,6 +41,6 @@ class StreamingLLM(Method):
         require(not both, "slide", self.slide, "rolling positions move in steps: every=64")
 
     def parts(self) -> Parts:
-        """Parts that score rows by position; the newest token always stays, for the next one goes on from it."""
+        """Returns `Parts` that score rows by position, later ones higher; sinks and newest token always stay."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions)
