@@ -62,7 +62,7 @@ class Tables:
     state: State | None = None
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
-        """Tables of the n layers with these indices; query rings stay those of all layers."""
+        """Tables of the n layers with these indices; the query rings stay those of all layers."""
         state = self.state
         if state is not None:
             state = dataclasses.replace(
@@ -89,6 +89,6 @@ class Cache:
     tables: Tables
 
     def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "Cache":
-        """Copy with other pools, or with other fields of `tables` by name."""
+        """Copy of the cache with `pools` replaced, and fields of its `tables` replaced by name."""
         pools = self.pools if pools is None else pools
         return Cache(pools=pools, tables=dataclasses.replace(self.tables, **tables))

@@ -21,7 +21,7 @@ _HOST = "pinned_host"
 @partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["layers"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bank:
-    """Keys and values of whole prompts for some layers, in host memory; immutable, and shared by copies of a cache.
+    """Keys and values of whole prompts for some layers, in host memory; immutable, shared by copies of a cache.
 
     Attributes:
         rows: one `[B, S, 2, K, D]` per layer, key and value of a token side by side.
@@ -33,35 +33,35 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the rows take."""
+        """Bytes of host memory that the bank's rows take."""
         return sum(each.nbytes for each in self.rows)
 
     def put_back(self, axes: Axes | None = None) -> "Bank":
-        """The bank in pinned host memory again, after `jax.tree.map` or `jax.device_put` have moved its arrays."""
+        """Bank whose arrays lie in pinned host memory; copies them there if `jax.device_put` or the like moved them."""
         there = [isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows]
         return self if all(there) else self.moved(None, axes)
 
     def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "Bank":
-        """A bank of the sequences `of`, all by default, in host memory beside a mesh's devices or the default one."""
+        """Copy of the bank for the sequences with indices `of` (None: all), in host memory of their devices."""
         rows = [host(each) if of is None else host(each).take(of, axis=0) for each in self.rows]
         return dataclasses.replace(self, rows=tuple(waiting(each, axes) for each in rows))
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Transfers of rows to the device since counting began, and their bytes."""
+    """Counters of transfers of rows from host memory to the device: their number and their bytes."""
 
     transfers: int = 0
     bytes: int = 0
 
 
 def host_of(device: jax.Device) -> SingleDeviceSharding:
-    """Sharding that places an array in a device's pinned host memory."""
+    """JAX sharding that places an array in a device's pinned host memory."""
     return SingleDeviceSharding(device, memory_kind=_HOST)
 
 
 def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
-    """A layer's rows in pinned host memory, on a mesh each device's part beside it; the copy may still be under way."""
+    """One layer's rows copied to pinned host memory, on a mesh sharded like the devices; does not wait for the copy."""
     if axes is None:
         return jax.device_put(rows, host_of(next(iter(jnp.zeros(()).devices()))))
     there = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)
@@ -69,7 +69,7 @@ def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
 
 
 def committed(tree: Any) -> Any:
-    """Arrays committed to the device where they lie, like rows that come back from host memory.
+    """The tree with its arrays committed (as by `jax.device_put`) to the device where they lie; unchanged on a mesh.
 
     JAX compiles apart for committed and uncommitted arrays: a cache that was not committed from the beginning would
     have every program of its first step compiled again for the second. On a mesh all are.
@@ -82,7 +82,7 @@ def committed(tree: Any) -> Any:
 def put_away(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], axes: Axes | None = None
 ) -> Float[Array, "B S 2 K D"]:
-    """Starts copying a layer's keys and values to host memory; returns without waiting for the copy."""
+    """Starts copying a layer's keys and values to host memory; returns the array `[B, S, 2, K, D]` without waiting."""
     rows = _by_token(k, v, axes=axes)
     return jax.device_put(rows, rows.sharding.with_memory_kind(_HOST))
 
@@ -91,24 +91,24 @@ def put_away(
 def _by_token(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], *, axes: Axes | None
 ) -> Float[Array, "B S 2 K D"]:
-    """Keys and values of each token side by side."""
+    """Compiled: stacks keys and values `[B, K, S, D]` into one array `[B, S, 2, K, D]`, token by token."""
     return jnp.moveaxis(jnp.stack([k, v]), (0, 3), (2, 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Brings rows of a bank to the device, and counts transfers and bytes; a bank of one sequence serves any number."""
+    """Copies rows of a bank from host memory to the device, and counts transfers; a one-sequence bank serves any B."""
 
     bank: Bank
     traffic: Traffic
 
     @classmethod
     def of(cls, bank: Bank | None, traffic: Traffic) -> "Loader | None":
-        """The loader of a cache's bank; None for a cache without one."""
+        """Makes the loader of a cache's bank, which counts its transfers in `traffic`; None without a bank."""
         return None if bank is None else cls(bank=bank, traffic=traffic)
 
     def rows(self, layers: tuple[int, ...], positions: Int[Array, "B T"]) -> Float[Array, "B n T 2 K D"]:
-        """The same tokens of several layers, by one packed gather and one transfer; waits for `positions` alone.
+        """Rows at `positions` of several layers, copied to the device: one gather on the host, one transfer.
 
         The gather is the host's own work, not a program's: a device executes programs in order, and so it would wait
         for those that it is to run beside. On a mesh each device gets those of its own heads and sequences.
@@ -143,7 +143,7 @@ class Loader:
         return jax.make_array_from_single_device_arrays(whole, split, sent)
 
     def whole_layer(self, layer: int, like: Int[Array, " B"]) -> Float[Array, "B 1 S 2 K D"]:
-        """All rows of a layer, on the devices of `like`."""
+        """All rows of one layer, copied to the devices of the array `like` and repeated for its B sequences."""
         axes, rows = Axes.of(like), self.bank.rows[self.bank.layers.index(layer)]
         if axes is None:
             sent = self._sent(rows, SingleDeviceSharding(next(iter(like.devices()))))
@@ -152,7 +152,7 @@ class Loader:
         return _of_each(sent, like, axes=axes)
 
     def _sent(self, rows: Array | np.ndarray, there: Sharding) -> Array:
-        """Rows on their way to devices, counted."""
+        """Starts the transfer of rows to the sharding `there`, adds it to `traffic`, and returns the device array."""
         parts = list(_by_device(rows, Axes.of(rows)).values()) if isinstance(rows, jax.Array) else [rows]
         self.traffic.transfers += len(parts)
         self.traffic.bytes += sum(part.nbytes for part in parts)
@@ -163,24 +163,24 @@ class Loader:
 def _of_each(
     rows: Float[Array, "#B S 2 K D"], like: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B 1 S 2 K D"]:
-    """A layer's rows for each sequence; one sequence's are repeated."""
+    """Compiled: one layer's rows as `[B, 1, S, 2, K, D]`; one sequence's rows are repeated for all B of `like`."""
     return jnp.broadcast_to(rows[:, None], (len(like), 1, *rows.shape[1:]))
 
 
 def _by_device(leaf: Array, axes: Axes | None) -> dict[jax.Device, Array]:
-    """Part of an array on each device of this process."""
+    """Dict from each device of this process to its part of an array."""
     if axes is None:
         return {next(iter(leaf.devices())): leaf}
     return {part.device: part.data for part in leaf.addressable_shards}
 
 
 def _bits(rows: Array) -> np.ndarray:
-    """A host array without a copy, as integers: numpy has no bfloat16."""
+    """Numpy view, without a copy, of a host array's bits as unsigned integers: numpy has no bfloat16."""
     host = np.asarray(rows)
     return host.view(np.uint16 if host.dtype.itemsize == 2 else np.uint32)
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads that gather rows."""
+    """Thread pool, made once, of at most 8 threads that gather rows in host memory."""
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="jaxkv-bank")

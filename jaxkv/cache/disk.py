@@ -28,7 +28,7 @@ _POLICY, _CACHE = "policy", "cache"
 
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
-    """Writes a cache's folder atomically; with several processes on one mesh only the first writes.
+    """Writes a cache's folder (manifest and arrays) atomically; of several processes on one mesh only the first writes.
 
     `cache` is laid out for one device and has no policy. ValueError if `folder` exists or cannot be written, or if the
     policy holds a value that cannot be encoded.
@@ -41,18 +41,18 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Manifest of a saved cache; ValueError if the folder is incomplete or holds something else."""
+    """Reads the manifest (a dict) of a saved cache; ValueError if the folder is incomplete or holds something else."""
     require_whole(folder, CACHE)
     return read_manifest(folder, CACHE)
 
 
 def encoded_policy(manifest: Mapping[str, Any]) -> Any:
-    """The policy's encoded value in a manifest, for `encoding.decode`."""
+    """JSON value of the policy in a saved cache's manifest; `encoding.decode` makes the policy from it."""
     return manifest.get(_POLICY)
 
 
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
-    """Reads a saved cache without its policy; ValueError if arrays are missing or damaged.
+    """Reads a saved `KVCache`, its policy left None; ValueError if arrays are missing or damaged.
 
     `on_host=True` puts all arrays into host memory, False only those of the bank, the others on the default device.
     """

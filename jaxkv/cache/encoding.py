@@ -21,11 +21,10 @@ class UnknownClass(ValueError):
 
 
 def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> Any:
-    """Encodes a value as JSON: dataclasses, enums and classes by module and name, arrays by their path in the value.
+    """Encodes a value as JSON (dicts, lists, numbers, text); puts its arrays into `arrays` under their paths.
 
     The value is a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses; ValueError
-    names the path of anything else. Arrays are put into `arrays` under their paths; None refuses arrays. `name` is the
-    path of `value` itself.
+    names the path of anything else. With `arrays` None arrays are refused, too. `name` is the path of `value` itself.
     """
     if type(value) in _PLAIN:
         return value
@@ -49,7 +48,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
 
 
 def decode(said: Any, array: Callable[[str], Any]) -> Any:
-    """Decodes what `encode` wrote; `array` returns an array by its path.
+    """Makes the value from the JSON that `encode` made of it; `array` returns an array, given its path.
 
     UnknownClass for a class that this process has not imported (nothing is imported here); ValueError for anything
     that `encode` does not write, and for fields that a class does not take.
@@ -85,18 +84,21 @@ def _is_frozen(cls: Any) -> bool:
 
 
 def _inside(name: str, part: object) -> str:
-    """Path of a field or element inside the value at path `name`."""
+    """Path (text) of field or element `part` of the value at path `name`: both joined by a dot."""
     return f"{name}.{part}" if name else str(part)
 
 
 def _path(cls: type) -> str:
-    """`module:qualname` of a class, by a public module where one exports it, since internal modules move."""
+    """Text `module:qualname` of a class, with a public module that exports it if there is one.
+
+    Internal modules may move.
+    """
     public = (name for name in _PUBLIC if getattr(sys.modules.get(name), cls.__qualname__, None) is cls)
     return f"{next(public, cls.__module__)}:{cls.__qualname__}"
 
 
 def _found(path: Any) -> Any:
-    """Class at `module:qualname` in an imported module; UnknownClass if there is none."""
+    """Class with the path `module:qualname` in an imported module; UnknownClass if there is none."""
     module, _, names = path.partition(":") if isinstance(path, str) else ("", "", "")
     found: Any = sys.modules.get(module)
     for name in names.split("."):

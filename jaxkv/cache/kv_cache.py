@@ -50,7 +50,7 @@ class Turn(enum.Enum):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Keys and values of B sequences, compressed by one policy, and the model, policy and mesh they belong to.
+    """Compressed keys and values of B sequences, with the policy, model and mesh that they belong to.
 
     Attributes:
         arrays: pools, segment tables and policy state on the device.
@@ -87,7 +87,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """One line with policy, sequences, rows per kv head, bytes and turn; also for tracers and deleted arrays."""
+        """One-line text: policy, sequences, rows per kv head, bytes, turn; also for tracers and deleted arrays."""
         layers, batch, heads = _shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -105,12 +105,12 @@ class KVCache:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """One pool per layer, or one pool shared by all layers (`layout.one_pool`)."""
+        """Tuple of pools: one per layer, or a single one shared by all layers (`layout.one_pool`)."""
         return self.arrays.pools
 
     @property
     def tables(self) -> Tables:
-        """Segment tables, tokens seen and policy state."""
+        """`Tables` of the cache: start, length and limit of segments, tokens seen, policy state."""
         return self.arrays.tables
 
     @property
@@ -139,7 +139,7 @@ class KVCache:
         return self.tables.state
 
     def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "KVCache":
-        """Copy with other pools, or with other tables by name (`start`, `length`, `limit`, `seen`, `state`)."""
+        """Copy with `pools` replaced, or tables replaced by name (`start`, `length`, `limit`, `seen`, `state`)."""
         return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -188,7 +188,7 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that all tokens seen would take in a full cache without padding."""
+        """Bytes that all tokens seen would take in an uncompressed cache without padding."""
         each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].k.dtype.itemsize
         return int(host(self.seen)[: self.batch].sum()) * each
 
@@ -205,7 +205,7 @@ class KVCache:
 
     @property
     def stretches(self) -> int:
-        """Number of parts that each pool is sharded into, each with the segments of its device's heads."""
+        """Number of parts that each pool is sharded into, one per group of kv heads; 1 off a mesh."""
         return 1 if self.axes is None else self.axes.size("K")
 
     @property
@@ -215,7 +215,7 @@ class KVCache:
         return self.layout.in_pools(start, rows, self.stretches)[:, : self.batch]
 
     def spans(self) -> Iterator[tuple[int, int, int, int, slice]]:
-        """Yields layer, sequence, kv head, pool index and row slice of every segment, layer by layer."""
+        """Yields (layer, sequence, kv head, pool index, slice of its rows) for every segment, layer by layer."""
         first, length = self.first_rows, self.kept
         for layer, sequence, head in np.ndindex(*first.shape):
             begin = first[layer, sequence, head]
@@ -223,7 +223,7 @@ class KVCache:
             yield layer, sequence, head, self.layout.pool_of(layer), rows
 
     def free(self) -> Int[np.ndarray, " L"]:
-        """Number of rows that every segment of a layer can take without moving: the smallest over its segments."""
+        """Free rows behind segments, `[L]`: for each layer the smallest number over its segments."""
         parts = self.stretches
         # Each device's part of a pool is laid out as a pool of its own for its heads.
         start, length = (a.reshape(a.shape[0], -1, a.shape[2] // parts) for a in map(host, (self.start, self.length)))
@@ -278,7 +278,7 @@ def laid_out(
 def _relocated(
     path: Any, letters: list[str], leaf: Any, of: np.ndarray, sources: list[np.ndarray], start: np.ndarray
 ) -> np.ndarray:
-    """One array of the cache for sequences `of`: pool rows gathered from `sources`, first rows from `start`."""
+    """One array of a cache as `laid_out` places it: sequences `of`, pool rows from `sources`, first rows `start`."""
     if path[-1] == GetAttrKey("start"):
         return start
     taken = host(leaf).take(of, axis=letters.index("B"))
@@ -291,13 +291,13 @@ def _relocated(
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
-    """Shape of an array with three axes, else None."""
+    """Shape of an array with three axes; None for anything else."""
     shape = getattr(leaf, "shape", None)
     return shape if isinstance(shape, tuple) and len(shape) == 3 else None
 
 
 def _known(leaf: Any) -> np.ndarray | None:
-    """Values of an array as numpy; None for tracers, deleted arrays and arrays held in part by other processes."""
+    """Numpy array of an array's values; None for tracers, deleted arrays, and arrays partly held by other processes."""
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
         return None
     # No transfer between processes: one process may print a cache while the others do not.
@@ -306,7 +306,7 @@ def _known(leaf: Any) -> np.ndarray | None:
 
 
 def _range(numbers: np.ndarray) -> str:
-    """Text `low to high` of the smallest and largest number, or the one number."""
+    """Text `low to high` of the smallest and largest number; one number if they are equal."""
     low, high = int(numbers.min()), int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 

@@ -34,7 +34,7 @@ class Layout(enum.Enum):
 
     @property
     def walk(self) -> Walk:
-        """The way in which attention goes through a layer's segments under this layout."""
+        """`Walk` under this layout: how attention reaches a layer's segments (strides, whole pool or windows)."""
         return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[self]
 
     def pool_of(self, layer: int) -> int:
@@ -42,22 +42,22 @@ class Layout(enum.Enum):
         return 0 if self.one_pool else layer
 
     def groups(self, layers: Sequence[int]) -> list[Sequence[int]]:
-        """Layers grouped by pool: one group of all layers, or a group per layer."""
+        """Splits layer indices by the pool they use: one list of all layers, or a list for each layer."""
         return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
 
     def widest(self, rows: int, heads: int) -> int:
-        """Largest number of rows that one segment can hold in a pool of `rows` rows for `heads` heads."""
+        """Largest number of rows that one segment can hold in a pool of P = `rows` rows for `heads` kv heads."""
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Smallest P that holds the segments of `n` layers that share a pool, for each sequence."""
+        """Smallest P, for each sequence, of a pool that holds segments of these lengths, those of n layers together."""
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 
     def place(
         self, length: Int[Array, "n B K"], rows: int, room: Int[np.ndarray, " n"] | None = None
     ) -> Int[Array, "n B K"]:
-        """First row of each segment of `n` layers that share a pool of `rows` rows.
+        """First row of each segment, `i32[n, B, K]`, when segments of these lengths are placed in a pool of P = `rows`.
 
         `room` is the least number of free rows behind each segment of a layer; spare rows are spread evenly.
         """
@@ -74,13 +74,13 @@ class Layout(enum.Enum):
     def in_pools(
         self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int
     ) -> Int[np.ndarray, "L B K"]:
-        """First rows counted from row 0 of each whole pool, given `start` counted within each device's part."""
+        """First rows counted from row 0 of the whole pool; `start` counts them from row 0 of a device's part of it."""
         each = np.asarray([pools[self.pool_of(layer)] // stretches for layer in range(len(start))])
         stretch = np.arange(start.shape[2]) * stretches // start.shape[2]
         return start + each[:, None, None] * stretch
 
     def free(self, start: Numbers, length: Numbers, pools: Sequence[int]) -> Numbers:
-        """Number of free rows behind each segment `[L, B, K]`, given P of each pool; numpy or JAX, as `start` is."""
+        """Number of free rows behind each segment, `[L, B, K]`, given P of each pool; numpy or JAX, as `start` is."""
         xp: Any = jnp if isinstance(start, Array) else np
         heads = start.shape[2]
         ends = []

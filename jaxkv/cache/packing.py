@@ -48,10 +48,10 @@ def pack(
     implementation: Implementation = Implementation.XLA,
     axes: Axes | None = None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Gathers the rows that `mask` keeps of one layer into a new pool of P = `rows` rows, in order of slot.
+    """Copies one layer's rows that `mask` keeps to a new pool of P = `rows`; returns it and the segments' first rows.
 
-    Spare rows are spread evenly behind the segments. On a mesh P is that of one device's heads. Also returns the first
-    row of each segment, with a leading axis of one layer.
+    Rows are in order of slot, spare rows are spread evenly behind the segments. On a mesh P is that of one device's
+    heads. First rows have a leading axis of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
@@ -105,7 +105,7 @@ def pack_shared(
     *,
     axes: Axes | None = None,
 ) -> Pool:
-    """Scatters the rows that `mask` keeps of one layer into the shared pool (donated), from each `start` on."""
+    """Writes one layer's rows that `mask` keeps into the shared pool (donated), each segment from row `start` on."""
     batch, heads, slots, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
@@ -133,7 +133,7 @@ def empty_pool(
     store: type[Store] = Dense,
     axes: Axes | None = None,
 ) -> Pool:
-    """Makes a pool of zeros with P = `rows` (on a mesh: P of one device's heads), with scores if `scored`."""
+    """Makes a pool of zeros with P = `rows` (on a mesh, per device), and with an array of scores if `scored`."""
     axes = None if inside() else axes
     cells = (batch, rows if axes is None else rows * axes.size("K"))
     wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
@@ -147,6 +147,6 @@ def empty_pool(
 
 
 def empty_pool_for(layer: Unpacked, rows: int, store: type[Store] = Dense, axes: Axes | None = None) -> Pool:
-    """Makes an empty pool with the batch, head size, dtype and scores of a layer's unpacked rows."""
+    """Makes an empty pool of P = `rows` with the batch, head size, dtype and scores of a layer's unpacked rows."""
     batch, _, _, dim = layer.k.shape
     return empty_pool(batch, rows, dim, layer.k.dtype, scored=layer.score is not None, store=store, axes=axes)

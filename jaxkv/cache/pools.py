@@ -26,12 +26,12 @@ class Pool:
 
     @property
     def k(self) -> Float[Array, "B P D"]:
-        """Keys in the model's dtype, as attention reads them."""
+        """Keys `[B, P, D]` in the model's dtype, decoded from the store as attention reads them."""
         return self.store.view()[0]
 
     @property
     def v(self) -> Float[Array, "B P D"]:
-        """Values in the model's dtype, as attention reads them."""
+        """Values `[B, P, D]` in the model's dtype, decoded from the store as attention reads them."""
         return self.store.view()[1]
 
     @property
@@ -51,7 +51,10 @@ def dense_pool(
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
-    """Index of the segment that each of P = `rows` rows lies in; `start` ascends from 0."""
+    """Index (kv head) of the segment in which each of P = `rows` rows lies, given the segments' first rows.
+
+    `start` ascends from 0.
+    """
     row = jnp.arange(rows, dtype=jnp.int32)
     return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
 
@@ -65,8 +68,9 @@ def append(
     written: Int[Array, " B"],
     score: Float[Array, "B K N"] | None = None,
 ) -> Pool:
-    """Writes the first `written` of N new rows of each sequence at row `end` of each segment, in place if donated.
+    """Pool with the first `written` of N new rows of each sequence added at row `end` of each segment.
 
+    In place if the pool is donated.
     `score` is the first score of each new row, 0 by default, in a pool that keeps scores.
     """
     batch, heads, count, dim = k.shape
@@ -81,7 +85,7 @@ def append(
 
 
 def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int) -> Int[Array, "B n"]:
-    """Row index of each of `count` new tokens of every segment, head by head; P for tokens that are not written."""
+    """Row indices at which `count` new rows of every segment are written, head by head; P for those not written."""
     offset = jnp.arange(count, dtype=jnp.int32)
     real = offset < written[:, None]
     return jnp.where(real[:, None], end[..., None] + offset, rows).reshape(end.shape[0], -1)
@@ -90,12 +94,12 @@ def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows:
 def append_norms(
     norms: Float[Array, "B P"], k: Float[Array, "B K N D"], end: Int[Array, "B K"], written: Int[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """Writes the Euclidean norms of N new keys at the rows where `append` writes the keys."""
+    """Key norms with the Euclidean norms of N new keys written at the rows where `append` writes the keys."""
     row = _behind(end, written, k.shape[2], norms.shape[1])
     return put_cells(norms, row, row_norms(k).reshape(row.shape))
 
 
 def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
-    """Euclidean norm of each vector in float32, at least 1e-6 so that it can be a divisor."""
+    """Euclidean norm of each vector along the last axis, float32, at least 1e-6 so that it can be a divisor."""
     wide = rows.astype(jnp.float32)
     return jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1)), 1e-6)

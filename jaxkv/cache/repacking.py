@@ -28,7 +28,7 @@ def _repacked(
     room: tuple[int, ...],
     axes: Axes | None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """A copy of a pool with P = `rows`, and the first rows of its segments `[n, B, K]` in the copy."""
+    """Copy of a pool with P = `rows`, `room` free rows behind each segment; also its segments' first rows `[n, B, K]`."""
     placed = layout.place(length, rows, np.asarray(room, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
@@ -44,7 +44,7 @@ def _repacked(
 def repack(
     cache: KVCache, *, room: int | Int[np.ndarray, " L"], batch: int | None = None, release: bool = False
 ) -> KVCache:
-    """Copies a cache into new buffers with `room` more rows behind every segment (one number, or one per layer).
+    """Copies a cache into new buffers with `room` more free rows behind every segment (one number, or one per layer).
 
     `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole groups; ValueError if the cache
     holds several. `release` deletes the given cache's pools one by one, so that both never exist whole.
@@ -56,7 +56,7 @@ def repack(
         copies = batch + padding
 
     def repeat(a: Array, axis: int) -> Array:
-        """The first sequence repeated along `axis`; the array itself where the batch stays."""
+        """Array with its first sequence repeated `copies` times along `axis`; the array itself if `copies` is 0."""
         if not copies:
             return a
         # Sequences that pad a mesh's groups are stale: only the first one is copied.

@@ -13,13 +13,13 @@ from jaxkv.sharding.mesh import Axes, lettered
 
 
 def _batch_axes(tree: Any) -> list[int]:
-    """Index of the axis B of every leaf, from its annotation."""
+    """List with the index of the batch axis B of each leaf, read from the fields' jaxtyping annotations."""
     return [letters.split().index("B") for _, letters, _ in lettered(tree)]
 
 
 @program(static=("axes",), donate=("running",))
 def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Writes sequences into slots of a batch (donated); other slots keep their arrays.
+    """Writes sequences into slots of a running batch (donated) and returns it; other slots keep their arrays.
 
     Both are dataclasses of the same arrays whose annotations name an axis B. `slot` is the index of each new sequence's
     slot, -1 to leave it out; on a mesh it lies in the sequence's own group.
@@ -39,7 +39,7 @@ def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None 
 
 @program(static=("axes",))
 def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Copies the arrays of some slots, which `insert` can write back into the same or another slot.
+    """Copies the arrays of the slots with indices `slot`; `insert` can write them into the same or other slots.
 
     `slot` holds slot indices; on a mesh one of each group, -1 for any of the group's slots.
     """
@@ -53,7 +53,7 @@ def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> 
 
 @program(static=("slots", "axes"))
 def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
-    """Repeats the first sequence (on a mesh: of each group) into `slots` slots, the arrays of an empty batch."""
+    """Makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh: of each group)."""
     each = slots if axes is None else slots // axes.size("B")
     leaves, tree = jax.tree.flatten(one)
     alone = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for axis, leaf in zip(_batch_axes(one), leaves, strict=True)]

@@ -26,7 +26,7 @@ class Store(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Encodes keys and values.
+        """Encodes keys and values `[B, P, D]` as a store of P rows.
 
         Args:
             k: keys `[B, P, D]`.
@@ -39,7 +39,7 @@ class Store(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of one row: its key and its value.
+        """Bytes that one encoded row takes: its key and its value.
 
         Args:
             dim: D.
@@ -57,7 +57,7 @@ class Store(abc.ABC):
     def put(
         self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
     ) -> "Store":
-        """Overwrites keys and values of some rows, in place if the buffers are donated.
+        """Store with the keys and values of some rows overwritten, in place if the buffers are donated.
 
         Args:
             k: row indices, P or more to write nothing, and keys in any float dtype.
@@ -68,7 +68,7 @@ class Store(abc.ABC):
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gathers encoded rows.
+        """Gathers rows by index into a store of n rows; they stay encoded.
 
         Args:
             row: row indices.
@@ -97,22 +97,22 @@ class Dense(Store):
 
     @classmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Wraps keys and values without a copy."""
+        """Wraps keys and values `[B, P, D]` as a store of P rows, without a copy."""
         return cls(k=k, v=v)
 
     @classmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of one row: a key and a value of D elements each."""
+        """Bytes that one row takes: a key and a value of `dim` elements each."""
         return 2 * dim * itemsize
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """The key and value arrays themselves."""
+        """Keys and values in the model's dtype: the stored arrays themselves."""
         return self.k, self.v
 
     def put(
         self, k: tuple[Int[Array, "B n"], Float[Array, "B n D"]], v: tuple[Int[Array, "B m"], Float[Array, "B m D"]]
     ) -> "Store":
-        """Scatters keys and values, cast to the model's dtype, into their arrays."""
+        """Store with the keys and values of some rows overwritten, cast to the model's dtype."""
         (k_row, keys), (v_row, values) = k, v
         k_leaf = put_rows(self.k, k_row, keys.astype(self.k.dtype))
         v_leaf = put_rows(self.v, v_row, values.astype(self.v.dtype))
@@ -120,19 +120,22 @@ class Dense(Store):
 
 
 def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Scatters one or several numbers per pool row; indices of P or more write nothing."""
+    """Pool array with `new` (one or more numbers per row) written at row indices `row`; P or more writes nothing."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)
 
 
 def put_rows(leaf: Float[Array, "B P D"], row: Int[Array, "B N"], new: Float[Array, "B N D"]) -> Array:
-    """Scatters keys or values, in place if the buffer is donated; indices of P or more write nothing."""
+    """Pool array of keys or values with rows `new` written at indices `row`; indices of P or more write nothing.
+
+    In place if the buffer is donated.
+    """
     return _scatter_narrow(leaf, row, new) if leaf.dtype.itemsize == 2 else put_cells(leaf, row, new)
 
 
 @jax.custom_jvp
 def _scatter_narrow(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """`put_cells` of 16-bit floats, on a CPU through their bits as integers."""
+    """`put_cells` for 16-bit floats: writes `new` at indices `row`; on a CPU as integers, without a float32 copy."""
 
     def as_integers(leaf: Array, row: Array, new: Array) -> Array:
         # A CPU widens a 16-bit float operand of a scatter to float32 and back, all of it; integers it leaves alone.

@@ -21,7 +21,7 @@ from jaxkv.sharding.collectives import mean_of_devices
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """Key norms and predicted evictions, handed from step to step for mergers that compare keys on a CPU.
+    """Key norms of each pool, and rows likely to be evicted next: kept from step to step for mergers that compare keys.
 
     `norms` has an array per pool; `likely` are the rows predicted to be evicted next, -1 for none, or None.
     """
@@ -31,7 +31,7 @@ class Scratch:
 
 
 def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] | None = None) -> Segments:
-    """Segments of one layer, or of a slice of layers side by side."""
+    """Makes the `Segments` (start, length, limit, ...) of one layer, or of a slice of layers, from a cache's tables."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
     none = jnp.zeros(tables.seen.shape, jnp.int32)
@@ -52,10 +52,11 @@ def segments_of(tables: Tables, part: int | slice, likely: Int[Array, "L B K"] |
 def within_limits(
     cache: Cache, outs: list[Array], products: list[Array], scratch: Scratch | None, spec: Spec
 ) -> tuple[Cache, Scratch | None]:
-    """Evicts one row of each segment that is over its limit after a single token; layers of a shared pool at once.
+    """Cache and scratch after one token; each segment over its limit has lost its lowest-ranked row.
 
-    `outs` are one number of each head's attention output per layer, which order writes behind reads; `products` the
-    keys times the predicted row's key per layer (see `Received`), empty without prediction.
+    Layers that share a pool are handled at once. `outs` are one number of each head's attention output per layer, which
+    orders writes behind reads; `products` are each layer's keys times the predicted row's key (see `Received`), empty
+    without prediction.
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
@@ -86,7 +87,7 @@ def within_limits(
 
 
 def _eviction(spec: Spec, heads: int) -> Eviction:
-    """Static config of eviction from a spec, for `heads` kv heads of a layer here."""
+    """Makes the static config of eviction from a spec; `heads` is the number of kv heads per layer on this device."""
     assert spec.ongoing is not None
     return Eviction(
         ongoing=spec.ongoing,
@@ -99,7 +100,7 @@ def _eviction(spec: Spec, heads: int) -> Eviction:
 
 
 def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"] | None:
-    """Float32 keys of the rows predicted to be evicted next; None without prediction."""
+    """Float32 keys `[L, B, K, D]` of the rows predicted to be evicted next; None without a prediction."""
     if scratch is None or scratch.likely is None:
         return None
     keys, _ = cache.pools[0].store.take(jnp.maximum(by_sequence(scratch.likely), 0)).view()
@@ -107,13 +108,13 @@ def likely_keys(cache: Cache, scratch: Scratch | None) -> Float[Array, "L B K D"
 
 
 def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], counts: Bool[Array, " B"]) -> Pool:
-    """The pool with the attention that one layer's rows received added to its scores."""
+    """Pool with attention that one layer's rows received added to their scores; only sequences in mask `counts`."""
     assert pool.score is not None  # Only scored pools receive.
     return dataclasses.replace(pool, score=attention.add_received(pool.score, received, start, counts))
 
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
-    """Pools whose scores are averaged over the devices that share a kv head's query heads."""
+    """Pools with each score averaged over the devices that share a kv head's query heads; unchanged off a mesh."""
 
     def averaged(pool: Pool) -> Pool:
         if pool.score is None or not spec.scored:
@@ -124,7 +125,7 @@ def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
 
 
 def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
-    """Key norms, and predicted evictions, before the first step; None if the program keeps neither."""
+    """First `Scratch` of the step loop: key norms and rows likely to be evicted next; None if no norms are kept."""
     if not spec.knows_norms:
         return None
     norms = tuple(row_norms(pool.k) for pool in cache.pools)
@@ -137,7 +138,7 @@ def scratch_of(cache: Cache, spec: Spec) -> Scratch | None:
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple[Pool, ...]:
-    """Pools whose scores have decayed once per new token; sequences without new tokens keep theirs."""
+    """Pools with every score times decay ** `count`, the sequence's number of new tokens; unchanged without a decay."""
     decay = decay_of(spec)
     if decay is None or decay == 1:
         return pools
@@ -150,7 +151,7 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple
 
 
 def decay_of(spec: Spec) -> float | None:
-    """Factor by which a row's score shrinks at each new token; None if attention does not enter scores."""
+    """Factor by which a row's score is multiplied at each new token; None if attention does not enter scores."""
     rank = spec.ongoing.rank if spec.ongoing is not None and spec.scored else None
     return None if rank is None else rank.decay
 

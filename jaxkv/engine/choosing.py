@@ -19,7 +19,7 @@ from jaxkv.sharding.mesh import Axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """Scores, positions and masks of one layer's rows, in order of position, for a choice among them.
+    """One layer's rows to choose from, in order of position: scores, positions, masks of real and of forced rows.
 
     Rows outside of `inside` are padding. `forced` rows stay whatever their score, and all rows do if `scores` is None;
     the most recent rows are counted back from `seen` tokens. `norms` are the values', `claim` is the layer's on a
@@ -37,14 +37,14 @@ class Candidates:
 
 @jax.jit
 def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
-    """Candidates of a prompt, the same positions for every head; without norms and claim."""
+    """Makes the `Candidates` of a prompt's layer: positions 0 to S - 1 for every head, without norms and claim."""
     positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
 
 
 class Choice(NamedTuple):
-    """Masks of the rows that stay, one per layer, and the number of rows that stay for want of room for better ones.
+    """Masks of the rows to keep, one per layer, and the number of rows moved to other devices' heads.
 
     The number is of all layers; None where no device's room limits the choice.
     """
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 def moved_in_all(one: Int[Array, " B"] | None, other: Int[Array, " B"] | None) -> Int[Array, " B"] | None:
-    """Sum of two counts of moved rows `[B]`; None counts nothing."""
+    """Sum `i32[B]` of two counts of moved rows; a count of None is zero, and the sum of two Nones is None."""
     return other if one is None else one if other is None else one + other
 
 
@@ -68,7 +68,7 @@ def choose(
     heads: HeadBudgets,
     axes: Axes | None = None,
 ) -> Choice:
-    """Chooses the rows that stay of one layer, or of several whose kv heads compete for one budget.
+    """Chooses rows to keep by score, of one layer or of layers that share a budget; returns a mask for each layer.
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
@@ -90,7 +90,7 @@ def _choose(
     heads: Typed,
     axes: Axes | None,
 ) -> Choice:
-    """`choose` as a compiled program; the heads of several layers compete like those of one layer."""
+    """Compiled `choose`: joins the layers' heads, chooses rows by score, and returns a mask for each layer."""
     budgets, layer = heads.part, _joined(layers)
     mine = layer.inside
     # Where heads look at one another, every device looks at all of them.
@@ -130,7 +130,7 @@ def _choose(
 
 
 def _joined(layers: tuple[Candidates, ...]) -> Candidates:
-    """Candidates of several layers put together as one layer of K * L heads, so that all of them compete.
+    """One `Candidates` with K * L heads from those of L layers with K heads each, so that all heads compete.
 
     The layers of one head lie side by side: on a mesh, a device's heads stay together.
     """
@@ -140,7 +140,7 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
     _, heads, slots = first.scores.shape
 
     def joined(name: str) -> Any:
-        """One field of all layers; a field that is the same for all heads is a prompt's, the same for all layers."""
+        """Field `name` of all layers as one array `[B, K * L, S]`; the first layer's if None or shared by all heads."""
         leaves = [getattr(layer, name) for layer in layers]
         if leaves[0] is None or leaves[0].shape[1] < heads:
             return leaves[0]
@@ -157,7 +157,7 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """Scores, masks of inside and forced rows, and norms; gathered from all devices' heads if `axes` is given."""
+    """List of scores, mask of real rows, mask of forced rows, norms; with `axes`, gathered from all devices' heads."""
     known = [layer.scores, layer.inside, layer.forced, layer.norms]
     if axes is None or layer.scores is None:
         return known

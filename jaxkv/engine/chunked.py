@@ -32,10 +32,10 @@ def prefill(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Runs right-padded prompts through the model, a chunk of every prompt at a time; returns cache and logits.
+    """Generator: prefills right-padded prompts, a chunk of each at a time; returns the cache and last tokens' logits.
 
-    A generator that yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its
-    own, all queries alike (OmniKV, appendix D.10).
+    Yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its own tokens, and
+    all its queries weigh the same (OmniKV, appendix D.10).
     """
     read, reading = policy.parts().read, policy.parts().reading(flat.config.layers, needed.slots)
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
@@ -65,7 +65,7 @@ def prefill(
 def _empty(
     flat: Flat, lengths: Int[np.ndarray, " B"], policy: Method, needed: PrefillPlan, reading: Reading
 ) -> KVCache:
-    """A cache of no tokens, with room for whole prompts in every layer."""
+    """`KVCache` that holds no tokens yet, with free rows for whole prompts in every layer's pool."""
     config, axes = flat.config, flat.axes
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, of each stretch of heads.
@@ -90,7 +90,7 @@ def _empty(
 
 
 def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False) -> KVCache:
-    """The cache with the rows of offloaded layers in host memory, moved there layer by layer, and small pools for them.
+    """Cache with the rows of offloaded layers moved to host memory (a `Bank`), and small pools left for later rows.
 
     Unchanged if `reading` offloads nothing. `needed` is the prompts' plan; `release` frees the old pools one by one.
     """

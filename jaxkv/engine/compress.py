@@ -36,7 +36,7 @@ Walk = Generator[float, None, Result]
 
 
 class Source(abc.ABC):
-    """Layers to compress, each of which is looked at and then packed, once and in order.
+    """Abstract source of layers for `compress`; each layer is scored, then packed, once and in order.
 
     Attributes:
         indices: of the layers in the model.
@@ -50,23 +50,23 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
-        """Scores, positions and masks of one layer's rows, to choose from."""
+        """Scores, positions and masks of one layer's rows, as `Candidates` to choose from."""
 
     @abc.abstractmethod
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Rows per kv head that each layer of a group keeps, and how many of the most recent ones stay among them."""
+        """Rows per kv head to keep in each layer of a group, and how many of the most recent rows stay among them."""
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the pool for a group of layers whose segments keep `kept` rows; on a mesh, of one device's part."""
+        """P, the pool size in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:
-        """Keys, values and scores of one layer, to be packed."""
+        """Keys, values and scores of one layer, as `Unpacked` rows ready to be packed into a pool."""
 
 
 class Compressed(NamedTuple):
-    """Pools (one per layer, or one for all), segments, merging's thresholds, and rows moved to other devices' heads."""
+    """Result of `compress`: pools, first row and length of segments, merging thresholds, count of moved rows."""
 
     pools: tuple[Pool, ...]
     start: Int[Array, "L B K"]
@@ -94,7 +94,7 @@ def compress(
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[Compressed]:
-    """Chooses the rows of each layer that stay, merges the others into them, and packs the result.
+    """Scores each layer's rows, keeps the best, merges dropped ones if the policy does, and packs new pools.
 
     A generator that yields 1 after each layer that was scored and 0 after each that was packed. `key` is for mergers
     that draw; `room` are the rows to leave behind each layer's segments where layers share a pool, by default the rest
@@ -146,21 +146,21 @@ def compress(
 
 
 def _wait(pool: Pool) -> None:
-    """Blocks until a pool has been computed; not in a trace."""
+    """Blocks until a pool has been computed; does nothing in a trace."""
     if not isinstance(pool.k, jax.core.Tracer):
         jax.block_until_ready(pool)
 
 
 @jax.jit
 def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
-    """Number of rows of each segment that stay."""
+    """Number of rows kept in each segment, `i32[n, B, K]`, from the masks of n layers."""
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
 ) -> Walk[tuple[list[Array], Array | None]]:
-    """Masks of the rows that stay of a group's layers, and the count of rows moved to other devices' heads.
+    """Scores a group's layers; returns masks of the rows to keep and the count of rows moved to other devices.
 
     `below` are the positions that the layer below kept, of which a nested policy chooses.
     """
@@ -184,7 +184,7 @@ def _chosen(
 def observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Scorer, layers: LayerBudgets, axes: Axes | None = None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Scores of one layer's rows, the attention mass or the like behind them, and the layer's claim on the budget.
+    """Scores of one layer's rows, the observed mass (such as attention) behind them, and the layer's budget claim.
 
     The claim leaves out rows that are `forced` to stay; it is None unless budgets of layers follow from claims.
     A scorer whose results are not float32 of the rows' shape is refused with a TypeError.
@@ -196,7 +196,7 @@ def observe(
 def _observe(
     seen: Observed, forced: Bool[Array, "B S"], *, scorer: Typed, layers: Typed, axes: Axes | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """`observe` as a program."""
+    """Compiled `observe`: scores of one layer's rows, their observed mass, and the layer's budget claim or None."""
     matters, spread, weight = scorer.part, layers.part, None
     if seen.norms is not None:
         # A prompt's rows are every head's.
@@ -213,7 +213,7 @@ def _observe(
 
 
 def scored(scorer: Scorer, seen: Observed, axes: Axes | None) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
-    """A scorer's scores of rows, and the mass (attention received, or the like) that it observed of them."""
+    """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
     shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
     mass = of_group(checked(scorer, "observe", scorer.observe(seen), shape, named), scorer, axes)
     return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
@@ -235,7 +235,7 @@ def merged(
     merge: Merger,
     axes: Axes | None = None,
 ) -> Unpacked:
-    """One layer's rows with dropped ones merged into `kept` ones, and the merger's thresholds.
+    """One layer's rows with the dropped ones merged into the `kept` ones, and the merging thresholds updated.
 
     Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
     and dtype is refused with a TypeError.
@@ -256,7 +256,7 @@ def _merged(
     merge: Typed,
     axes: Axes | None,
 ) -> Merged:
-    """`merged` as a program: keys, values and thresholds."""
+    """Compiled `merged`: all keys and values after merging dropped rows into kept ones, and thresholds or None."""
     merger, k, v, tau = merge.part, rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     if tau is None and merger.thresholds:

@@ -26,14 +26,14 @@ from jaxkv.sharding.mesh import Axes, place
 
 
 class Beside(NamedTuple):
-    """Float rows of every layer beside pools that are only read, and how many of them each sequence has."""
+    """Tails (new rows of every layer, beside pools that are only read), and each sequence's number of rows in them."""
 
     tails: tuple[Tail, ...]
     written: Int[Array, " B"]
 
 
 class Step(NamedTuple):
-    """Logits `f32[B, V]` of each sequence's last real token, the cache, and the tails or scratch that were given."""
+    """Result of `step`: logits `f32[B, V]` after each sequence's last real token, cache, updated tails or scratch."""
 
     logits: Float[Array, "B V"]
     cache: Cache
@@ -50,7 +50,7 @@ def step(
     spec: Spec,
     beside: Beside | Scratch | None = None,
 ) -> Step:
-    """Runs N new tokens per sequence through the model.
+    """Runs N new tokens per sequence through the model; returns last tokens' logits, the cache, and tails or scratch.
 
     Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
     room for N rows behind every segment, unless a single token's row joins the tails in `beside`. Otherwise `beside` is
@@ -111,7 +111,7 @@ def step(
 
 
 def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
-    """Row chunks that the programs of a fused decode kernel read, of all layers; None if steps are not fused."""
+    """Row chunks that each program of a fused decode kernel reads, for all layers; None if steps are not fused."""
     if spec.rolling or not spec.streams(new.positions.shape[1]):
         return None
     tables, picked, rest = cache.tables, None, None
@@ -138,7 +138,7 @@ def _extend(
     *,
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Logits and cache after `step`, jit-compiled; pools are donated."""
+    """Compiled `step`: last tokens' logits and cache after N new tokens per sequence; pools are donated."""
     logits, cache, _ = step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
     return logits, cache
 
@@ -152,9 +152,9 @@ def extend(
     spec: Spec,
     loader: Loader | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Logits and cache after `step`, in one compiled program; the cache's pools are donated.
+    """Last tokens' logits and cache after N new tokens per sequence, by compiled programs; pools are donated.
 
-    With a `loader`, a program for each stretch of layers between transfers from host memory.
+    One program; with a `loader`, a program for each stretch of layers between transfers from host memory.
     """
     if loader is not None:
         return staged.step(flat, cache, tokens, count, spec=spec, loader=loader)
@@ -169,7 +169,7 @@ def read_on_top(
     *,
     size: int,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Logits of each prompt's last token, and the cache with its rows; the cache's pools are donated.
+    """Runs prompts on top of a cache, `size` tokens at a time; returns each one's last logits, and the donated cache.
 
     `run` is `extend` of a model and spec, called with `size` tokens of every prompt at a time; tokens are padded on the
     right to a multiple of `size`.
@@ -187,5 +187,5 @@ def read_on_top(
 def newest(
     after: Float[Array, "B V"], before: Float[Array, "B V"], count: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B V"]:
-    """Logits `after` a block for sequences with tokens in it (`count` > 0), `before` it for the others."""
+    """Logits of each sequence: `after` a block if it had tokens in that block (`count` > 0), else `before` it."""
     return jnp.where((count > 0)[:, None], after, before)

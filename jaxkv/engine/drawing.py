@@ -21,7 +21,7 @@ from jaxkv.sharding.mesh import host, place
 
 
 class Drawing:
-    """Draws tokens on top of a cache, and makes room where there is none. It owns the cache, whose buffers it writes.
+    """Draws tokens on top of a cache that it owns and whose buffers it writes; makes room for rows when there is none.
 
     Attributes:
         left: tokens still to be drawn of those it was made for.
@@ -40,10 +40,10 @@ class Drawing:
         new: int,
         traffic: Traffic,
     ):
-        """Takes over a cache with logits, none of whose sequences is due, and compiles the loop for `new` tokens.
+        """Takes over a cache with logits, its buffers donated, and compiles the loop for `new` tokens.
 
-        `eos` are the ids that end a sequence; `key` is for the sampling, and for policies that draw when they compress
-        again; `traffic` counts transfers from host memory.
+        No sequence of the cache may be due to be compressed again. `eos` are the ids that end a sequence; `key` is for
+        the sampling, and for policies that draw when they compress again; `traffic` counts transfers from host memory.
         """
         self.left, self.size = new, tokens_per_call(new)
         self._flat, self._spec, self._key, self._sampling = flat, spec, key, sampling
@@ -64,14 +64,14 @@ class Drawing:
         self._begin(self._settled())
 
     def _begin(self, cache: KVCache) -> None:
-        """Starts the loop anew on a cache that holds all rows drawn so far."""
+        """Resets loop state, tails and row counters for a cache whose pools hold all rows drawn so far."""
         loader = Loader.of(cache.bank, self._traffic)
         self._cache, self._running = cache, loop.begin(cache.arrays, spec=self._spec, size=self.size, loader=loader)
         # Rows drawn since then, and steps before rows must be moved.
         self._held, self._fit = 0, steps_that_fit(cache)
 
     def _settled(self) -> KVCache:
-        """The cache with all rows drawn so far in its pools."""
+        """`KVCache` with all rows drawn so far in its pools, those of the tails included."""
         return dataclasses.replace(self._cache, arrays=loop.settle(self._running, spec=self._spec))
 
     @property
@@ -81,7 +81,7 @@ class Drawing:
 
     @property
     def reading(self) -> Reading | None:
-        """Which layers read what while tokens are drawn; None if all read everything."""
+        """Config of sparse reads (filter, sparse and offloaded layers); None if every layer reads all rows."""
         return self._spec.reading
 
     @property
@@ -90,7 +90,7 @@ class Drawing:
         return host(self._draw.done)[: self._batch]
 
     def draw(self, steps: int) -> Int[np.ndarray, "B n"]:
-        """Draws up to `steps` tokens per sequence, -1 behind a sequence's end; fewer if they do not fit or all end.
+        """Draws up to `steps` token ids `[B, n]`, -1 after a sequence's end; n < `steps` if rows do not fit or all end.
 
         A sampler that gives an id outside of the vocabulary is refused with a ValueError.
         """
@@ -109,7 +109,10 @@ class Drawing:
         return tokens[:, :ran]
 
     def take_back(self, tokens: Int[np.ndarray, " B"]) -> None:
-        """Rolls back the last tokens of each sequence, all of the last `draw`; end these sequences afterwards."""
+        """Rolls back the last `tokens[b]` tokens of sequence b, all of them drawn by the last call of `draw`.
+
+        The caller ends these sequences afterwards.
+        """
         # The token that ends a sequence is drawn but never becomes a row.
         rows = tokens - ((tokens > 0) & self.done)
         if rows.any():
@@ -117,15 +120,15 @@ class Drawing:
             self._running = self._running.rewound(self._placed(rows.astype(np.int32), padding=0))
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:
-        """Ends the sequences that a mask selects."""
+        """Ends the sequences that the mask `which` selects: they draw no more tokens."""
         self._draw = dataclasses.replace(self._draw, done=self._draw.done | self._placed(which, padding=True))
 
     def _placed(self, of_each: np.ndarray, *, padding: Any) -> Array:
-        """Numbers of the sequences on the devices, and `padding` for padding sequences."""
+        """Device array of one host number per sequence, `padding` appended for the sequences that fill up a mesh."""
         return place(np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes)
 
     def close(self) -> KVCache:
-        """The cache with all that was drawn, and the next token's logits; the drawing is over.
+        """Ends the drawing; returns the cache with all rows drawn and the next token's logits.
 
         Without logits where tokens were taken back: the tokens that would follow are not known.
         """

@@ -49,7 +49,7 @@ class Eviction:
 
 
 class Evicted(NamedTuple):
-    """Pool, segments and key norms after eviction, and the row of each segment likely to go next, -1 for none."""
+    """Pool, segments and key norms after eviction, and the row index likely to be evicted next, -1 for none."""
 
     pool: Pool
     segments: Segments
@@ -60,7 +60,7 @@ class Evicted(NamedTuple):
 def weakest(
     pool: Pool, segments: Segments, how: Eviction
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
-    """The lowest-ranked evictable row of each segment, a mask of segments that have one, and the likely next row.
+    """Per segment: lowest-ranked evictable row (index, -1 for none), mask of those found, row likely evicted next.
 
     Ties go to the latest position; -1 stands for no row. The next row is known where segments are looked at whole: the
     lowest-ranked of the others. Scores of the pool must be up to date.
@@ -98,7 +98,7 @@ def weakest(
 
 
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
-    """The lowest rank among free rows, the latest position of those that have it, and its row; -1 for none."""
+    """Per segment: lowest rank in mask `free` (inf for none), its latest position, that row's index (-1 for none)."""
     ranks = jnp.where(free, every, jnp.inf)
     mine = ranks.min(axis=-1)
     position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
@@ -106,7 +106,10 @@ def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, A
 
 
 def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
-    """`_lowest` as one reduction: one kernel instead of three, but scalar code on a CPU."""
+    """Same results as `_lowest` (rank, position, row index) by one reduction: one kernel, not three, on a GPU.
+
+    On a CPU it is scalar code.
+    """
 
     def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
@@ -118,9 +121,10 @@ def _lowest_at_once(free: Array, every: Array, pos: Array, row: Array) -> tuple[
 
 
 class _Writes(NamedTuple):
-    """Rows that a step writes: `newest` in place of dropped ones in the segments `over`, and `merged` ones.
+    """Rows that eviction writes: in segments `over`, `newest` in place of the dropped row; and rows changed by merging.
 
-    Both by name, "k" or "v"; merged rows come with their indices, of which those from P on are not written.
+    `newest` and `merged` have the names "k" and "v"; merged rows come with their indices, and an index of P or more
+    writes nothing.
     """
 
     over: Bool[Array, "B K"]
@@ -129,7 +133,7 @@ class _Writes(NamedTuple):
     merged: dict[str, tuple[Int[Array, "B K"], Float[Array, "B K D"]]]
 
     def all_of(self, name: str, place: Int[Array, "B K"]) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
-        """Indices of all rows written of keys ("k") or values ("v"), the newest at `place`, and their numbers."""
+        """Indices and new contents of all rows written of keys ("k") or values ("v"); the newest rows go to `place`."""
         parts = [(place, self.newest[name]), *([self.merged[name]] if name in self.merged else [])]
         return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate([new for _, new in parts], axis=1)
 
@@ -143,8 +147,9 @@ def evict(
     products: Float[Array, "B K n"] | None = None,
     norms: Float[Array, "B P"] | None = None,
 ) -> Evicted:
-    """Brings segments that hold one row too many back to their limit; a segment's last row is the newest.
+    """Evicts (or merges) the lowest-ranked row of each segment over its limit, and moves the newest row into its place.
 
+    A segment's last row is the newest.
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
     segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.) `products` of the
     likely rows' keys with all keys, and lengths `norms` of the keys, save work where they are known.
@@ -173,7 +178,7 @@ def evict(
 
 
 def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
-    """Keys and values of one row for each segment, float32."""
+    """Float32 key and value of one row per segment, given its pool row index."""
     k, v = pool.store.take(row).view()
     return Row(k.astype(jnp.float32), v.astype(jnp.float32))
 
@@ -188,10 +193,10 @@ def _merging_dropped(
     products: Float[Array, "B K n"] | None,
     norms: Float[Array, "B P"] | None,
 ) -> _Writes:
-    """The writes of dropped rows with those of the merger, which may fold a dropped row into the most similar one."""
+    """`writes` plus those of the merger, which may fold each dropped row into the most similar row of its segment."""
 
     def by_layer(array: Array) -> Array:
-        """Segments of all layers `[B, L * K, ...]` as sequences of one layer's heads `[B * L, K, ...]`."""
+        """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""
         return array.reshape(-1, how.heads, *array.shape[2:])
 
     merge = how.ongoing.merge
@@ -230,7 +235,7 @@ def _merging_dropped(
 
 
 def _checked_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None) -> Joined:
-    """A merger's result for single rows; wrong shapes and dtypes are refused with a TypeError."""
+    """Returns a merger's result for single rows unchanged; raises TypeError for a wrong shape or dtype."""
     checked_tuple(merge, "merge_one", found, Joined)
     checked(merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_)
     for name, new in (("k", found.k), ("v", found.v)):
@@ -243,23 +248,29 @@ def _checked_joined(merge: Merger, found: Joined, dropped: Row, tau: Float[Array
 
 @dataclasses.dataclass(frozen=True)
 class _Weigh:
-    """A policy's rank and protected rows as a function for a kernel: the rule of `weakest`."""
+    """Callable for the eviction kernel: a policy's rank of rows and mask of unprotected rows, as in `weakest`."""
 
     rank: Rank
     keep: Keep
 
     def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
-        """Ranks of rows, and a mask of those that are not protected."""
+        """Rank of each row, and mask of rows that are not protected from eviction."""
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
 
 
 def _in_a_kernel(ongoing: Ongoing) -> bool:
-    """True if a kernel can find the row to drop: users' own ranks may call what no kernel can."""
+    """True if one kernel can find and drop the row: built-in rank, no merger, heads that evict independently.
+
+    Users' own ranks may call what no kernel can.
+    """
     return type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
 
 
 def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend) -> Evicted:
-    """`evict` in one kernel; it needs no ordering barrier, as the pool is attention's output."""
+    """`evict` in one backend kernel that finds and drops the lowest-ranked row of each segment over its limit.
+
+    It needs no ordering barrier, as the pool is attention's output.
+    """
     assert ongoing.rank is not None
     k, v, pos, score, dropped = backend.evict_rows(
         pool.k,
@@ -282,13 +293,13 @@ def _evict_by_kernel(pool: Pool, segments: Segments, ongoing: Ongoing, backend: 
 def _written(
     pool: Pool, norms: Float[Array, "B P"] | None, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
 ) -> tuple[Pool, Float[Array, "B P"] | None]:
-    """Pool and key norms with the newest rows in the places of dropped ones, and with merged rows."""
+    """Applies `writes`: returns pool and key norms with newest rows in dropped rows' places and with merged rows."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
 
     def move(leaf: Array, empty: int) -> Array:
-        """Copies cells from the last rows to the victims', and empties the last rows'."""
+        """Array of positions or scores with each last row's cell copied over the dropped row's, then set to `empty`."""
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 

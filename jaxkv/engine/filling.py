@@ -17,7 +17,7 @@ from jaxkv.text.prompts import Encoded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Prompts that run together, with copies of the last one, and the plans of both.
+    """Encoded prompts with copies of the last one that fill up the batch, and prefill plans with and without copies.
 
     Attributes:
         encoded: the prompts, copies of the last one behind them.
@@ -33,7 +33,7 @@ class Batch:
 
 
 def planned(session: Session, encoded: Encoded, new: int) -> Batch:
-    """Plans a batch, and fills a new size up to a compiled one if the copies take less time than compiling would.
+    """Makes a `Batch`; copies fill a new batch size up to a compiled one if they cost less time than compiling.
 
     The time that copies take is estimated from the last run of the larger size, the time of compiling from its first. A
     size is filled once: when it comes again, programs are compiled for it. On a mesh, where prompts are read in chunks
@@ -64,7 +64,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
 
 
 def remember(session: Session, batch: Batch) -> None:
-    """Notes the seconds that a batch took, for `planned`: of compiling when it was first met, of running last time.
+    """Records a batch's seconds for `planned`: compile time of its first run, running time of its last run.
 
     The session has run this batch and nothing else.
     """
@@ -84,7 +84,7 @@ def _signature(session: Session, batch: Batch) -> tuple:
 
 
 def without_copies(cache: KVCache) -> KVCache:
-    """The cache without the copies that filled its batch; unchanged on a mesh, or where there are none."""
+    """`KVCache` without the sequences that only filled its batch; unchanged on a mesh, or if there are none."""
     if not cache.padding or cache.axes is not None:
         return cache
     leaves, tree = jax.tree.flatten(dataclasses.replace(cache, padding=0))

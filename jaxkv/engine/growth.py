@@ -22,11 +22,11 @@ MOST_AHEAD = 2048
 
 
 def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
-    """Rows to leave behind every segment of each layer, so that `new` tokens can be drawn, in buckets.
+    """Free rows per segment to provide in each layer, so that `new` tokens can be drawn; rounded up to buckets.
 
-    One, where a row goes for each new one; those until the policy compresses again; or as many as there are new tokens,
-    up to `MOST_AHEAD` and from there on up to the rows that the cache has `grown` by. `left` are the rows by which a
-    layer's segments may still grow towards their limit, under policies that have one.
+    One if each new row evicts one; the rows until the policy compresses again; or one for each new token, up to
+    `MOST_AHEAD`, or up to the rows that the cache has `grown` by if that is more. `left` are the rows that a layer's
+    segments may still gain before their limit, under policies that have one.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
     if parts.ongoing is None:
@@ -41,7 +41,7 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
 def first_room(
     parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
-    """Rows to leave behind every segment of each layer when prompts are prefilled and `new` tokens follow.
+    """Free rows per segment to leave in each layer at prefill, when `new` tokens will be drawn afterwards.
 
     There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
     """
@@ -71,7 +71,7 @@ def steps_that_fit(cache: KVCache) -> int:
 
 
 def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Compresses sequences that are due, before `new` tokens are drawn; the cache is donated.
+    """Returns the cache (donated) with every due sequence compressed again, ready for `new` tokens to be drawn.
 
     The result is `extended` only if a segment may still hold more rows than the policy's bound on prompts.
     """
@@ -85,7 +85,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Compresses sequences that are due, and moves the cache to larger buffers where segments cannot grow.
+    """Cache (donated) with room for more tokens: due sequences compressed again, or rows copied to larger buffers.
 
     The cache is donated; at least one of the `new` tokens can be drawn on the result.
     """
@@ -101,7 +101,7 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
 
 
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """Copy of a cache for `batch` prompts of up to `longest` tokens, with room for them.
+    """Copy of a cache with room for `batch` further prompts of up to `longest` tokens.
 
     Policies that only append leave room for `new` tokens, too. The cache holds as many sequences, or one for all
     prompts. Raises MemoryError if the copy does not fit.
@@ -126,7 +126,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
 
 
 def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
-    """Bytes of a cache's copy for `batch` sequences with `room` rows, and of what a prompt on top of it loads.
+    """Bytes of a cache's copy for `batch` sequences with `room` more rows per segment, plus rows loaded from the host.
 
     On a mesh, those on one device; on a CPU's fake devices, on all of them together.
     """
@@ -143,5 +143,5 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
 
 
 def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """`limit - length` of each segment; padding sequences left out."""
+    """Rows each segment may still gain before its `limit` (negative beyond it); real sequences only."""
     return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

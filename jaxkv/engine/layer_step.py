@@ -31,7 +31,7 @@ from jaxkv.models.rope import rotate
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tail:
-    """Float32 keys, as the pool stores them, and values of one layer's rows drawn since its pool was last written."""
+    """Float32 keys (rotated or not, as in the pool) and values of a layer's rows drawn since the pool was written."""
 
     k: Float[Array, "B K T D"]
     v: Float[Array, "B K T D"]
@@ -39,7 +39,7 @@ class Tail:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dealt:
-    """A fused kernel's table of row chunks for all layers of a step, and the segments that it was made of.
+    """Row chunks that a fused decode kernel reads, of all layers, and the segments from which they were computed.
 
     Attributes:
         chunks: from `Backend.deal`.
@@ -56,7 +56,9 @@ class Dealt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """Pool, segments and other inputs of one layer's step; after the step the pool, tail and ring with the new rows.
+    """Input and output of one layer's step: pool, segments, RoPE angles, tail, query ring, chosen positions.
+
+    The step returns it with the new tokens' rows in pool or tail, and their queries in the ring.
 
     Attributes:
         pool: rows of the layer, with room behind every segment for the new ones unless there is a tail.
@@ -90,17 +92,17 @@ class LayerRows:
 
     @property
     def keys(self) -> Float[Array, "B P D"]:
-        """Keys of the pool after RoPE."""
+        """Keys `[B, P, D]` of the pool after RoPE; rotated on the fly if the pool holds them before RoPE."""
         return self.pool.k if self.by.rows is None else rolled(self.pool.k, self.by.rows)
 
     @property
     def end(self) -> Int[Array, "B K"]:
-        """Index of the first free row behind each segment."""
+        """Pool row index of the first free row behind each segment."""
         return self.segments.start + self.segments.length
 
 
 class Stepped(NamedTuple):
-    """Hidden states, rows and by-products of one layer's step.
+    """Result of one layer's step: hidden states, updated rows, a filter layer's choice.
 
     `out` is one number of each head's attention output, on which later writes can depend; `products` are keys times the
     keys of rows predicted to be evicted (see `Received`); `chosen` is a filter layer's choice.
@@ -121,8 +123,9 @@ def run_layers(
     new: NewTokens,
     chosen: Chosen | None = None,
 ) -> list[Stepped]:
-    """Runs consecutive blocks over N new tokens; `chosen` are the positions of sparse layers below the first filter.
+    """Runs consecutive blocks over N new tokens; returns one `Stepped` (hidden states, updated rows) per block.
 
+    `chosen` are the positions that sparse layers read below the first filter.
     A filter's choice goes to the sparse layers above it, and a shared pool from layer to layer.
     """
     done: list[Stepped] = []
@@ -136,7 +139,7 @@ def run_layers(
 
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
-    """Runs one block over N new tokens on top of its rows."""
+    """Runs one block over N new tokens: appends their rows, attends to all rows; returns hidden states and rows."""
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:
@@ -164,7 +167,7 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
 def attend(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens
 ) -> tuple[Float[Array, "B K G N D"], LayerRows, Received | None]:
-    """Attention output of N new tokens, the layer's rows with theirs, and attention still to be added to scores."""
+    """Appends N new tokens' rows; returns attention output, rows, and attention still to add to scores or None."""
     if rows.tail is not None:
         return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
@@ -203,7 +206,7 @@ def attend(
 def _attend_fused(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array], dealt: Dealt
 ) -> tuple[Float[Array, "M K G 1 D"], LayerRows]:
-    """`attend` for one token by a kernel that rotates, appends and attends; output rows from B on are undefined.
+    """One token by a kernel that rotates, appends and attends; returns attention output (valid up to B) and rows.
 
     `parts` are split-K partial sums of the token's queries, and of its keys and values.
     """
@@ -236,7 +239,10 @@ def _attend_fused(
 
 
 def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
-    """`attend` for several tokens, whose attention to older rows and to one another is merged by log-sum-exp."""
+    """Attention of several tokens to older rows and, causally, to one another; returns output and rows with theirs.
+
+    The two are merged by log-sum-exp.
+    """
     pool, scores = rows.pool, scores_of(token.stored, token.v, spec)
     # Together they choose among all that came before; only what lies elsewhere leaves something to be read here.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
@@ -256,7 +262,7 @@ def _several_scores(
     lse: Float[Array, "B K G N"],
     score: Float[Array, "B P"],
 ) -> tuple[Float[Array, "B P"], Float[Array, "B K N"]]:
-    """Scores of older rows and of new ones with the attention that both receive from several tokens."""
+    """Updated scores of older rows and first scores of new ones: attention received from several new tokens."""
     tokens, group = token.q.shape[3], token.q.shape[2]
     index = jnp.arange(tokens, dtype=jnp.int32)
     whole = jnp.where((index < count[:, None])[:, None, None], lse, jnp.inf)
@@ -281,7 +287,7 @@ def _several_scores(
 
 
 def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail) -> tuple[Array, LayerRows]:
-    """`attend` for one token whose row joins the tail; the pool is only read."""
+    """Attention of one token to the pool, only read, and to the tail that its row joins; returns output and rows."""
     assert new.written is not None
     # A sequence that has ended writes nothing, and has a row to read all the same: no softmax over none.
     batch, heads, size, dim = tail.k.shape
@@ -311,7 +317,10 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
 def _over_older(
     spec: Spec, token: Token, rows: LayerRows, *, rest: bool
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention to rows from before the step; sparse layers read chosen rows and, with `rest`, always-read rows."""
+    """Attention to rows from before the step: output and log-sum-exp; sparse layers read only chosen rows.
+
+    With `rest`, sparse layers read the rows that need no choice as well.
+    """
     pool, segments = rows.pool, rows.segments
     if rows.chosen is None:
         return pool_attention(token.q, rows.keys, pool.v, segments.start, segments.length, spec)
@@ -322,7 +331,7 @@ def _over_older(
 
 
 def remembered(ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens) -> Array:
-    """The ring of last queries with the new tokens' real queries, each in the slot of its position modulo R."""
+    """Ring of last queries with the real new tokens' queries written in, position p at slot p % R."""
     batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
     offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
     # Of more queries than the ring holds only the last ones count.

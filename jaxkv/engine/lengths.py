@@ -28,7 +28,7 @@ LOOK = 8
 
 
 def bucket(length: int) -> int:
-    """Slots that a prompt of `length` >= 1 tokens is padded to.
+    """Bucket size: number of slots that a prompt of `length` >= 1 tokens is padded to.
 
     A power of two up to 256, a multiple of 256 up to 1024, then four steps to the octave.
     """
@@ -41,7 +41,7 @@ def bucket(length: int) -> int:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """`(shortest prompt, slots)` of every bucket for prompts of up to `longest` tokens, ascending."""
+    """List of `(shortest prompt length, slots)` of each bucket for prompts of up to `longest` tokens, ascending."""
     found, slots = list[tuple[int, int]](), 0
     while slots < longest:
         shortest, slots = slots + 1, bucket(slots + 1)
@@ -50,31 +50,31 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tokens_per_call(tokens: int) -> int:
-    """Tokens that one call of a compiled program draws, or reads on top of a cache, of `tokens` in all."""
+    """Number of tokens that one call of a compiled program draws or reads when `tokens` are to be done in all."""
     return min(BLOCK, bucket(tokens))
 
 
 def block_size(slots: int, sizes: Iterable[int]) -> int:
-    """The first of some block sizes that divides `slots`; `slots` itself if none does."""
+    """First of the given block sizes that divides `slots`; `slots` itself if none does."""
     return next((size for size in sizes if slots % size == 0), slots)
 
 
 def long_block(slots: int, batch: int) -> int:
-    """Slots of each prompt that go through the projections and the MLP at once where all prompts go together."""
+    """Block length, a divisor of `slots`, for projections and MLP when all `batch` prompts are computed together."""
     # Long blocks fill a GPU; the MLP's float32 product of a block, 2 F wide, bounds them.
     sizes = [size for size in (2048, 1024, 512) if size * batch <= TOKENS_AT_ONCE]
     return block_size(slots, [*sizes, QUERY_BLOCK])
 
 
 def ring_rows(queries: int) -> int:
-    """Queries that a ring buffer holds: the observation window, and as many as a stop string can take back."""
+    """Size R of a ring of last queries: the window's `queries`, plus those of tokens a stop string may take back."""
     return queries + LOOK
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLength:
-    """Numbers of rows and tokens that follow from prompts' lengths alone.
+    """Per prompt, from its length alone: budget, growth bound, forced rows, rows of each layer, tokens read.
 
     Attributes:
         budget: rows per kv head, averaged over layers.
@@ -94,7 +94,7 @@ class ByLength:
 
 
 def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, strict: bool = True) -> ByLength:
-    """A policy's numbers for prompts of some lengths, int64 on the host.
+    """Computes a policy's `ByLength` numbers (budgets, rows of each layer) for prompts of given lengths; host int64.
 
     `strict` refuses budgets below the rows that stay anyway with a ValueError, unless the policy clamps them.
     """
@@ -116,7 +116,7 @@ def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, stri
 
 
 def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int) -> Table:
-    """Rows per kv head of each layer by the policy's schedule: int64 on the host, int32 in a trace."""
+    """Rows per kv head `[L, B]` that the policy's schedule gives each layer; int64 on the host, int32 in a trace."""
     with _in_64_bits(budget):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
         rows = parts.layers.rows(budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None)
@@ -126,8 +126,9 @@ def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers,
 def rows_by_claims(
     parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any
 ) -> tuple[Table, Table]:
-    """Rows per kv head of each layer that its claim `f32[L, B]` on the budget gives it, and its most recent rows.
+    """Rows per kv head of each layer from the layers' claims on the budget, and its number of most recent rows kept.
 
+    `claims` are `f32[L, B]`.
     Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.
     """
     with _in_64_bits(claims):
@@ -138,5 +139,5 @@ def rows_by_claims(
 
 
 def _in_64_bits(given: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which JAX computes in 64 bits if `given` is traced; numpy always does."""
+    """Context manager that switches JAX to 64 bits if `given` is traced; does nothing otherwise (numpy is exact)."""
     return jax.enable_x64(True) if is_traced(given) else contextlib.nullcontext()

@@ -25,7 +25,10 @@ from jaxkv.sharding.mesh import Axes, host, inside, settle_down, where
 
 
 def _one_command_buffer() -> dict[str, str]:
-    """Compiler options that run the token loop as one GPU command buffer, without a wait on the host per token."""
+    """XLA compiler options that make the token loop one GPU command buffer; empty if XLA_FLAGS already sets them.
+
+    The GPU then waits for the host once, not at every token.
+    """
     name = "xla_gpu_enable_command_buffer"
     if name in os.environ.get("XLA_FLAGS", ""):
         return {}
@@ -36,7 +39,7 @@ def _one_command_buffer() -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Running:
-    """Cache arrays, tails, and a loader of host memory, between runs of the token loop.
+    """State of the token loop between runs: cache arrays, tails or None, loader of rows in host memory or None.
 
     Attributes:
         cache: arrays of the cache.
@@ -49,7 +52,7 @@ class Running:
     loader: Loader | None = None
 
     def rewound(self, rows: Int[Array, " B"]) -> "Running":
-        """Drops the last rows of each sequence, at most those of the last `decode`."""
+        """State without the last `rows[b]` rows of sequence b, at most those that the last `decode` added."""
         if self.beside is not None:
             return dataclasses.replace(self, beside=self.beside._replace(written=self.beside.written - rows))
         # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
@@ -59,7 +62,10 @@ class Running:
 
 
 def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) -> Running:
-    """A cache ready to draw: room for `size` rows behind every segment, or in new tails if the spec has them."""
+    """Makes the `Running` state of a cache: with new empty tails of `size` rows if the spec uses tails.
+
+    Otherwise the cache needs room for `size` rows behind every segment.
+    """
     config, axes, (_, batch, heads) = spec.config, None if inside() else spec.axes, cache.tables.start.shape
     shape = (batch, heads, size, config.head_dim)
 
@@ -73,7 +79,7 @@ def begin(cache: Cache, *, spec: Spec, size: int, loader: Loader | None = None) 
 
 
 def settle(running: Running, *, spec: Spec, which: Bool[Array, " B"] | None = None) -> Cache:
-    """The cache with the tails' rows of some sequences, all by default, appended to its pools, which are donated."""
+    """Cache with the tails' rows of the sequences `which` (default all) appended to its pools, which are donated."""
     if running.beside is None:
         return running.cache
     tables, (tails, written) = running.cache.tables, running.beside
@@ -91,7 +97,7 @@ def _settle(
     *,
     spec: Spec,
 ) -> tuple[Pool, ...]:
-    """Pools with the first `written` rows of each sequence's tails behind their segments."""
+    """Compiled: pools (donated) with the first `written` rows of each sequence's tails appended to its segments."""
     pools_now = list(pools)
     text = tables.seen[:, None] + jnp.arange(tails[0].k.shape[2], dtype=jnp.int32)
     for layer, tail in enumerate(tails):
@@ -105,7 +111,9 @@ def _settle(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Sampling state of each sequence: logits, random key, end tokens, tokens left. None depends on another sequence.
+    """Sampling state of each sequence: next token's logits, mask of ended ones, tokens left, random key, end ids.
+
+    None of it depends on another sequence.
 
     Attributes:
         logits: `f32[B, V]` of the next token.
@@ -124,7 +132,10 @@ class Draw:
     ends: Int[Array, "B n"]
 
     def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "Draw":
-        """State after a step; a token that ends a sequence becomes no row, whose logits stay those of its last row."""
+        """Sampling state after a step: new logits and `done` mask, one token less; ended sequences keep old logits.
+
+        A token that ends a sequence becomes no row: the logits stay those of the last row.
+        """
         left = self.left - (~self.done).astype(jnp.int32)
         return dataclasses.replace(self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left)
 
@@ -138,7 +149,7 @@ def draw_of(
     *,
     axes: Axes | None = None,
 ) -> Draw:
-    """Sampling state of sequences that begin together, with one key and end tokens `eos`, and no end by count."""
+    """Makes the first sampling state of a batch: one random key, one set of end ids `eos`, no limit of tokens."""
     batch = done.shape[0]
     return Draw(
         logits=logits,
@@ -151,7 +162,7 @@ def draw_of(
 
 
 class Drawn(NamedTuple):
-    """One token drawn per sequence.
+    """One token id drawn per sequence, the id to show, mask of ended sequences, and 1 if the token is run (else 0).
 
     `token` is V for an id outside of the vocabulary; `shown` is -1 for sequences that had ended before; `done` masks
     sequences that have ended now; `fed` is 1 where the token runs through the model.
@@ -164,7 +175,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None) -> Drawn:
-    """Samples the next token of every sequence, and finds the sequences that it ends."""
+    """Samples the next token of every sequence; returns the ids and a mask of sequences that have ended."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
     token = sampling(logits, keys)
@@ -181,7 +192,7 @@ def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | N
 
 @program(static=("axes",))
 def _drawn(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None) -> Drawn:
-    """One token per sequence, as `drawn`, jit-compiled."""
+    """Compiled `drawn`: samples the next token of every sequence; returns ids and a mask of ended sequences."""
     return drawn(draw, seen, sampling, axes)
 
 
@@ -196,8 +207,9 @@ def decode(
     size: int,
     idle: int | None = None,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Draws up to `steps` tokens per sequence: one compiled loop, or a loop in Python if `running` has a loader.
+    """Draws up to `steps` tokens per sequence; returns loop and sampling state, ids `[B, size]`, number of steps run.
 
+    Runs one compiled loop, or a loop in Python if `running` has a loader.
     A drawn token runs through the model before the next one is drawn, so that the cache holds all that was said; a
     token that ends a sequence does not. Drawing stops early once more than `idle` sequences have ended, by default all.
     `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
@@ -221,7 +233,7 @@ def decode(
 def loop_arguments(
     flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int = 0
 ) -> tuple[Any, ...]:
-    """Arguments of the compiled loop that are not static, in its order; the second is donated if the loop is run."""
+    """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
     cache, beside = running.cache, running.beside
     written: tuple[Any, ...] = cache.pools if beside is None else beside.tails
     still = Running(cache=cache.updated(pools=()))
@@ -243,8 +255,9 @@ def _loop(
     spec: Spec,
     size: int,
 ) -> tuple[tuple[Any, ...], Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """The loop over new tokens: writes pools, or tails beside pools that it only reads, and gives back what it wrote.
+    """Compiled token loop: returns the pools or tails written, other loop state, sampling state, ids, steps run.
 
+    It writes pools, or tails beside pools that it only reads.
     `still` are the other arrays; `limits` the steps, and the number of ended sequences up to which it goes on.
     """
     steps, idle = limits
@@ -283,7 +296,10 @@ def _loop(
 def _decode_staged(
     flat: Flat, running: Running, draw: Draw, steps: int, *, spec: Spec, sampling: Sampling, size: int, idle: int
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """`decode` as a loop in Python, around transfers from host memory; 0 steps run one step that counts no token."""
+    """`decode` for caches with rows in host memory: a Python loop over steps; `steps` = 0 only compiles.
+
+    For that it runs one step that counts no token.
+    """
     cache, batch, axes, loader = running.cache, draw.done.shape[0], spec.axes, running.loader
     draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
     out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)

@@ -13,7 +13,7 @@ from jaxkv.policies.scorer import FutureQueries, QueryMoments
 
 
 class _Sums(NamedTuple):
-    """Number, mean and summed outer products (about the mean) of the queries counted so far; float32."""
+    """Number, mean and summed outer products (about the mean) of a set of queries, per head; float32."""
 
     number: Float[Array, " B"]
     mean: Float[Array, "B K G D"]
@@ -23,8 +23,9 @@ class _Sums(NamedTuple):
 def prompt_moments(
     block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], asked: FutureQueries, *, size: int
 ) -> QueryMoments:
-    """Mean and covariance of each head's queries over whole prompts, projected from hidden states.
+    """Mean and covariance of each head's queries over prompts, rotated to the positions that follow the prompt.
 
+    The queries are projected from hidden states.
     `x` are hidden states before the block, of which `size` tokens of each prompt, a divisor of S, go at a time.
     """
     config, (batch, _, width) = block.config, x.shape
@@ -46,8 +47,9 @@ def prompt_moments(
 def last_moments(
     q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, asked: FutureQueries
 ) -> QueryMoments:
-    """Mean and covariance of each head's last w queries, which come rotated: positions `seen - w` to `seen`.
+    """Mean and covariance of each head's last w queries `q` (rotated), turned to the positions that follow the text.
 
+    The queries stand at positions `seen - w` to `seen`.
     Queries of negative positions may hold anything finite.
     """
     position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
@@ -60,7 +62,7 @@ def last_moments(
 
 
 def _sums_of(q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries) -> _Sums:
-    """Number, mean and summed outer products of the queries that the mask `counts` selects."""
+    """Number, mean and summed outer products of the queries `q` that the mask `counts` selects."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
     number = counts.sum(axis=1).astype(jnp.float32)
     wide = q.astype(jnp.float32)
@@ -83,7 +85,7 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
 
 
 def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQueries) -> QueryMoments:
-    """Moments under the mean rotation of the positions that follow the text."""
+    """Query mean and covariance of unrotated `sums`, rotated by the mean RoPE of the positions after the text."""
     ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
     each = angles(ahead, rope, sums.mean.shape[-1])
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))

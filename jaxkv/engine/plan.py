@@ -31,7 +31,7 @@ _SAMPLES = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Rows and bytes of one prefill; on a mesh bytes are those of one device.
+    """Plan of one prefill: slots, pool rows, room, budgets and bytes (on a mesh, of one device).
 
     Attributes:
         slots: S, the prompts' bucket.
@@ -68,7 +68,7 @@ class PrefillPlan:
     pools: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """Prompts, slots, rows and bytes in one line, without the arrays."""
+        """One-line text: number of prompts, slots, rows per kv head, megabytes; no arrays."""
         least, most = int(self.budget.min()), int(self.budget.max())
         rows = str(least) if least == most else f"{least} to {most}"
         size = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
@@ -77,17 +77,17 @@ class PrefillPlan:
         return f"PrefillPlan({len(self.budget)} prompts in {self.slots} slots; {rows} rows per kv head; {size})"
 
     def with_copies(self, count: int) -> "PrefillPlan":
-        """The plan with `count` more prompts like the last one; bytes stay those of the others."""
+        """Copy of the plan with its last prompt repeated `count` more times; its byte fields are not recomputed."""
         index = np.append(np.arange(len(self.budget)), np.full(count, -1))
         rows = None if self.rows is None else self.rows[:, index]
         return dataclasses.replace(self, rows=rows, budget=self.budget[index], forced=self.forced[index])
 
     def in_pools(self, rows: tuple[int, ...]) -> "PrefillPlan":
-        """The plan of the same prompts in pools of `rows` rows: those that prompts do not take are room."""
+        """Copy of the plan with P = `rows[i]` for pool i (on a mesh, of a device's part); bytes are not recomputed."""
         return dataclasses.replace(self, pools=rows)
 
     def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
-        """P of each pool of `heads` kv heads, or of one of the `stretches` parts that a mesh's devices hold of it."""
+        """P of each pool of `heads` kv heads; with `stretches` > 1, P of the part of it that one device holds."""
         if self.pools is not None:
             return self.pools
         return _pools(self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches)
@@ -105,7 +105,7 @@ def plan_prefill(
     mesh: Mesh | AbstractMesh | None = None,
     times: int = 1,
 ) -> PrefillPlan:
-    """Computes the rows and bytes that prefilling prompts of some lengths takes; pool sizes follow from buckets alone.
+    """Computes the `PrefillPlan` (pool rows, bytes) of prompts of given lengths; pool sizes follow from buckets alone.
 
     Args:
         config: the model's shape.
@@ -178,7 +178,7 @@ def plan_prefill(
 def pools_for(
     parts: Parts, config: ModelConfig, slots: int, room: tuple[int, ...], stretches: int = 1
 ) -> tuple[int, ...]:
-    """P of each pool that holds any prompt of the bucket `slots`, with `room` rows behind each layer's segments.
+    """P of each pool, enough for any prompt of bucket `slots` and `room[l]` rows behind each segment of layer l.
 
     On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
@@ -195,7 +195,7 @@ def _pools(
     heads: int,
     stretches: int,
 ) -> tuple[int, ...]:
-    """P of each pool, room included, or of one of the `stretches` parts that a mesh's devices hold of it."""
+    """P of each pool, room included; with `stretches` > 1, P of the part of it that one device holds."""
     mine, layers = heads // stretches, len(room)
     if layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots
@@ -207,8 +207,9 @@ def _pools(
 
 @lru_cache(maxsize=256)
 def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
-    """Most rows per kv head that any prompt of buckets `sizes` keeps in each layer; for a shared pool the total, once.
+    """Largest number of rows per kv head that prompts of buckets `sizes` keep in each layer; one total if shared.
 
+    A pool shared by all layers has the total over layers and heads.
     Shapes must not depend on exact lengths.
     """
     if parts.scorer is None:
@@ -237,8 +238,9 @@ def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> 
 
 @lru_cache(maxsize=256)
 def widest(parts: Parts, slots: int, layers: int) -> int | None:
-    """Most rows that a segment of a shared pool holds while tokens are drawn, the new row included, for any prompts.
+    """Largest number of rows that a segment of a shared pool can hold while tokens are drawn; None if unbounded.
 
+    The new token's row is counted; the bound is for any prompt.
     None where some layers grow without end, or where compressing again may give a segment more rows than the prompt
     had.
     """
@@ -255,7 +257,7 @@ def widest(parts: Parts, slots: int, layers: int) -> int | None:
 
 
 def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
-    """Refuses a plan that `device`, by default JAX's, cannot hold with a MemoryError, before anything is allocated."""
+    """Raises MemoryError if `device` (default: JAX's) cannot hold the plan's bytes; allocates nothing."""
     device = memory.default_device() if device is None else device
     in_one = device.platform == "cpu"
     here = needed.peak_bytes + (needed.host_bytes if in_one else 0)

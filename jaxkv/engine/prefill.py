@@ -44,13 +44,13 @@ _MOST_AHEAD = 4
 
 @program(static=("graphs",), on="graphs")
 def embed(ends: Leaves, tokens: Int[Array, "B S"], *, graphs: Graphs) -> Float[Array, "B S E"]:
-    """Hidden states before the first block."""
+    """Compiled: embeddings `[B, S, E]` of token ids, the hidden states before the first block."""
     return graphs.ends(ends).embed(tokens)
 
 
 @program(static=("graphs",), on="graphs")
 def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
-    """Float32 logits of the next token, from hidden states after the last block."""
+    """Compiled: float32 next-token logits `[B, V]` from hidden states after the last block."""
     return graphs.ends(ends).logits(x)
 
 
@@ -62,12 +62,12 @@ _top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
 
 @partial(jax.jit, static_argnames=("slots", "rope", "dim"))
 def _angles(*, slots: int, rope: Rope, dim: int) -> Angles:
-    """Rotary angles of positions 0 to `slots`."""
+    """Compiled: rotary angles (cos, sin) of positions 0 to `slots` - 1."""
     return angles(jnp.arange(slots, dtype=jnp.int32)[None], rope, dim)
 
 
 def _angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
-    """Rotary angles of positions 0 to `slots` for each rotary embedding of the model, placed like the model."""
+    """Dict from each rotary embedding of the model to its angles at positions 0 to `slots` - 1, on the model's mesh."""
     ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
     dim = flat.config.head_dim
     return {rope: settle_down(_angles(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes}
@@ -82,7 +82,10 @@ def run_layer(
     needs: Needs,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over whole prompts; the hidden states `x` are donated, except by the top block."""
+    """Runs one block over whole prompts; returns its `LayerOut` (hidden states, keys, values).
+
+    The hidden states `x` are donated, except by the top block.
+    """
     last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -97,7 +100,7 @@ def run_layer(
 
 
 def read_layers(flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs) -> Iterator[LayerOut]:
-    """Runs right-padded prompts through the model without compressing them, and yields each layer's output.
+    """Generator: runs right-padded prompts through the model, no compression, and yields each layer's `LayerOut`.
 
     A layer's hidden states are donated to the next one; `needs` says what comes beside keys and values.
     """
@@ -120,7 +123,7 @@ def observed(
     key: PRNGKeyArray,
     implementation: Implementation,
 ) -> Observed:
-    """A layer's output as a scorer takes it: keys, values, and the last queries that it asks for."""
+    """Makes the `Observed` input of a scorer (last queries, keys, values, sums, norms) from one layer's output."""
     # Others than the scorer may have asked for queries, norms and moments, too.
     first, future = out.q.shape[3] - scorer.queries, future_of(scorer)
     return Observed(
@@ -148,7 +151,7 @@ def pool_rows_of(flat: Flat, needed: PrefillPlan) -> tuple[int, ...]:
 def signature_of(
     flat: Flat, batch: int, policy: Method, needed: PrefillPlan, *, implementation: Implementation
 ) -> tuple[Hashable, ...]:
-    """Dictionary key that two prefills share if they run the same compiled programs.
+    """Dictionary key (tuple) that is equal for two prefills if they run the same compiled programs.
 
     Of the plan only slots and pools enter it, not the number of its prompts.
     """
@@ -169,7 +172,7 @@ def prefill(
     implementation: Implementation = Implementation.XLA,
     strict: bool = True,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Runs right-padded prompts through the model, compresses them, and returns the cache and the last tokens' logits.
+    """Prefills right-padded prompts and compresses them; returns the cache and the last tokens' logits.
 
     A generator that yields the number of layers done: 1 after each layer, 0 after each packing, parts of one for
     policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
@@ -203,9 +206,10 @@ def read(
     key: PRNGKeyArray,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple["Prompts", KVCache]]:
-    """`prefill` up to logits and checks of scores, for lengths that may be traced; returns the prompts and the cache.
+    """Prefills and compresses prompts whose lengths may be traced; returns the `Prompts` source and the cache.
 
-    `numbers` are the policy's numbers for the lengths; of the plan slots, pools and room count.
+    Unlike `prefill` it computes no logits, and leaves the check for NaN scores to its caller. `numbers` are the
+    policy's numbers for the lengths; of the plan only slots, pools and room are read.
     """
     parts = policy.parts()
     prompts = Prompts(flat, tokens, lengths, parts, needed, numbers, key, implementation)
@@ -232,7 +236,7 @@ def read(
 
 
 class Prompts(Source):
-    """Prompts on their way through the model: rows and scores that `compress` chooses from, a layer at a time.
+    """Source of layers during prefill: runs the model layer by layer and gives `compress` each layer's rows and scores.
 
     Attributes:
         x: hidden states after the layers that have run; after the last one the last token's.
@@ -253,7 +257,7 @@ class Prompts(Source):
         key: PRNGKeyArray,
         implementation: Implementation,
     ):
-        """Embeds the prompts."""
+        """Places the prompts on the device, embeds them, and prepares masks and angles; runs no layer yet."""
         layers = flat.config.layers
         self.flat, self.parts, self.needed, self.lengths, self.numbers = flat, parts, needed, lengths, numbers
         self.implementation = implementation
@@ -277,7 +281,10 @@ class Prompts(Source):
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def candidates(self, index: int) -> Candidates:
-        """Runs a layer and scores its rows, which are held until they are packed, or put away into host memory."""
+        """Runs a layer; returns its rows and scores as `Candidates`, and keeps its keys and values for packing.
+
+        Rows of offloaded layers are sent to host memory.
+        """
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         out = run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
         self.x = out.x
@@ -304,7 +311,7 @@ class Prompts(Source):
         return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` that each layer keeps by the plan or by its claim, and the most recent ones that stay."""
+        """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent ones stay."""
         if self.parts.claims:
             traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
             if not traced:
@@ -319,19 +326,19 @@ class Prompts(Source):
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """P of the group's pool by the plan; the rows kept do not matter."""
+        """P, the pool size in rows, of a group of layers; from the plan, whatever `kept` is."""
         return self.pool_sizes[group[0]]
 
     def rows(self, index: int) -> Unpacked:
-        """Takes out the keys and values that were held of a layer."""
+        """Returns one layer's keys and values as `Unpacked` rows, and drops the reference to them."""
         return self.held.pop(index)
 
     def ordered(self) -> Bool[Array, ""]:
-        """Bool array, True if no score is NaN: for programs, which cannot refuse scores themselves."""
+        """Traced bool, True if no score of any layer is NaN; for compiled programs, which cannot raise errors."""
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
     def require_ordered(self) -> None:
-        """Refuses NaN scores with a ValueError that names their layers; waits for the device."""
+        """Raises ValueError, naming the layers, if any score is NaN; waits for the device."""
         for each in self.nans:
             each.copy_to_host_async()
         layers = np.flatnonzero([bool(host(each)) for each in self.nans]).tolist()
@@ -340,7 +347,7 @@ class Prompts(Source):
 
 
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
-    """Segments' limits, and the state of policies that evict or compress again after the prompt.
+    """Limits of all segments, and first `State` of a policy that evicts or compresses again after the prompt.
 
     A limit is the rows kept; for prompts shorter than the budget the budget; no number ever reached for layers that
     grow without end.
@@ -367,7 +374,7 @@ def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], 
 
 
 def _layers_ahead(needed: PrefillPlan, placed: Array) -> int:
-    """Number of layers that the host may dispatch beyond the plan's, by the device allocator's spare bytes."""
+    """Number of further layers to dispatch while one runs, from the device's spare memory; 0 to 4, 0 if unknown."""
     if is_traced(placed):
         return 0
     spare = memory.allocator_bytes(placed.addressable_shards[0].device)
@@ -377,7 +384,7 @@ def _layers_ahead(needed: PrefillPlan, placed: Array) -> int:
 
 
 def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
-    """Number of each layer's last queries that the cache remembers."""
+    """Number of last queries that the cache keeps of each layer, as a list."""
     if ongoing is not None:
         return [ongoing.queries] * layers
     return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(layers)]
@@ -387,7 +394,7 @@ def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -
 def _ring(
     q: Float[Array, "B K G w D"], length: Int[Array, " B"], *, rows: int, axes: Axes | None
 ) -> Float[Array, "B K G R D"]:
-    """Ring buffer of the prompt's last queries, float32, each at its position modulo `rows`."""
+    """Compiled: float32 ring `[B, K, G, R, D]` of the prompt's last queries, position p at slot p % `rows`."""
     batch, heads, group, window, dim = q.shape
     position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
     slot = jnp.where(position >= 0, position % rows, rows)

@@ -23,7 +23,7 @@ _BLOCKS = (512, QUERY_BLOCK)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOut:
-    """One layer's hidden states, keys and values, and what a policy needs beside them.
+    """One layer's prefill output: hidden states, keys, values, and queries, sums, norms, moments that a policy needs.
 
     Attributes:
         x: hidden states for the next layer `[B, S, E]`; after the last layer the last token's `[B, E]`.
@@ -59,8 +59,9 @@ def layer(
     last: bool,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over right-padded prompts; `last` says that only the last token's hidden state is wanted.
+    """Runs one block over right-padded prompts; returns hidden states, keys and values as `LayerOut`.
 
+    With `last` only the last token's hidden state is computed.
     `table` holds the angles of positions 0 to S; `needs` says what comes out beside hidden states, keys and values.
     """
     block = graphs.block(leaves)
@@ -100,7 +101,7 @@ def layer(
 
 
 def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
-    """L1 norms, float32, of values seen through the block's output projection, mean over query heads of a kv head.
+    """L1 norm of each value after the block's output projection, mean over the kv head's query heads; float32.
 
     A block of rows at a time, because each row becomes G times E numbers.
     """
@@ -120,7 +121,7 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Hidden states, keys, values, unrotated keys and column sums, one sequence after the other: for a CPU.
+    """Hidden states, keys, values, unrotated keys, column sums of attention; one sequence at a time, for a CPU.
 
     As many blocks as the sequence has: padding costs memory but no time. Hidden states of the top block (`last`) come
     back as they were; unrotated keys and sums are None unless `needs` asks for them.
@@ -173,7 +174,7 @@ def _by_sequence(
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Hidden states, keys, values, unrotated keys and column sums, all sequences at once: for a GPU.
+    """Hidden states, keys, values, unrotated keys, column sums of attention; all sequences at once, for a GPU.
 
     Attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
     """
@@ -211,24 +212,24 @@ def _at_once(
 
 
 def _keys_values(block: Block, normed: Array, by: Angles, unrotated: bool) -> tuple[Array, ...]:
-    """Rotated keys and values of normed hidden states; keys before RoPE as well if `unrotated`."""
+    """Tuple of rotated keys and values of normed hidden states; with `unrotated`, also of the keys before RoPE."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     return (k, v, raw.astype(normed.dtype)) if unrotated else (k, v)
 
 
 def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
-    """Zeros `[B, K, S, D]` to write the results of `_keys_values` into."""
+    """Tuple of 2 or 3 zero arrays `[B, K, S, D]` for the results of `_keys_values`; 3 if `unrotated`."""
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)
 
 
 def _take(array: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
-    """`lax.dynamic_slice` by the bits of the numbers."""
+    """Slice of an array at start indices `at`, as `lax.dynamic_slice`, by way of its bits as integers."""
     return from_bits(lax.dynamic_slice(as_bits(array), at, sizes), array.dtype)
 
 
 def _put(array: Array, new: Array, at: tuple) -> Array:
-    """`lax.dynamic_update_slice` by the bits of the numbers."""
+    """Copy of an array with `new` written at start indices `at`, as `lax.dynamic_update_slice`, by way of integers."""
     return from_bits(lax.dynamic_update_slice(as_bits(array), as_bits(new), at), array.dtype)

@@ -32,16 +32,16 @@ from jaxkv.sharding.mesh import Axes, host, place, settle_down
 
 
 def beyond(cache: KVCache) -> Any:
-    """Rows `[B]` that each sequence's fullest segment holds beyond its limit; negative while there is room to grow."""
+    """Rows `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room to grow."""
     if is_traced(cache.length):
         return most_of_devices((cache.length - cache.limit).max(axis=(0, 2)), "K", cache.axes)
     return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
 
 
 def due(cache: KVCache) -> Any:
-    """Mask `bool[B]`, on the host unless traced, of sequences that must be compressed again.
+    """Mask `bool[B]` of sequences that must be compressed again; a host array unless traced.
 
-    Those with `every` or more rows beyond their limit; where a row goes for each new one, with any beyond it.
+    These have `every` or more rows beyond their limit, or any beyond it if each new row evicts one.
     """
     parts = cache.policy.parts()
     if parts.ongoing is None:
@@ -51,7 +51,7 @@ def due(cache: KVCache) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Pool sizes and slots for programs that are made before the cache's numbers are known.
+    """Pool sizes and largest segment size, given in advance for programs whose cache arrays are traced.
 
     Attributes:
         rows: P of each pool; on a mesh, of the part of it that one device holds.
@@ -70,7 +70,7 @@ def recompress(
     room: int | Int[np.ndarray, " L"] = 0,
     fixed: Fixed | None = None,
 ) -> KVCache:
-    """A new cache whose due sequences are compressed again, the others moved as they are; `cache` stays unchanged.
+    """Copy of the cache with sequences that are due compressed again, the others copied; `cache` is unchanged.
 
     Each pool is as small as its fullest sequence allows, with `room` rows behind every segment, or `fixed` where the
     cache's numbers are traced. The policy must go on after the prompt.
@@ -99,7 +99,7 @@ def recompress(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Static(Value):
-    """Static config of the programs that read a layer: its graphs, the policy's parts, and slots of a segment."""
+    """Static config of the programs that read one layer's rows: graphs, the policy's parts, layout, segment slots."""
 
     graphs: Graphs
     ongoing: Ongoing
@@ -110,14 +110,14 @@ class _Static(Value):
 
     @property
     def axes(self) -> Axes | None:
-        """Mesh axes that the programs run on, if they do."""
+        """Axes of the mesh that the programs run on; None off a mesh."""
         return self.graphs.axes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Arrays of one layer: its pool and remembered queries, the tables of all layers, its index, a random key."""
+    """Arrays of one layer for a program: pool, ring of last queries, tables of all layers, layer index, random key."""
 
     pool: Pool
     tables: Tables
@@ -127,15 +127,15 @@ class _Layer:
 
     @property
     def segments(self) -> Segments:
-        """The layer's part of the tables."""
+        """`Segments` (start, length, limit, ...) of this layer, taken from the tables of all layers."""
         return segments_of(self.tables.of_layers(self.layer[None]), 0)
 
 
 class _Held(Source):
-    """A cache's layers as a source that `compress` chooses from."""
+    """Source of layers for `compress` that reads rows from an existing cache, to compress it again."""
 
     def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None):
-        """Computes how many rows each layer is to hold, and the slots of a segment."""
+        """Computes the rows to keep in each layer, the most recent ones among them, and the largest segment size."""
         parts, state = cache.policy.parts(), cache.state
         assert parts.scorer is not None and parts.ongoing is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
@@ -161,17 +161,17 @@ class _Held(Source):
         )
 
     def candidates(self, index: int) -> Candidates:
-        """One layer's rows with the scores that they have, or that the scorer gives anew."""
+        """One layer's rows and scores as `Candidates`: scores by the policy's rank, or computed anew by its scorer."""
         return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` that each layer of a group keeps, and the most recent ones that stay among them."""
+        """Rows `[n, B]` per kv head to keep in each layer of a group, and how many most recent ones stay among them."""
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """P of the new pool: the policy's target, or a bucket where sequences hold more; waits for `kept`."""
+        """P of the new pool: the policy's target, or a bucket if sequences keep more rows; waits for `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)
@@ -179,7 +179,7 @@ class _Held(Source):
         heads = kept.shape[2] // stretches
 
         def share(rows: int) -> int:
-            """The most rows that one device's heads may hold if their even share is `rows`."""
+            """Largest number of rows that one device's heads may hold when their even share is `rows`."""
             return min(most_rows(capacity, rows), stretches * rows)
 
         length, takes = host(kept).astype(np.int64), self.cache.layout.takes
@@ -191,15 +191,15 @@ class _Held(Source):
         return (min(target, size) if rows <= target else size) + heads * int(self.room[part].sum())
 
     def rows(self, index: int) -> Unpacked:
-        """One layer's rows, taken out of their segments."""
+        """One layer's keys, values, positions and scores as `Unpacked` rows, gathered from the pool."""
         return _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def _static(self, index: int) -> _Static:
-        """Static config of one layer's programs."""
+        """Static config (`_Static`) of the programs that read layer `index`."""
         return dataclasses.replace(self.static, graphs=self.flat.graphs_of(index))
 
     def _layer(self, index: int) -> _Layer:
-        """Arrays of one layer."""
+        """Arrays (`_Layer`) of layer `index`: pool, tables, ring of last queries, random key."""
         cache, state = self.cache, self.cache.state
         return _Layer(
             pool=cache.pools[cache.layout.pool_of(index)],
@@ -211,12 +211,12 @@ class _Held(Source):
 
 
 def _numbers(table: Array) -> Any:
-    """A table as int64 numbers on the host; unchanged if traced."""
+    """Host copy of an array as int64; the array itself if traced."""
     return table if is_traced(table) else host(table).astype(np.int64)
 
 
 def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
-    """Rows `[L, B]` per kv head that each layer is to hold: limits, or a schedule's rows for the text so far."""
+    """Rows `[L, B]` per kv head to keep in each layer: mean of its limits, or its schedule's rows for the text."""
     limit, traced = _numbers(cache.limit), is_traced(cache.limit)
     if parts.evicts or parts.layers.from_scores or cache.state is None:
         # Heads of different budgets share their layer's rows, or those of all layers.
@@ -233,7 +233,7 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
 
 
 def _taken(layer: _Layer, static: _Static) -> Unpacked:
-    """A layer's rows, each segment's in order of position in the first of its slots."""
+    """One layer's rows gathered from its segments as `Unpacked`, in order of position, padded to a segment's slots."""
     pool, segments = layer.pool, layer.segments
     batch, heads = segments.start.shape
     slots = min(static.slots, static.layout.widest(pool.rows, heads))
@@ -258,7 +258,7 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
 
 @program(static=("static",), on="static")
 def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
-    """Rows to pack; adds fresh attention mass for mergers that do not compare keys."""
+    """Compiled: one layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no keys."""
     rows, merge = _taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
@@ -267,7 +267,7 @@ def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
 
 @program(static=("static",), on="static")
 def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
-    """A layer's rows as candidates: scored by the policy's rank, or anew by its scorer."""
+    """Compiled: one layer's rows as `Candidates`, scored by the policy's rank, or anew by its scorer."""
     rows, ongoing = _taken(layer, static), static.ongoing
     pos, segments = rows.positions, layer.segments
     assert pos is not None
@@ -287,7 +287,7 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
 
 
 def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
-    """Scores and attention mass `f32[B, K, S]` that the scorer gives anew: the remembered queries over the rows."""
+    """Scores and attention mass `f32[B, K, S]` of one layer's rows, computed anew from the remembered queries."""
     segments, k, scorer = layer.segments, rows.k, static.scorer
     batch, heads = segments.length.shape
     window, future, moments = scorer.queries, future_of(scorer), None
@@ -305,7 +305,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
     fold = not static.heads.uniform
 
     def flat(array: Array) -> Array:
-        """Folds kv heads into the batch axis where each is a sequence of its own."""
+        """Reshapes `[B, K, ...]` to `[B * K, 1, ...]` if heads hold different rows; otherwise the array itself."""
         return array.reshape(batch * heads, 1, *array.shape[2:]) if fold else array
 
     length = segments.length.reshape(-1) if fold else segments.length[:, 0]
@@ -328,7 +328,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
 
 
 def _value_norms(leaves: Leaves, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
-    """L1 norms of values at the layer's output `[B, K, S]`, and their sums over the kv heads that hold the position."""
+    """L1 norms `[B, K, S]` of projected values, and their sums over all kv heads that hold the same position."""
     assert rows.positions is not None
     norms, axes = value_norms(static.graphs.block(leaves), rows.v), static.axes
     of_all = gathered(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)

@@ -14,7 +14,7 @@ from jaxkv.attention.xla import Walk, inside_segments, windows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """First row, length and limit of each segment of a layer, or of all layers of a shared pool side by side (K = L K).
+    """Start, length, limit and policy state of each segment of a layer; layers of a shared pool count as more heads.
 
     Attributes:
         start: first pool row.

@@ -17,7 +17,7 @@ from jaxkv.sharding.mesh import settle_down
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Arrays of B sequences: cache, sampling state, sampler, and rows that each has in the tails."""
+    """Arrays of B sequences in slots: cache, sampling state, sampler, number of rows in the tails."""
 
     cache: Cache
     draw: Draw
@@ -27,7 +27,7 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paused:
-    """A sequence outside of any slot, new or taken out of one, to be inserted into a slot.
+    """A sequence outside of any slot (its arrays, random key, whether it is done), to be inserted into a slot.
 
     Arrays are of one sequence, on a mesh of one in each group, for each of which `beyond` counts rows of its fullest
     segment beyond the limit. `key` is for policies that draw when they compress again; `done` if it draws no more.
@@ -42,7 +42,9 @@ class Paused:
 def sequences_of(
     cache: KVCache, new: int, sampling: Sampling, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> Sequences:
-    """Arrays of a cache's sequences, on its devices; all have the same sampler, key, end ids (-2 for none) and count.
+    """Makes the arrays of a cache's sequences: same sampler, key, end ids and number of `new` tokens for all.
+
+    `ends` are padded with -2, which is no id.
 
     Raises:
         ValueError: for a cache without logits.

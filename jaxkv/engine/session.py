@@ -87,7 +87,7 @@ class Session:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
-        """The plan of a prefill with room for new tokens, checked against free memory.
+        """Plan of a prefill with room for `new` tokens; checks that its bytes fit into free memory.
 
         Args:
             lengths: `[B]` tokens of each prompt.
@@ -110,14 +110,17 @@ class Session:
     def planned(
         self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...], mesh: Mesh | None = None
     ) -> PrefillPlan:
-        """Plan of a prefill with `room` behind every segment, of one device of a mesh if given; memory is unchecked."""
+        """Plan of a prefill with `room` free rows behind each segment; does not check memory.
+
+        On a mesh, if given, bytes are those of one device.
+        """
         config, dtype, chosen = self.params.config, self.params.dtype, self.implementations.prefill
         return plan_prefill(
             config, self.policy, lengths.tolist(), dtype=dtype, room=room, mesh=mesh, implementation=chosen
         )
 
     def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
-        """The plan with one device's bytes; on a CPU mesh, whose devices share memory, those of all its devices."""
+        """Plan with the bytes that one device must hold; on a CPU mesh, the bytes of all its devices together."""
         axes = self.params.axes
         if axes is None:
             return needed
@@ -137,7 +140,7 @@ class Session:
         tick: Callable[..., object] = lambda layers=1.0: None,
         key: PRNGKeyArray | int | None = None,
     ) -> KVCache:
-        """Runs prompts through the model, and compresses their keys and values.
+        """Runs prompts through the model; returns a cache of their keys and values, compressed by the policy.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
@@ -164,7 +167,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Prefills prompts layer by layer, a generator whose caller may run other programs between two layers.
+        """Generator form of `prefill`: runs layer by layer, so that its caller may run other programs in between.
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
@@ -208,7 +211,7 @@ class Session:
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
-        """Compiles the programs of a planned `prefill` by a run on made-up prompts, unless one of its shape has run."""
+        """Compiles the programs of a planned `prefill` by running made-up prompts, unless they are compiled."""
         params, chosen = self.params, self.implementations.prefill
         with self.clocks.making:
             copies = missing(batch, params.axes)
@@ -228,7 +231,7 @@ class Session:
     def extend(
         self, cache: KVCache, ids: Prompt | Encoded, *, new: int = 0, chunk: int | None = None, donate: bool = False
     ) -> KVCache:
-        """Runs more tokens on top of a cache. All their rows are kept, unless room is to be made for new tokens.
+        """Runs a prompt's tokens on top of a cache; returns the cache with their rows, all kept unless `new` is given.
 
         Args:
             cache: of this model and policy; one sequence serves many prompts.
@@ -279,7 +282,7 @@ class Session:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> tuple[KVCache, Int[np.ndarray, "B n"]]:
-        """Draws tokens on top of a cache.
+        """Draws up to `steps` tokens per sequence on top of a cache; returns the new cache and the token ids.
 
         Args:
             cache: from this session, or another of the same model and policy.
@@ -323,7 +326,7 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Drawing:
-        """A `Drawing`, which draws tokens on top of a cache block by block, for callers that read them in between.
+        """Makes a `Drawing`, which draws tokens on top of a cache block by block; its caller reads them in between.
 
         Args:
             cache: with logits; its buffers are given up.
@@ -357,7 +360,7 @@ class Session:
 
     @settled
     def compress_again(self, cache: KVCache, *, room: int = 0) -> KVCache:
-        """Compresses sequences that are due again: with `every=n`, those that have grown by n rows.
+        """Compresses due sequences again: with `every=n`, those that have grown by n rows. Returns the new cache.
 
         Args:
             cache: of this model and policy.
@@ -376,20 +379,20 @@ class Session:
             return jax.block_until_ready(recompress(self.params.flat, cache, key=self.key, room=room))
 
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
-        """Refuses arguments that differ between a mesh's processes; encoded prompts have been compared before."""
+        """Raises an error if arguments differ between a mesh's processes; encoded prompts were compared before."""
         if not isinstance(ids, Encoded):
             mine = {"policy": self.policy, "session.key": self.key, "implementation": self.implementations}
             hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
-        """Encodes prompts that are not encoded yet; plain text goes on where the cache's conversation stands."""
+        """Encodes prompts as token ids unless they are; plain text continues the cache's conversation."""
         if isinstance(ids, Encoded):
             return ids
         turn = Turn.START if cache is None else cache.turn
         return encode(ids, self.params.text, self.params.config, raw=True, close=False, turn=turn)
 
     def _check(self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None) -> None:
-        """Refuses a cache of another model or policy, and more tokens than the model has positions."""
+        """Raises an error for a cache of another model or policy, or more tokens than the model has positions."""
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)

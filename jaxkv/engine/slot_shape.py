@@ -14,7 +14,7 @@ from jaxkv.policies.parts import Parts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotShape:
-    """The most rows of each pool (on a mesh, of each device's part), and tokens of prompt, question and answer."""
+    """Static size of a slot: P of each pool (on a mesh, of a device's part); tokens of prompt, question, answer."""
 
     rows: tuple[int, ...]
     prompt: int
@@ -23,14 +23,14 @@ class SlotShape:
 
     @property
     def longest(self) -> int:
-        """Bucket of the longest prompt, question and answer together, in tokens."""
+        """Number of tokens, rounded up to a bucket, of the longest prompt, question and answer together."""
         return bucket(self.prompt + self.question + self.new)
 
 
 def slot_shape(
     parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, stretches: int = 1
 ) -> SlotShape:
-    """Shape of a slot with the rows that any prompt up to the limit needs, its new tokens included.
+    """Computes the `SlotShape` whose pools hold any prompt up to `prompt` tokens, with question and new tokens.
 
     `stretches` is the number of devices that share a pool's heads. Raises ValueError for policies that read prompts in
     chunks or keep rows in host memory.

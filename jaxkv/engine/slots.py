@@ -34,7 +34,7 @@ _FEW = 64
 
 
 class Slots:
-    """A running batch whose sequences join and leave one by one; once it is made, nothing is compiled any more.
+    """A running batch whose sequences join and leave one by one; once it is made, nothing more is compiled.
 
     The pools of a slot fit any prompt of up to `max_prompt` tokens with its new tokens, and prompts are prefilled
     straight into that shape: to join is a copy. What a sequence draws depends on no other sequence and on no slot.
@@ -65,7 +65,7 @@ class Slots:
         ends: int = 8,
         size: int = 64,
     ):
-        """Allocates the slots, and compiles every program that filling, drawing and emptying them calls.
+        """Allocates `count` slots and compiles all programs for filling, drawing from and emptying them.
 
         A slot takes prompts, questions and answers of up to so many tokens, and up to `ends` ids that end its sequence;
         one run of the compiled loop draws up to `size` tokens. On a mesh `count` is a multiple of its groups.
@@ -114,10 +114,10 @@ class Slots:
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Prefills a prompt, or on a mesh one for each group, into the shape of a slot; `key` replaces the session's.
+        """Prefills one prompt (on a mesh, one for each group) into pools of a slot's size; returns its cache.
 
-        Returns its cache, which serves any number of sequences. Raises ValueError for an empty or over-long prompt, and
-        for a budget that the policy cannot honour.
+        The cache serves any number of sequences; `key` replaces the session's. Raises ValueError for an empty or
+        over-long prompt, and for a budget that the policy cannot honour.
         """
         encoded = self.session.encoded(ids)
         longest, most = int(encoded.lengths.max()), self.shape.prompt
@@ -129,9 +129,10 @@ class Slots:
 
     @settled
     def extend(self, cache: KVCache, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """A copy of a prefilled prompt with a question for each of its sequences; `key` replaces the session's.
+        """Copy of a prefilled prompt's cache with a question appended to each of its sequences.
 
-        Raises ValueError for an empty or over-long question, and for a cache that these slots' `prefill` did not make.
+        `key` replaces the session's. Raises ValueError for an empty or over-long question, and for a cache that these
+        slots' `prefill` did not make.
         """
         encoded, params = self.session.encoded(ids), self.session.params
         longest, most = int(encoded.lengths.max()), self.shape.question
@@ -159,7 +160,7 @@ class Slots:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Paused:
-        """A sequence that draws tokens behind a cache from `prefill` or `extend`, to be inserted into a slot.
+        """Makes a sequence (`Paused`) that will draw tokens on top of a cache from `prefill` or `extend`; for `insert`.
 
         The cache is unchanged. The last token drawn, like one of the ids `eos`, does not run through the model. Raises
         ValueError for more tokens or end ids than the slots were made for, and for a cache that these slots' `prefill`
@@ -180,7 +181,7 @@ class Slots:
 
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
-        """Copies a sequence from `begin` or `take` into a slot; the other slots go on undisturbed."""
+        """Copies a sequence from `begin` or `take` into a slot; the other slots are unchanged."""
         self._put(sequence.arrays, slot)
         self.done[slot], self._waiting[slot] = sequence.done, 0
         self._beyond[slot] = sequence.beyond[self._group_of(slot)]
@@ -188,7 +189,7 @@ class Slots:
 
     @settled
     def take(self, slot: int) -> Paused:
-        """A copy of a slot's sequence as it stands, which can go on in any slot; release the slot to pause it."""
+        """Copy of a slot's sequence as a `Paused`, which can be inserted into any slot; the slot itself goes on."""
         self._settle(np.arange(self.count) == slot)
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
         over = np.full(self._groups, self._beyond[slot])
@@ -196,7 +197,7 @@ class Slots:
 
     @settled
     def release(self, slots: Iterable[int]) -> None:
-        """Ends the sequences of some slots, which then draw nothing until others are inserted."""
+        """Ends the sequences in slots with these indices; the slots draw nothing until others are inserted."""
         which = np.zeros(self.count, bool)
         for slot in slots:
             self._require_slot(slot)
@@ -207,9 +208,10 @@ class Slots:
 
     @settled
     def decode(self, steps: int, *, until: Literal["any", "all"] = "all") -> Int[np.ndarray, "B n"]:
-        """Draws up to `steps` tokens in every slot that is not done, and compresses sequences again that become due.
+        """Draws up to `steps` tokens in every slot that is not done; returns ids `[B, n]`, -1 where none was drawn.
 
-        `until="any"` stops as soon as another slot is done, "all" only when all are. -1 where a slot drew nothing.
+        Sequences that become due are compressed again on the way. `until="any"` stops as soon as another slot is done,
+        "all" only when all are.
         """
         require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
         steps = whole("steps", steps, "draw at least 1 token")
@@ -220,7 +222,10 @@ class Slots:
         return np.concatenate(parts, axis=1)
 
     def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """One run of the compiled loop: up to `steps` tokens, fewer if tails fill up or a sequence is due again."""
+        """One call of the compiled loop, up to `steps` tokens per slot; returns ids `[B, n]`, -1 where none was drawn.
+
+        It draws fewer if tails fill up or a sequence becomes due to be compressed again.
+        """
         steps = min(steps, self.size)
         if self._every is not None:
             for slot in np.flatnonzero(~self.done & (self._beyond >= self._every)).tolist():
@@ -243,17 +248,17 @@ class Slots:
         return tokens
 
     def _running(self) -> loop.Running:
-        """Cache arrays and tails of all slots, as the loop takes them."""
+        """Loop state (`Running`) of all slots: cache arrays and tails."""
         beside = Beside(self._tails, self._all.written) if self._spec.tail else None
         return loop.Running(cache=self._all.cache, beside=beside)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots on the devices, tails included."""
+        """Bytes of the arrays of all slots, tails included, over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._tails)))
 
     def _compile(self) -> None:
-        """Compiles all programs: fills a slot with few tokens in every bucket, draws, takes it out and releases it."""
+        """Allocates all slots; compiles every program by running it: prefill in each bucket, draw, take, release."""
         longest = self.shape.prompt
         cache = self._dummy(longest)
         one = self.begin(cache, max_new_tokens=1).arrays
@@ -285,7 +290,7 @@ class Slots:
         jax.block_until_ready(self._all)
 
     def _dummy(self, longest: int) -> KVCache:
-        """Prefill of few tokens in the bucket of `longest` tokens; of `longest` if the policy refuses few."""
+        """Cache of one made-up prompt, for bucket `longest`; few tokens long unless the policy refuses that."""
         planned = self.session.planned(np.asarray([longest]), 0).in_pools(self.shape.rows)
         try:
             few = min(longest, _FEW)
@@ -295,16 +300,16 @@ class Slots:
         return self.session.prefill([0] * few, needed=planned)
 
     def _of_groups(self, slot: int) -> Int[np.ndarray, " g"]:
-        """A slot's index for the sequence of its own group, -1 for those of the other groups."""
+        """Array with one entry per mesh group: the slot's index for the group that holds it, -1 for the others."""
         self._require_slot(slot)
         return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
 
     def _require_slot(self, slot: int) -> None:
-        """Refuses an index without a slot."""
+        """Raises ValueError for an index that is no slot's."""
         require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
 
     def _require_fits(self, cache: KVCache, rows: int) -> None:
-        """Refuses a cache of another model, policy or shape, or without room for `rows` more in each segment."""
+        """Raises an error for a cache of another model, policy or pool size, or with fewer than `rows` free rows."""
         arguments.require_ours(self.session.params, cache, self.session.policy)
         sizes, free = tuple(pool.rows // cache.stretches for pool in cache.pools), int(cache.free().min())
         require(
@@ -314,19 +319,19 @@ class Slots:
         require(rows <= free, "cache", f"{rows} more rows", remedy)
 
     def _group_of(self, slot: int) -> int:
-        """Index of the group of a mesh's devices that holds a slot."""
+        """Index of the mesh group whose devices hold a slot."""
         return slot * self._groups // self.count
 
     def _placed(self, of_each: np.ndarray) -> jax.Array:
-        """Numbers of the slots, on their devices."""
+        """Device array of a host array `[B]` with one number per slot, sharded over the mesh if there is one."""
         return place(of_each, "B", self._axes)
 
     def _put(self, arrays: Sequences, slot: int) -> None:
-        """Writes a sequence's arrays into a slot."""
+        """Copies one sequence's arrays into a slot, in place."""
         self._all = insert(self._all, arrays, self._placed(self._of_groups(slot)), axes=self._axes)
 
     def _settle(self, which: Bool[np.ndarray, " B"]) -> None:
-        """Appends the tails' rows of some slots to their pools."""
+        """Appends the tails' rows of the slots in mask `which` to their pools, in place."""
         if not (self._waiting * which).any():
             return
         placed = self._placed(which)
@@ -336,18 +341,18 @@ class Slots:
         self._waiting = np.where(which, 0, self._waiting)
 
     def _again(self, slot: int) -> None:
-        """Compresses one slot's sequence again, as its policy does after `every` tokens."""
+        """Compresses the sequence in a slot again, as its policy does every `every` rows, in place."""
         one = self.take(slot).arrays
         cache = self._compressed(self._handle(one.cache), self._keys[slot])
         self._put(dataclasses.replace(one, cache=cache.arrays), slot)
         self._beyond[slot] = beyond(cache)[self._group_of(slot)]
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """The cache compressed once more, in pools of the same size."""
+        """Cache with its due sequences compressed again, in pools of the slots' fixed size."""
         return recompress(self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed)
 
     def _handle(self, arrays: Cache) -> KVCache:
-        """The `KVCache` of arrays taken out of a slot."""
+        """Makes a `KVCache` from the device arrays of a sequence taken out of a slot."""
         return KVCache(
             arrays=arrays,
             layout=self._parts.layout,

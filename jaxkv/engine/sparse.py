@@ -25,14 +25,14 @@ Loaded = Float[Array, "B T 2 K D"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Ascending positions that a filter layer has chosen; from `count` on arbitrary existing ones."""
+    """Ascending positions that a filter layer chose; of T entries the first `count` are valid."""
 
     positions: Int[Array, "B T"]
     count: Int[Array, " B"]
 
 
 def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"]]:
-    """The policy's filter layers, and the rows of each segment that they choose from."""
+    """The policy's `Reading` config, and how many rows of each segment its filter layers choose from."""
     assert spec.reading is not None and segments.choosable is not None
     return spec.reading, segments.choosable
 
@@ -40,10 +40,10 @@ def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"
 def new_tokens(
     spec: Spec, tables: Tables, count: Int[Array, " B"], tokens: int, written: Int[Array, " B"] | None = None
 ) -> NewTokens:
-    """Positions of a step's new tokens, and which tokens filter layers choose from; `written` are rows in tails.
+    """Makes the `NewTokens` of a step: positions of N tokens, and positions that filter layers may choose from.
 
-    Several tokens at once, and policies that choose among generated tokens, have all tokens so far as candidates;
-    otherwise the prompt's.
+    `written` counts each sequence's rows in tails. Several tokens at once, and policies that choose among generated
+    tokens, have all tokens so far as candidates; otherwise the prompt's.
     """
     reading, state, candidates = spec.reading, tables.state, None
     if reading is not None and state is not None:
@@ -56,7 +56,7 @@ def new_tokens(
 
 
 def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
-    """Row of each segment, counted from its first, from which on sparse layers read all rows, chosen or not."""
+    """Offset of each segment's row from which on sparse layers read every row, chosen or not."""
     assert spec.reading is not None and tables.state is not None and tables.state.choosable is not None
     # All rows before the new one have to be chosen where generated ones do.
     return tables.length if spec.reading.include_generated else tables.state.choosable
@@ -65,8 +65,9 @@ def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
 def asking(
     q: Float[Array, "B K G N D"], ring: Float[Array, "B K G R D"] | None, new: NewTokens, reading: Reading
 ) -> Asking:
-    """Queries that choose, with positions and weights: the ring's last ones for one token, else all new ones equally.
+    """Queries that choose positions, with their own positions and weights: the last ones in the ring, or new ones.
 
+    For one token the ring's, weighted by the selector; without a ring, or for several tokens, the new ones equally.
     The ring holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
     """
     tokens = new.positions.shape[1]
@@ -89,7 +90,7 @@ def chosen_at(
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
 ) -> Chosen:
-    """Positions that a filter layer chooses for new tokens, by its queries (`asking`) against the keys of its pool."""
+    """Positions that a filter layer chooses for N new tokens, by attention of its queries to its pool's keys."""
     reading, choosable = _filtered(spec, segments)
     assert new.candidates is not None
     asked, below = asking(q, ring, new, reading), new.candidates.below
@@ -110,10 +111,10 @@ def choose(
     now: Int[Array, " B"] | None = None,
     by_sorting: bool = False,
 ) -> Chosen:
-    """The `candidates.budget` positions of highest score; ties go to the lowest. OmniKV, equations 3 and 4.
+    """The `candidates.budget` positions of highest score, as `Chosen`; ties go to the lowest position.
 
-    `now`, the newest query's position, adds the window of prompt tokens before it whatever their scores. `by_sorting`
-    takes few launches on a GPU; a threshold is faster on a CPU.
+    OmniKV, equations 3 and 4. `now`, the newest query's position, adds the window of prompt tokens before it whatever
+    their scores. `by_sorting` takes few launches on a GPU; a threshold is faster on a CPU.
     """
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     known = position < candidates.below[:, None]
@@ -127,14 +128,17 @@ def choose(
 
 
 def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
-    """Indices of the `count` largest sort keys, ascending, by a threshold: a CPU sorts slowly."""
+    """Indices of the `count` largest sort keys, ascending, found by a threshold and not by sorting; for a CPU."""
     running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
     return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(jnp.int32)
 
 
 def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
-    """Indices of the `count` largest sort keys, ascending, by two sorts; a threshold costs a hundred GPU launches."""
+    """Indices of the `count` largest sort keys, ascending, found by two sorts; for a GPU.
+
+    A threshold costs a hundred GPU launches.
+    """
     position = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
     _, largest = lax.sort((~keys, position), dimension=1, is_stable=True, num_keys=1)
     inside = jnp.arange(width, dtype=jnp.int32) < count[:, None]
@@ -144,7 +148,7 @@ def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> In
 def rows_of(
     chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-    """Pool rows that hold the chosen positions in each head's first `kept` rows, -1 behind them, and how many do."""
+    """Pool row indices of the chosen positions among each head's first `kept` rows, padded with -1, and their count."""
     positions, first = chosen.positions[:, None], start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
     if reading.every_row:
@@ -174,7 +178,10 @@ def rows_of(
 def picks_of(
     spec: Spec, pool: Pool, segments: Segments, chosen: Chosen
 ) -> tuple[Int[Array, "B k T"], Int[Array, "B k"]]:
-    """Chosen rows counted from each segment's first, and how many, for kernels; k is 1 if all heads hold the same."""
+    """Chosen rows as offsets from each segment's first row, and their number, for kernels.
+
+    The head axis k is 1 if all heads hold the same rows.
+    """
     reading, choosable = _filtered(spec, segments)
     if reading.every_row:
         return chosen.positions[:, None], chosen.count[:, None]
@@ -190,7 +197,7 @@ def over_chosen(
     chosen: Chosen,
     loaded: Loaded | None,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new tokens to chosen rows, of the pool or `loaded` from host memory: output and log-sum-exp."""
+    """Attention of new tokens to the chosen rows, in the pool or `loaded` from the host: output and log-sum-exp."""
     reading, choosable = _filtered(spec, segments)
     heads = segments.start.shape[1]
     if loaded is None:
@@ -212,7 +219,7 @@ def over_rest(
     segments: Segments,
     length: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new tokens to pool rows that are read without being chosen: output and log-sum-exp.
+    """Attention of new tokens to the rows that sparse layers always read: output and log-sum-exp.
 
     `length` counts each segment's rows with those that the tokens have added.
     """

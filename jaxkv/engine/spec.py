@@ -36,7 +36,10 @@ def reading_state(
     choosable: Int[Array, "L B K"],
     rings: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """State of a policy that keeps all rows and reads `reads` tokens (OmniKV); `rings` are filters' last queries."""
+    """Makes the `State` of a policy that keeps all rows and reads `reads` tokens (OmniKV).
+
+    `rings` are filters' last queries.
+    """
     return State(
         prompt=jnp.asarray(prompt, jnp.int32),
         budget=jnp.asarray(reads, jnp.int32),
@@ -48,7 +51,7 @@ def reading_state(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Static configuration of decode programs: model graphs, cache layout, policy, backend. Hashable.
+    """Static, hashable config of decode programs: model graphs, cache layout, policy parts, backend.
 
     Attributes:
         graphs: the decoder's static half.
@@ -77,7 +80,7 @@ class Spec:
 
     @property
     def backend(self) -> Backend:
-        """Functions that compute attention over the pool."""
+        """Backend whose functions compute attention over the pool, from `implementation`."""
         return backend_of(self.implementation)
 
     @property
@@ -86,26 +89,26 @@ class Spec:
         return self.graphs.axes
 
     def graphs_of(self, layer: int) -> Graphs:
-        """The decoder's static half for one layer; equal for layers of equal spec."""
+        """Static half (`Graphs`) of the decoder for one layer; equal for layers of equal spec."""
         return self.graphs.of(self.config.spec_of(layer))
 
     @property
     def scored(self) -> bool:
-        """True if attention that rows receive enters their scores."""
+        """True if, while tokens are drawn, the attention that rows receive enters their scores."""
         return self.ongoing is not None and self.ongoing.attends
 
     @property
     def evicts(self) -> bool:
-        """True if each new row above the limit evicts a row."""
+        """True if each new row beyond a segment's limit evicts a row."""
         return self.ongoing is not None and self.ongoing.evicts
 
     def streams(self, tokens: int) -> bool:
-        """True if the backend's fused `decode_token` and `add_norm` run a step of this many tokens."""
+        """True if a step of this many tokens runs the backend's fused kernels `decode_token` and `add_norm`."""
         fused = self.backend.fused_step and self.config.alternates and self.fused
         return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
 
     def chooses(self, layer: int, tokens: int) -> bool:
-        """True if the layer is a filter that chooses in a step of this many tokens."""
+        """True if the layer is a filter layer that chooses positions in a step of this many tokens."""
         return self.reading is not None and layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
@@ -114,7 +117,7 @@ class Spec:
         return reading is not None and reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
     def ring_of(self, layer: int) -> int | None:
-        """Index of the layer's ring of last queries among the cache's rings; None if it has none."""
+        """Index into the cache's rings (last queries) of the layer's own; None if it has none."""
         if self.ongoing is not None and self.ongoing.queries:
             return layer
         if self.reading is not None and self.reading.ring and layer in self.reading.filters:
@@ -123,7 +126,7 @@ class Spec:
 
     @property
     def knows_norms(self) -> bool:
-        """True if key norms are kept from step to step, for mergers that compare an evicted key with all others."""
+        """True if key norms are kept between steps, for mergers that compare an evicted key with all others."""
         # A fused step appends rows by itself, without norms of their keys.
         merge = self.ongoing.merge if self.ongoing is not None and self.ongoing.evicts else None
         compares = merge is not None and "k" in merge.compares
@@ -131,13 +134,16 @@ class Spec:
 
     @property
     def looks_ahead(self) -> bool:
-        """True if attention also multiplies all keys with the predicted eviction's: one pass over keys, not two."""
+        """True if attention also multiplies all keys with the key predicted to be evicted next, for the merger.
+
+        That reads the keys once, not twice.
+        """
         known = self.layout.one_pool and self.widest is not None and self.scored and not self.rolling
         return self.knows_norms and known
 
 
 def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA) -> Spec:
-    """Spec of programs on top of a cache, made from its static fields; reads no array."""
+    """Makes the `Spec` of programs on top of a cache from the cache's static fields; reads no array."""
     return specialise(
         flat,
         cache.policy.parts(),
@@ -160,7 +166,7 @@ def specialise(
     platform: str | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Spec of programs on top of caches of a policy, for prompts of a bucket of `slots` tokens and pools of a dtype.
+    """Makes the `Spec` of programs on top of a policy's caches, for prompts of bucket `slots` and pools of `dtype`.
 
     `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`); `banked` caches have
     rows in host memory; `platform` is where the programs will run, by default where the model lies.
@@ -191,7 +197,7 @@ def specialise(
 
 
 def implementations_for(params: LanguageModel, policy: Method, asked: Implementation) -> Implementations:
-    """Attention implementations for prefill and decode on a model's devices; prefill in chunks uses decode's.
+    """Chooses attention backends for prefill and decode on a model's devices; prefill in chunks uses decode's.
 
     Raises:
         ValueError: for one that cannot read prompts in chunks, under a policy that does.

@@ -34,7 +34,7 @@ Ring = Float[Array, "B K G R D"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Consecutive layers that one program runs; their rows may be `loaded`, and it may `ask` the filter behind them."""
+    """Layers run by one program; whether their rows are `loaded` from the host; the filter to `ask` at its end."""
 
     layers: tuple[int, ...]
     loaded: bool
@@ -43,7 +43,10 @@ class Stretch:
 
 @lru_cache(maxsize=64)
 def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
-    """Stretches of a step, bottom up; `whole` loads offloaded layers one by one instead of asking filters."""
+    """Splits a step's layers into `Stretch`es, bottom up; with `whole`, offloaded layers are loaded whole, one each.
+
+    No filters are asked then.
+    """
     runs: list[list[int]] = []
     for layer in range(layers):
         away = layer in reading.offloaded
@@ -65,7 +68,7 @@ def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, .
 
 @program(static=("graphs",), on="graphs")
 def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
-    """Hidden states of token ids."""
+    """Compiled: embeddings `[B, N, E]` of token ids."""
     return graphs.ends(ends).embed(tokens)
 
 
@@ -73,15 +76,16 @@ def _embed(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[
 def _finish(
     ends: Leaves, x: Float[Array, "B N E"], tables: Tables, count: Int[Array, " B"], *, graphs: Graphs
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
-    """Logits of each sequence's last real token, and `seen` and `length` after the step."""
+    """Compiled: logits after each sequence's last real token, and the tables `seen` and `length` after the step."""
     x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     return graphs.ends(ends).logits(x[:, 0]), tables.seen + count, tables.length + count[:, None]
 
 
 class Inputs(NamedTuple):
-    """Parameters, rings of last queries and numbers of a stretch's n layers, then of the filter behind them if asked.
+    """Inputs of a stretch: its layers' parameters, query rings and indices; pool of the filter; loaded rows, positions.
 
-    Beside them the filter's pool, chosen rows of the layers if they come from host memory, and their positions.
+    If a filter layer is asked at the end of the stretch, its parameters, ring and index come last, and `filter` is its
+    pool. `loaded` are chosen rows from host memory, `chosen` their positions.
     """
 
     blocks: tuple[Leaves, ...]
@@ -103,7 +107,7 @@ def run_stretch(
     spec: Spec,
     kinds: tuple[LayerSpec, ...],
 ) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[Ring | None, ...], Chosen | None]:
-    """Hidden states, pools and rings after a stretch of layers, and what the filter behind it chose, if it is asked.
+    """Compiled: runs a stretch of layers; returns hidden states, pools, query rings, and the asked filter's choice.
 
     Equal stretches share a program. Pools are donated; `tables` are of all layers before the step; `kinds` are the
     specs of the layers and of the filter.
@@ -135,7 +139,7 @@ def run_stretch(
 
 @lru_cache(maxsize=1024)
 def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " n"]:
-    """Layer numbers as an array that already lies on the device, or on all of a mesh."""
+    """Device array of layer indices; cached, so that it is transferred once."""
     numbers = np.asarray(layers, np.int32)
     return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
 
@@ -149,7 +153,10 @@ def step(
     spec: Spec,
     loader: Loader,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Logits and cache after N new tokens, as `decode.extend`; several tokens at once read all rows of every layer."""
+    """Logits after N new tokens per sequence, and the cache, for caches with rows in host memory.
+
+    Several tokens at once read all rows of every layer.
+    """
     reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
     assert reading is not None and state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
@@ -190,7 +197,7 @@ def step(
 
 
 def _loaded_ahead(loader: Loader, layers: list[int], like: Int[Array, " B"], ahead: int) -> Iterator[Array]:
-    """Whole layers in turn; while one is in use, the `ahead` next ones are on their way."""
+    """Yields the device arrays of whole offloaded layers in order; starts the transfers of `ahead` further ones."""
     coming: list[Array] = []
     while layers or coming:
         while layers and len(coming) <= ahead:

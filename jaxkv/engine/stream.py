@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Hidden states between two blocks, and the parts of a sum still to be added to them.
+    """Hidden states between two blocks, and partial sums (`added`) that are still to be added to them.
 
     Attributes:
         x: `[M, N, E]`, float32 while `added` is not None; M is B, or more with padding rows.
@@ -28,7 +28,7 @@ class Stream:
 
 
 def first_stream(x: Float[Array, "B N E"], spec: Spec) -> Stream:
-    """Residual stream before the first block: embedded tokens, padded to whole 16-bit tiles if steps are fused."""
+    """Makes the `Stream` before the first block from embeddings, padded to whole 16-bit tiles if steps are fused."""
     if spec.streams(x.shape[1]) and x.dtype.itemsize == 2:
         # Products of 16 bits take at least so many rows: padded once, none pads its own.
         x = _padded(x, MIN_ROWS_16BIT)
@@ -36,7 +36,7 @@ def first_stream(x: Float[Array, "B N E"], spec: Spec) -> Stream:
 
 
 def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-    """Hidden states in the model's dtype and their attention norm, after the pending addition."""
+    """Hidden states after any pending addition, in the model's dtype, and their RMS norm for attention."""
     norm = block.attention_norm
     if stream.added is None:
         return stream.x, norm(stream.x)
@@ -44,7 +44,7 @@ def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Arr
 
 
 def block_output(block: Block, x: Float[Array, "M N E"], attended: Float[Array, "B K G N D"], spec: Spec) -> Stream:
-    """Residual stream after a block's output projection and MLP; fused steps leave the MLP's sum pending."""
+    """`Stream` after a block's output projection and MLP; in fused steps the MLP's sum is left to be added."""
     if not spec.streams(x.shape[1]):
         return Stream(x=block.finish(x, attended))
     merged = _padded(attended, x.shape[0]).reshape(*x.shape[:2], -1)
@@ -55,7 +55,7 @@ def block_output(block: Block, x: Float[Array, "M N E"], attended: Float[Array, 
 
 
 def logits(outer: Ends, stream: Stream, batch: int, spec: Spec) -> Float[Array, "B V"]:
-    """Float32 logits of one token per sequence; on a mesh those of the device's part of the vocabulary."""
+    """Float32 logits `[B, V]` of one token per sequence; on a mesh only of the device's part of the vocabulary."""
     if stream.added is None:
         return outer.logits(stream.x[:batch, 0])
     _, normed = _joined(stream.x, stream.added, outer.norm, outer.norm.scale[...].dtype, spec)
@@ -65,18 +65,18 @@ def logits(outer: Ends, stream: Stream, batch: int, spec: Spec) -> Float[Array, 
 def _added(
     x: Float[Array, "M N F"], weight: nnx.Param, bias: nnx.Param | None, axes: Axes | None
 ) -> Float[Array, "n M N E"]:
-    """A projection in float32: split-K partial sums, or one summed part if it has a bias or devices to add up."""
+    """Float32 matrix product of `x` and a weight as split-K partial sums; one summed part with a bias or on a mesh."""
     if bias is None and (axes is None or axes.size("H") == 1):
         return products(x, weight[...])
     return project(x, weight[...], None if bias is None else bias[...], wide=True, over=axes)[None]
 
 
 def _padded(a: Array, rows: int) -> Array:
-    """The array with zeros appended up to `rows` along its first axis."""
+    """The array with zeros appended along its first axis, up to `rows`."""
     more = max(0, rows - a.shape[0])
     return jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))) if more else a
 
 
 def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, spec: Spec) -> tuple[Array, Array]:
-    """Sum of hidden states and partial sums, and its norm, by the backend's fused kernel."""
+    """Sum of hidden states and partial sums, and its RMS norm, by the backend's fused kernel."""
     return spec.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)

@@ -19,7 +19,7 @@ from jaxkv.models.values import LayerSpec
 
 
 class Candidates(NamedTuple):
-    """Tokens at positions below `below` can be chosen by filter layers, which choose `budget` of them."""
+    """Filter layers may choose positions less than `below`, and choose `budget` of them per sequence."""
 
     below: Int[Array, " B"]
     budget: Int[Array, " B"]
@@ -27,9 +27,10 @@ class Candidates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """Positions in the text of a step's N new tokens, of which `count` are real, the same for all layers.
+    """Positions of a step's N new tokens, the number of real ones, and what filter layers may choose from.
 
-    `written` are rows that each sequence has in its tails; `candidates` what filter layers choose from.
+    The same for all layers. `written` counts rows that each sequence has in its tails; `candidates` are the positions
+    that filter layers choose from.
     """
 
     positions: Int[Array, "B N"]
@@ -41,7 +42,7 @@ class NewTokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
-    """Rotated queries and keys, and values, of N new tokens in one block; `stored` are keys as the pool holds them."""
+    """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them."""
 
     q: Float[Array, "B K G N D"]
     k: Float[Array, "B K N D"]
@@ -50,7 +51,7 @@ class Token:
 
 
 def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
-    """Queries, keys and values of new tokens from normed hidden states, rotated by the angles of their positions."""
+    """Queries, keys and values (`Token`) of new tokens from normed hidden states; queries and keys are rotated."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     return Token(q=block.queries(normed, by), k=k, v=v, stored=raw.astype(normed.dtype) if spec.rolling else k)
@@ -59,7 +60,7 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
 def token_of_parts(
     q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype
 ) -> Token:
-    """`project` of one token from split-K partial sums of its projections; XLA drops what no policy reads."""
+    """`Token` of one new token, as from `project`, from split-K partial sums; XLA drops parts that are not read."""
     batch = by.cos.shape[0]
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
     k = rotate(both[:, 0, :, None], by, dtype)
@@ -69,7 +70,10 @@ def token_of_parts(
 def in_blocks(
     attend: Callable[[Array], tuple[Array, Array]], q: Float[Array, "B K G N D"]
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Output and log-sum-exp of `attend`, which takes queries `[B, K, G N, D]`, in blocks of `QUERY_BLOCK` tokens."""
+    """Attention output and log-sum-exp by `attend`, called on blocks of at most `QUERY_BLOCK` query tokens.
+
+    `attend` takes queries `[B, K, G N, D]`.
+    """
     batch, heads, group, tokens, dim = q.shape
     size = min(tokens, QUERY_BLOCK)
 
@@ -87,13 +91,13 @@ def in_blocks(
 def pool_attention(
     q: Float[Array, "B K G N D"], keys: Array, values: Array, start: Array, length: Array, spec: Spec
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention of new queries to all rows of one layer's segments: output and log-sum-exp."""
+    """Attention of new queries to all rows of one layer's segments in the pool: output and log-sum-exp."""
     attend = partial(spec.backend.attend, walk=spec.layout.walk)
     return in_blocks(lambda part: attend(part, keys, values, start, length), q)
 
 
 class StepAngles(NamedTuple):
-    """RoPE angles of one layer in a step: of the new tokens, and of rows that pools and tails hold before RoPE."""
+    """RoPE angles of one layer in a step: for the new tokens, and for unrotated rows of the pool and the tail."""
 
     new: Angles
     rows: Angles | None = None
@@ -103,9 +107,10 @@ class StepAngles(NamedTuple):
 def step_angles(
     spec: Spec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: Cache, *, tail: int = 0
 ) -> list[StepAngles]:
-    """Angles of each layer; layers with equal RoPE share arrays. Rolling positions are places within the cache.
+    """List of each layer's `StepAngles`; layers with equal RoPE share arrays.
 
-    `cache` is of these layers before the step, and read with rolling positions only; `tail` is the size of each tail.
+    Rolling positions are places within the cache. `cache` is of these layers before the step, and read with rolling
+    positions only; `tail` is the size of each tail.
     """
     made = partial(angles, head_dim=spec.config.head_dim)
     ropes = [kind.rope for kind in kinds]
@@ -126,6 +131,6 @@ def step_angles(
 
 
 def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:
-    """Keys held before RoPE, in segments of equal size, rotated by their places within the cache."""
+    """Keys rotated (RoPE) by their places within the cache; segments have equal size and unrotated keys."""
     batch, rows, dim = keys.shape
     return rotate(keys.reshape(batch, -1, by.cos.shape[1], dim), by).reshape(keys.shape)
