@@ -64,7 +64,7 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Public name, or module of the package, imported at its first use."""
+    """Imports a public name or a submodule at its first use and returns it."""
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name.startswith("_") or not name.isidentifier() or importlib.util.find_spec(f"jaxkv.{name}") is None:
@@ -76,5 +76,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Names in the package, those not yet imported included."""
+    """Sorted names of the package's attributes, including public names not yet imported."""
     return sorted({*globals(), *_MODULES})

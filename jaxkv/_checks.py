@@ -15,7 +15,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int = FARTHEST) -> int:
-    """Returns an integer of Python's, numpy's or JAX's as a plain int.
+    """Validates an integer of Python, numpy or JAX within [least, most] and returns it as an int.
 
     Args:
         name: the argument or field, for the error message.
@@ -46,7 +46,7 @@ def real(
     high: int | float = math.inf,
     open_low: bool = False,
 ) -> float:
-    """Returns a number of Python's, numpy's or JAX's as a plain float.
+    """Validates a number of Python, numpy or JAX within [low, high] and returns it as a float.
 
     Args:
         name: the argument or field, for the error message.
@@ -69,7 +69,7 @@ def real(
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns True or False, numpy's too, as a plain bool.
+    """Validates a bool of Python or numpy and returns it as a Python bool.
 
     Args:
         name: the argument or field, for the error message.
@@ -87,7 +87,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, kind: type[E]) -> E:
-    """Returns the member of an enum, given as the member or as its value.
+    """Validates an enum member, given as member or value, and returns the member.
 
     Args:
         name: the argument or field, for the error message.
@@ -107,7 +107,7 @@ def choice(name: str, value: Any, kind: type[E]) -> E:
 
 
 def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
-    """Returns the elements of a list, tuple, array or iterator as a tuple of at least one.
+    """Validates a list, tuple, array or iterator and returns its elements as a tuple of at least one.
 
     Args:
         name: the argument or field, for the error message.
@@ -129,7 +129,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
 
 def index(name: str, value: Any, size: int) -> int:
-    """Returns an index into `size` elements as an int from 0 on; a negative one counts from the end.
+    """Validates an index into `size` elements and returns it as an int from 0 on; negative ones count from the end.
 
     Args:
         name: the argument or field, for the error message.
@@ -149,7 +149,7 @@ def index(name: str, value: Any, size: int) -> int:
 
 
 def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Checks one field of a frozen dataclass under construction, and stores the plain value in it.
+    """Validates one field of a frozen dataclass with `check`, during construction, and stores the checked value in it.
 
     Args:
         value: the dataclass, in its `__post_init__`.

@@ -29,7 +29,7 @@ _PAPER = {
 
 
 def drawing() -> Any:
-    """The module `matplotlib`, or an ImportError naming the extra that brings it.
+    """Imports and returns matplotlib; ImportError with the extra to install if it is missing.
 
     Without pyplot: its backend is the user's, whose notebook may show figures.
     """
@@ -42,18 +42,18 @@ def drawing() -> Any:
 
 
 def sheet(width: float, height: float) -> Any:
-    """A matplotlib figure of this size in inches, without panels; no window shows it and it needs no closing."""
+    """Empty matplotlib `Figure` of this size in inches, not managed by pyplot."""
     return drawing().figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def style(at: int) -> dict[str, str]:
-    """Colour, dash and marker of the line with this index, as keyword arguments of `plot`."""
+    """Colour, dash and marker of the line with index `at`, as keyword arguments of matplotlib's `plot`."""
     dash, marker = _DASHES[at % len(_DASHES)], _MARKERS[at % len(_MARKERS)]
     return {"color": _COLOURS[at % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
 def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
-    """Bytes of a figure as png, svg or pdf, equal for equal figures; `dpi` is of a png."""
+    """Bytes of a matplotlib figure saved as png, svg or pdf; equal figures give equal bytes."""
     file = io.BytesIO()
     # Without a salt the ids of an SVG's parts are drawn at random; both kinds carry the date by default.
     with drawing().rc_context({"svg.hashsalt": "jaxkv"}):
@@ -63,7 +63,7 @@ def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
 
 
 def whole_numbers(axis: Any) -> None:
-    """Puts ticks of a matplotlib axis at whole numbers only."""
+    """Restricts the ticks of a matplotlib axis to whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -71,7 +71,7 @@ def whole_numbers(axis: Any) -> None:
 
 @contextmanager
 def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
-    """Yields a figure fit for a paper, of a size in inches, and writes it whole at the end: the same bytes every time.
+    """Context manager that yields a matplotlib figure in a paper's style and writes it to `path` at the end.
 
     The path's suffix names the format, such as .png or .svg.
     """

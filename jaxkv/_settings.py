@@ -9,7 +9,7 @@ import jax
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Context in which JAX uses 32-bit numbers and lets ranks broadcast, and no mesh of `jax.set_mesh` is current.
+    """Context manager and decorator that sets JAX to 32-bit numbers, allowed rank promotion and no current mesh.
 
     It holds for the calling thread until the block ends, and for users' scorers and samplers called in it.
     """
@@ -18,7 +18,7 @@ def own_settings() -> Iterator[None]:
 
 
 def _no_mesh() -> AbstractContextManager[Any]:
-    """Context without the current mesh, except while a user's own program is traced on it."""
+    """Context manager that unsets JAX's current mesh; does nothing while a user's function is traced on it."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     try:

@@ -17,7 +17,7 @@ ENDLESS = 2**30
 
 
 class Value:
-    """Base of frozen dataclasses that are equal only if the types of their numbers are, too.
+    """Base class of frozen dataclasses whose equality also compares the types of their numbers (1 is not 1.0 or True).
 
     Programs and sizes are cached by such values; plain dataclasses would take 1 row for 100 %, and True for 1. A class
     that writes its own `__eq__` keeps it.
@@ -31,7 +31,7 @@ class Value:
             setattr(cls, "__hash__", Value.__hash__)  # noqa: B010
 
     def meaning(self) -> dict[str, Any]:
-        """Names and values that this value is compared by: its fields, or what they stand for."""
+        """Field names and values that equality and hash are computed from."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields if field.compare}
 
@@ -46,13 +46,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Typed(Value):
-    """A part of a policy as a static argument, compared with the types of its numbers; a user's own class, too."""
+    """Wrapper that makes a part of a policy a static argument, whose equality also compares types of numbers."""
 
     part: Any
 
 
 def typed(value: Any) -> Any:
-    """Nested tuples of a dataclass, tuple or hashable value and its types, to compare and hash by."""
+    """Key for equality and hash: nested tuples of a value's contents and their types."""
     if isinstance(value, Value):
         return type(value), *((name, typed(each)) for name, each in value.meaning().items())
     by_field = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -65,7 +65,7 @@ def typed(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Python's own bool, int, float or str of a scalar of numpy or JAX; anything else as it is.
+    """Converts a numpy or JAX scalar to a Python bool, int, float or str; returns any other value unchanged.
 
     A float32 becomes the decimal that it is written as: 0.2, not 0.20000000298.
     """
@@ -82,7 +82,7 @@ def plain(value: Any) -> Any:
 
 
 def normalise(value: Any) -> None:
-    """Makes the numbers of a dataclass under construction plain, and its lists tuples."""
+    """Converts a dataclass's fields during construction: numpy and JAX scalars to Python's, lists to tuples."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         made = tuple(plain(each) for each in given) if isinstance(given, list) else plain(given)
@@ -91,12 +91,12 @@ def normalise(value: Any) -> None:
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
-    """True if the value is an int of at least `least`; True and 2.0 are not."""
+    """True if the value is an int of at least `least`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def as_real(value: Any) -> float | None:
-    """A number as a float; None for bools, text, NaN and numbers that no float holds."""
+    """The number as a float; None for bools, text, NaN and numbers too large for a float."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, Fraction)):
         return None
@@ -108,7 +108,7 @@ def as_real(value: Any) -> float | None:
 
 
 def brief(value: Any) -> str:
-    """One line of a dataclass: its class and the fields that differ from their defaults; else the `repr`."""
+    """One-line text of a dataclass: its class and the fields that differ from their defaults; else its `repr`."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return " ".join(repr(value).split())
     given = []
@@ -120,12 +120,12 @@ def brief(value: Any) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Text of at most `most` characters, cut and ended by three dots if it is longer."""
+    """The text cut to at most `most` characters, with three dots at the end if it was longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def is_traced(value: Any) -> bool:
-    """True for a tracer of JAX, whose numbers are not known."""
+    """True if the value is a JAX tracer."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -135,7 +135,7 @@ def namespace(*values: Any) -> Any:
 
 
 def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
-    """Smallest numbers at which `below` is False, by bisection to the last bit of 64, elementwise.
+    """Smallest values for which `below` is False, found elementwise by bisection between `low` and `high`.
 
     `below` is True at `low` and False at `high`.
     """
@@ -155,7 +155,7 @@ def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
 
 
 def share_of(rows: Any, share: float) -> Any:
-    """Floor of a share in [0, 1] of each number of rows, exact for the decimal that was written; rows have 32 bits."""
+    """Exact floor(rows * share) of each integer in `rows`, for a share in [0, 1] taken as the decimal it prints as."""
     whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
     # Digit by digit from the last: floors of floors are exact, and no number leaves 32 bits.
     part = rows * 0

@@ -12,11 +12,11 @@ _told: set[tuple[type[Warning], str]] = set()
 
 
 class UnseenQuestionWarning(UserWarning):
-    """A document was compressed by the attention of its end, before any question about it was seen."""
+    """Warning that a document was compressed by its end's attention before any question about it was seen."""
 
 
 def warn_once(category: type[Warning], subject: str, message: str) -> None:
-    """Warns at the innermost line outside jaxkv, if this process has not warned of this category and subject before.
+    """Issues a warning at the user's line of code, once per process for each category and subject.
 
     The subject is a policy class' name, say; the message names the remedy.
     """
@@ -28,12 +28,12 @@ def warn_once(category: type[Warning], subject: str, message: str) -> None:
 
 
 def forget() -> None:
-    """Forgets which warnings were given, so that each comes once more, for tests."""
+    """Clears the record of warnings given, so that each is given once more; for tests."""
     _told.clear()
 
 
 def _stacklevel() -> int:
-    """Number of frames from `warn_once` to the user's, as `warnings.warn` takes it."""
+    """Number of stack frames from `warn_once` to the user's code, for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _ours(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -41,5 +41,5 @@ def _stacklevel() -> int:
 
 
 def _ours(file: str) -> bool:
-    """True for a file of this package, or of the decorator around its doors."""
+    """True if a source file belongs to this package or is contextlib, whose decorator wraps the public functions."""
     return file.startswith(_PACKAGE) or file == _DECORATORS

@@ -22,7 +22,10 @@ from jaxkv.text.prompts import Encoded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked call of `generate`: session, encoded prompts, cache and options; `look` asks for text as it comes."""
+    """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
+
+    `look` requests the new text after each block of tokens.
+    """
 
     session: Session
     encoded: Encoded
@@ -37,7 +40,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes of the full and compressed cache and rows kept per head, before the first token is drawn."""
+    """Bytes of the full and the compressed cache, and mean rows kept per kv head, before the first token is drawn."""
 
     full_bytes: int
     cache_bytes: int
@@ -46,13 +49,13 @@ class _Sizes:
 
 
 def bar(progress: bool | None, total: int, title: str) -> tqdm:
-    """A progress bar on stderr, of the first process; `progress` None shows it if stderr is a terminal."""
+    """`tqdm` progress bar on stderr, only in the first process; with `progress` None, only on a terminal."""
     shown = sys.stderr.isatty() if progress is None else progress
     return tqdm(total=total, desc=title, leave=False, disable=not (shown and hosts.speaks()), file=sys.stderr)
 
 
 def answered(request: Request) -> Generator[list[str], None, Generation]:
-    """Runs a call of `generate`: yields the new text of every sequence after each block, returns the generation."""
+    """Generator that runs one `generate` call: yields each sequence's new text, returns the `Generation`."""
     session, params, encoded = request.session, request.session.params, request.encoded
     cache, sizes, batch = _read(request)
     eos = (*params.config.eos, *(params.text.eos_ids if params.text else ())) if request.stop_at_eos else ()
@@ -81,7 +84,10 @@ def answered(request: Request) -> Generator[list[str], None, Generation]:
 
 
 def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
-    """Reads the prompts into a cache; returns the cache, its sizes, and the prefilled batch, None on top of a cache."""
+    """Prefills the prompts, or reads them on top of the given cache; returns the cache, its sizes and the `Batch`.
+
+    The batch is None on top of a given cache.
+    """
     session, encoded, given, new = request.session, request.encoded, request.cache, request.max_new_tokens
     if given is not None:
         # Before the cache is extended.
@@ -109,7 +115,7 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
 
 
 def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
-    """Draws tokens until all sequences have ended; yields their new text if the request looks at it."""
+    """Generator that draws tokens until all sequences have ended; yields each sequence's new text if requested."""
     axes = request.session.params.axes
     with bar(request.progress, request.max_new_tokens, "decode") as shown:
         # Of several processes one shows the bar: all draw blocks of the same size.
@@ -132,7 +138,7 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
 def _stats(
     request: Request, cache: KVCache, sizes: _Sizes, answers: Answers, drawing: Drawing, batch: Batch | None
 ) -> Stats:
-    """Stats of a call, from its clocks, sizes and transfers."""
+    """`Stats` of one `generate` call, from its clocks, cache sizes and transfers."""
     session, given = request.session, request.cache
     clocks, reading = session.clocks, drawing.reading
     before = 0 if given is None else _moved(given) * cache.batch // given.batch
@@ -159,5 +165,5 @@ def _stats(
 
 
 def _moved(cache: KVCache) -> int:
-    """Number of rows that the policy's `capacity` moved to other devices, over all sequences."""
+    """Total number of rows over all sequences that the policy's `capacity` moved to other devices."""
     return 0 if cache.moved is None else int(host(cache.moved)[: cache.batch].sum())

@@ -29,7 +29,7 @@ _SEEDS = 2**32
 
 
 def as_model(params: Any, mesh: Any = None) -> LanguageModel:
-    """The model, moved to `mesh` if one is given; a TypeError says how to load one."""
+    """Validates a `LanguageModel` and returns it, moved to `mesh` if one is given."""
     if isinstance(params, LanguageModel):
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
@@ -37,7 +37,7 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
 
 
 def as_cache(cache: Any) -> KVCache | None:
-    """The cache with all leaves JAX arrays, the bank's in host memory; None for None.
+    """Validates a `KVCache` and returns it with its arrays on the device and its bank in host memory; None for None.
 
     A cache of numpy arrays is put on the device. Anything but a `KVCache` of arrays is refused by a TypeError.
     """
@@ -59,14 +59,14 @@ def as_cache(cache: Any) -> KVCache | None:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    """A cache of JAX or numpy arrays, on the device as prefill leaves it: the bank, rows that wait, in host memory."""
+    """Cache with its arrays moved to the device, as prefill leaves it, and its bank in host memory."""
     bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
     device = settle_down(jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes)
     return device if bank is None else dataclasses.replace(committed(device), bank=bank)
 
 
 def as_sampling(given: Any) -> Sampling:
-    """The sampler, greedy for None; a TypeError for its name or class says what to give."""
+    """Validates a sampler and returns it; `Greedy` for None."""
     if given is None:
         return Greedy()
     if isinstance(given, type):
@@ -78,7 +78,7 @@ def as_sampling(given: Any) -> Sampling:
 
 
 def as_stops(given: Any) -> tuple[str, ...]:
-    """Stop strings as a tuple: of one string, several, or None for none; empty strings are refused."""
+    """Stop strings as a tuple, from one string, several strings or None; ValueError for empty strings."""
     if given is None:
         return ()
     many = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping))
@@ -91,7 +91,7 @@ def as_stops(given: Any) -> tuple[str, ...]:
 
 
 def as_key(given: Any) -> PRNGKeyArray | None:
-    """Random key of a key, an older `jax.random.PRNGKey`, or a seed of 32 bits; None for None.
+    """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed; None for None.
 
     A longer seed, of which JAX would drop bits, is refused.
     """
@@ -112,17 +112,17 @@ def as_key(given: Any) -> PRNGKeyArray | None:
 
 
 def as_implementation(given: Any) -> Implementation:
-    """The implementation of attention, by its enum member or value; `AUTO` for None."""
+    """`Implementation` of attention from its member or value; `AUTO` for None."""
     return Implementation.AUTO if given is None else named(given)
 
 
 def as_progress(given: Any) -> bool | None:
-    """True or False to show progress bars or not; None leaves it to the terminal."""
+    """Validates a bool that switches progress bars on or off, or None to let the terminal decide; returns it."""
     return None if given is None else _checks.flag("progress", given)
 
 
 def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
-    """Refuses a cache of another model, another mesh, or another policy than `policy`; None takes the cache's."""
+    """Raises ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
     require(policy is None or policy == cache.policy, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
@@ -138,7 +138,7 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
 def require_fits(
     config: ModelConfig, policy: Method, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None
 ) -> None:
-    """Refuses prompts that with `new` tokens exceed the model's positions, and batches that do not fit the cache."""
+    """Raises ValueError if prompts plus `new` tokens exceed the model's positions, or do not match the cache."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
@@ -152,7 +152,7 @@ def require_fits(
 
 
 def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
-    """Warns, once per process and policy class, of documents that lose rows before a question is seen.
+    """Warns, once per process and policy class, if documents lose rows before a question is seen.
 
     That is so where rows are scored by the attention of a document's end. `budget` is rows per kv head.
     """
@@ -171,7 +171,7 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
 
 
 def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None) -> None:
-    """`require_fits` for policies whose positions are places in the cache: the rows held must fit the model."""
+    """`require_fits` for policies with rolling positions: the rows held at a time must fit the model's positions."""
     limit, parts = config.max_positions, policy.parts()
     if cache is None:
         read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())

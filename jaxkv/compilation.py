@@ -16,7 +16,7 @@ from jaxkv.checkpoints import cache_dir
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
-    """Keeps compiled programs on disk for later processes, and returns the folder.
+    """Turns on JAX's compilation cache on disk for the whole process and returns its folder.
 
     By default it is one for this kind of processor in jaxkv's cache folder. The setting is the whole process': every
     JAX program compiled after the call is kept. The command line calls this; users of the library may.
@@ -32,7 +32,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
 
 
 def _processor() -> str:
-    """Name of this kind of processor: code compiled for one need not run on another that shares the home folder."""
+    """Name of this processor type from its architecture and a hash of its features, for the cache folder."""
     flags = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -48,7 +48,7 @@ _EVENTS = (_BACKEND, "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compil
 
 
 class Clock:
-    """A context manager that adds up the seconds spent inside, and those of them that JAX compiled in this thread.
+    """Context manager that sums the seconds spent inside it, and those that JAX spent compiling in this thread.
 
     Attributes:
         seconds: seconds inside, compilation included.
@@ -65,7 +65,7 @@ class Clock:
 
     @property
     def running_seconds(self) -> float:
-        """Seconds inside without compilation."""
+        """Seconds spent inside, without compilation."""
         return max(0.0, self.seconds - self.compile_seconds)
 
     def __enter__(self) -> "Clock":
@@ -82,7 +82,7 @@ class Clock:
         self._spans = []
 
     def record(self, event: str, duration: float) -> None:
-        """Adds a compilation event of JAX, `duration` seconds long, that ends now."""
+        """Adds one of JAX's compilation events, which lasted `duration` seconds and ends now."""
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND
@@ -95,7 +95,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """Clocks of the stages of a call.
+    """One `Clock` for each stage of a call: making programs, prefill and decode.
 
     Attributes:
         making: compiling programs before they are needed.
@@ -109,17 +109,17 @@ class Clocks:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds of compilation in all stages."""
+        """Sum of the compilation seconds of all stages."""
         return self.making.compile_seconds + self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
     def programs(self) -> int:
-        """Number of programs compiled, or read from a cache on disk, in all stages."""
+        """Number of programs compiled in all stages, or read from the cache on disk."""
         return self.making.programs + self.prefill.programs + self.decode.programs
 
 
 class _Running(threading.local):
-    """Clocks that run in each thread: JAX reports in the thread that compiles."""
+    """Thread-local list of the clocks that are running; JAX reports events in the thread that compiles."""
 
     def __init__(self) -> None:
         self.clocks: list[Clock] = []
@@ -129,7 +129,7 @@ _RUNNING = _Running()
 
 
 def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Adds an event of compilation to the clocks that run."""
+    """Listener for JAX's events: adds a compilation event to all running clocks of this thread."""
     if event in _EVENTS:
         for clock in _RUNNING.clocks:
             clock.record(event, duration_secs)

@@ -19,12 +19,12 @@ _MOST = 2**31 - 1
 
 
 def threads_for(devices: int) -> int:
-    """Number of threads, the value of NPROC, that a process with this many CPU devices needs; at least one per core."""
+    """Number of threads (value for NPROC) that a process with `devices` CPU devices needs; at least one per core."""
     return max(_PER_DEVICE * devices, _cores())
 
 
 def client_threads(devices: int) -> int:
-    """Number of threads in each pool of XLA's CPU client with this many devices, read from the environment as XLA does.
+    """Number of threads per pool in XLA's CPU client, derived from the environment as XLA does.
 
     The client reads the environment once, when it begins.
     """
@@ -33,7 +33,7 @@ def client_threads(devices: int) -> int:
 
 
 def warn_of_few_threads(mesh: Mesh) -> None:
-    """Warns, once per process, if a mesh's CPU devices may wait for a thread that never comes free.
+    """Warns, once per process, if XLA has too few threads for a mesh's CPU devices and might deadlock.
 
     The RuntimeWarning names NPROC, its value and the line that sets it. A mesh of other devices, or of one, is fine.
     """
@@ -46,7 +46,7 @@ def warn_of_few_threads(mesh: Mesh) -> None:
 
 
 def _warn(count: int, threads: int, wanted: int) -> None:
-    """Gives the warning, naming the variable that XLA reads and the value to set."""
+    """Gives the RuntimeWarning about too few threads, with the variable and the value to set."""
     name = next((each for each in _VARIABLES if _number(os.environ.get(each)) is not None), _VARIABLES[-1])
     value = os.environ.get(name)
     warn_once(
@@ -64,7 +64,7 @@ def _cores() -> int:
 
 
 def _number(text: str | None) -> int | None:
-    """Number of 32 bits that XLA reads from a variable's text; None where it reads none."""
+    """Number that XLA parses from a variable's text; None if it is not a 32-bit integer."""
     if text is None or re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII) is None:
         return None
     number = int(text)

@@ -36,7 +36,7 @@ def prefill(
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
-    """Prefills prompts into a compressed cache, on top of which questions can be asked later, many times over.
+    """Prefills one or more prompts into a compressed `KVCache`, which questions can then be asked on many times.
 
     A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it. A policy that scores
     rows by the attention of the prompt's end (SnapKV, PyramidKV, TOVA) cannot know the question: it warns, once.
@@ -85,7 +85,7 @@ def prefill(
 
 
 class _Options(TypedDict, total=False):
-    """Keyword arguments of every overload of `generate`, whose `stream` decides what it returns."""
+    """Types of the keyword arguments that all overloads of `generate` share."""
 
     policy: Method | type[Method] | str | None
     cache: KVCache | None
@@ -130,7 +130,7 @@ def generate(
     implementation: Implementation | str | None = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Generation | Stream:
-    """Answers prompts, over a cache compressed by a policy.
+    """Generates answers to one or more prompts over a compressed cache; returns a `Generation` or a `Stream`.
 
     Args:
         params: from `jaxkv.load`.

@@ -32,17 +32,17 @@ _COMPARED = 2**24
 
 
 def speaks() -> bool:
-    """True if this process shows progress bars and warnings: the first of several."""
+    """True if this is the first process, the one that shows progress bars and warnings."""
     return jax.process_index() == 0
 
 
 def spans(mesh: Any) -> bool:
-    """True for a mesh whose devices lie in several processes, which must then all do the same."""
+    """True if the mesh's devices belong to several processes, which must all make the same calls."""
     return isinstance(mesh, Mesh) and mesh.is_multi_process
 
 
 def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
-    """Refuses, in all processes of a mesh, arguments that differ between them; all must call this in step.
+    """Raises ValueError in all processes of a mesh if their arguments differ; all must call it in step.
 
     Args:
         call: name of the function that was called.
@@ -71,7 +71,7 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
 
 @contextlib.contextmanager
 def together(what: str, mesh: Any) -> Iterator[None]:
-    """Context for work that may fail in one of a mesh's processes: then all raise, naming the process and its error.
+    """Context manager for work that may fail in one process of a mesh: then all of its processes raise.
 
     Nothing inside may wait for another process. `what` names the work; a mesh of None is one process.
     """
@@ -89,7 +89,7 @@ def together(what: str, mesh: Any) -> Iterator[None]:
 
 
 def least(number: int | None, mesh: Any) -> int | None:
-    """Smallest number among those of a mesh's processes, None of which are ignored; None if all are."""
+    """Minimum of one number per process over a mesh's processes; None is ignored, and returned if all are None."""
     if not spans(mesh):
         return number
     numbers = [message["number"] for message in _exchanged(mesh, "least", {"number": number}).values()]
@@ -97,7 +97,10 @@ def least(number: int | None, mesh: Any) -> int | None:
 
 
 def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Messages of a mesh's processes by process index; refuses processes that are at different calls."""
+    """Sends a dictionary to all processes of a mesh; returns every process's dictionary by process index.
+
+    ValueError if the processes are at different calls.
+    """
     text = json.dumps({"call": call} | mine, ensure_ascii=False).encode(errors="replace")
     message = np.zeros((1, _BYTES), np.uint8)
     message[0, : len(text)] = np.frombuffer(text, np.uint8)
@@ -116,7 +119,7 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
 
 
 def _text_of(value: Any) -> str:
-    """Text of a value that is the same in every process; of objects of unknown classes, the class alone."""
+    """Text of a value that is equal in all processes for equal values; for unknown classes the class name only."""
     if isinstance(value, (list, tuple)):
         plain = all(type(each) in (int, str) for each in value)
         return repr(list(value)) if plain else f"[{','.join(map(_text_of, value))}]"
@@ -136,7 +139,7 @@ def _text_of(value: Any) -> str:
 
 
 def _array_text(array: jax.Array | np.ndarray) -> str:
-    """Dtype and shape of an array, and the hash of its bytes if it is small and this process has all of them."""
+    """Text of an array's dtype and shape, with a hash of its bytes if it is small and fully addressable."""
     shape = f"{array.dtype}{array.shape}"
     if isinstance(array, jax.Array):
         if array.is_deleted() or not array.is_fully_addressable:

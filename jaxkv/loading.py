@@ -37,7 +37,7 @@ _Parts = list[tuple[Source, StoredTensor]]
 
 
 class LanguageModel(nnx.Module):
-    """Result of `load`: a Flax decoder with its tokenizer.
+    """A loaded model: a Flax decoder (`decoder`) with its tokenizer (`text`).
 
     Attributes:
         decoder: the parameters, a Flax NNX module.
@@ -63,16 +63,16 @@ class LanguageModel(nnx.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes, family switches and special ids of the decoder, as its checkpoint gave them."""
+        """`ModelConfig` of the decoder: sizes, family switches and special token ids."""
         return self.decoder.config
 
     @property
     def axes(self) -> Axes | None:
-        """Axes of the mesh that the parameters lie on; None for a single device."""
+        """Mesh axes of the parameters; None on a single device."""
         return self.flat.axes
 
     def on(self, mesh: Mesh) -> "LanguageModel":
-        """The same model with its parameters on a mesh, moved there at the first call.
+        """Copy of the model with its parameters sharded over a mesh, cached after the first call.
 
         Args:
             mesh: devices with the axes "data" and "model".
@@ -101,7 +101,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def flat(self) -> Flat:
-        """The decoder split for jitted code; split again only after a parameter has been replaced."""
+        """The decoder split for jitted code (`Flat`), cached until a parameter is replaced."""
         if self._flat is None or not self._flat.is_of(self.decoder):
             axes = next(filter(None, map(Axes.of, parameters(self.decoder))), None)
             if axes is not None:
@@ -117,7 +117,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters."""
+        """Total size of all parameters in bytes."""
         return self.decoder.nbytes
 
 
@@ -125,7 +125,7 @@ class LanguageModel(nnx.Module):
 def load(
     name_or_path: str | os.PathLike[str], dtype: Any = None, *, mesh: Mesh | None = None, progress: bool = True
 ) -> LanguageModel:
-    """Loads a model.
+    """Loads a model by name, path or hub id and returns a `LanguageModel`.
 
     Args:
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
@@ -163,7 +163,7 @@ def load(
 
 
 def _dtype(given: Any) -> np.dtype:
-    """Dtype of the parameters; refuses any but float32, bfloat16 and float16."""
+    """Validates the parameters' dtype: float32, bfloat16 or float16; ValueError for others."""
     try:
         name = jnp.dtype(given).name
     except TypeError:  # not a dtype
@@ -173,7 +173,7 @@ def _dtype(given: Any) -> np.dtype:
 
 
 def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
-    """Puts a checkpoint's tensors into a decoder's abstract parameters, one at a time.
+    """Reads a checkpoint's tensors into a decoder's parameters, one at a time, and checks that all fit.
 
     With `mesh`, a mesh of `model_mesh`, each device gets its part; otherwise the default device gets all.
 
@@ -205,7 +205,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
 
 
 def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
-    """Refuses parameters that do not fit on their devices, before the first tensor is read."""
+    """Raises MemoryError if the parameters do not fit on their devices, before any tensor is read."""
     if mesh is None:
         total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
         memory.check_bytes(total, "the model", remedy="give a narrower dtype, or a mesh of several devices")
@@ -221,14 +221,14 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
 
 
 def _read(parts: _Parts, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
-    """Parameter array read from its tensors, on the default device or as each device's part of it."""
+    """One parameter as a JAX array, read from its tensors; sharded over `mesh` if one is given."""
     if mesh is None:
         return jnp.array(_part(parts, like.shape, like.dtype, (slice(None),) * len(like.shape)))
     return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
 
 
 def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
-    """Refuses parameters with NaN or infinity, naming the tensors."""
+    """Raises ValueError, naming the tensors, if parameters contain NaN or infinity."""
     # All are started before the first is waited for.
     finite = {of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()}
     bad: list[str] = []
@@ -240,7 +240,7 @@ def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
 
 
 def _part(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """Part of a parameter as a numpy array; reads nothing else of its tensors where the file format allows it."""
+    """Part `index` of a parameter as a numpy array, read from its tensors."""
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
     buffer = np.empty([len(each) for each in ranges], dtype)
     for source, tensor in parts:
@@ -258,13 +258,13 @@ def _part(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, index: tuple[s
 
 
 def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
-    """(first, end) spans, each with the slice that it fills when spans lie one behind the other."""
+    """(first, end, slice) for each (first, end) span: the slice it fills when the spans are concatenated."""
     ends = itertools.accumulate(last - first for first, last in spans)
     return [(first, last, slice(end - last + first, end)) for (first, last), end in zip(spans, ends, strict=True)]
 
 
 def _spread(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding) -> jax.Array:
-    """Sharded parameter; devices that hold the same part share one read."""
+    """One parameter as a sharded JAX array; devices that hold the same part share one read."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -278,31 +278,31 @@ def _spread(parts: _Parts, shape: tuple[int, ...], dtype: np.dtype, where: Named
 
 @functools.cache
 def _finite(depth: int) -> Callable[[jax.Array], jax.Array]:
-    """Function of a parameter: True for each element of its first `depth` axes whose values are all finite."""
+    """Function that maps a parameter to bools over its first `depth` axes: True where all values are finite."""
     return lambda value: jnp.isfinite(value).all(axis=tuple(range(depth, value.ndim)))
 
 
 def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
-    """Function of one parameter, jitted so that every process has the result wherever the parameter lies."""
+    """Jitted form of a function of one parameter, whose result every process gets."""
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
     return _jitted(fn, mesh)
 
 
 @functools.cache
 def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """Jitted function; on a mesh its results are replicated."""
+    """Jitted function, cached; on a mesh, its results are replicated on all devices."""
     return jax.jit(fn) if mesh is None else jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Refuses a config that claims more layers than the checkpoint holds, before any block is made."""
+    """Raises ValueError if the config has more layers than the checkpoint, before any block is made."""
     held = {match[1] for name in checkpoint.names if (match := _LAYER.match(name))}
     remedy = f"the checkpoint holds {len(held)} layers: mend its config.json, or get the checkpoint again"
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
 def _check_stored(source: Source, tensor: StoredTensor) -> None:
-    """Refuses a stored tensor that is not floating point or has another shape than the config asks for."""
+    """Raises ValueError if a stored tensor is not floating point or has another shape than the config requires."""
     remedy = "weights are floating point; load the unquantised ones, or a GGUF"
     require(jnp.issubdtype(tensor.dtype, jnp.floating), f"{source.name}.dtype", tensor.dtype.name, remedy)
     remedy = f"the config asks for {source.shape}; the weights belong to another model"
@@ -310,7 +310,7 @@ def _check_stored(source: Source, tensor: StoredTensor) -> None:
 
 
 def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Refuses an output matrix of a tied model that differs from the embedding."""
+    """Raises ValueError if a tied model's output matrix is stored and differs from the embedding."""
     remedy = (
         "it differs from the embedding, which tie_word_embeddings=true puts in its place: write "
         '"tie_word_embeddings": false into config.json to use it, or remove it from the weights'
@@ -322,14 +322,14 @@ def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
 
 
 def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
-    """Copies one decoder's parameters into another one, sharded over a mesh of `model_mesh`."""
+    """Copies all parameters of one decoder into another one, sharded over a mesh."""
     values = dict(named_parameters(source))
     for path, parameter in named_parameters(target):
         parameter.set_value(put(values[path].get_value(), NamedSharding(mesh, spec_of(path, mesh))))
 
 
 def _fingerprint(decoder: Decoder) -> str:
-    """Hash of the config, and of the first row and the sum of all bits of each parameter."""
+    """Hex hash of a model: its config, and each parameter's first row and sum of bits."""
     digest = hashlib.sha256(repr(decoder.config).encode())
     # All are started before the first is waited for.
     for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
@@ -339,6 +339,6 @@ def _fingerprint(decoder: Decoder) -> str:
 
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First row of a parameter, and the sum of all its bits, which does not depend on the order of adding."""
+    """First row of a parameter, and the uint32 sum of its bits, which is the same in any order of addition."""
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16 if leaf.dtype.itemsize == 2 else jnp.uint32)
     return leaf[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

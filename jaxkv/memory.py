@@ -9,7 +9,7 @@ _SMALLER = "lower the budget, the batch or the prompt's length"
 def check_bytes(
     needed: int, what: str, device: jax.Device | None = None, *, detail: str = "", remedy: str = _SMALLER
 ) -> None:
-    """Refuses an allocation of `needed` bytes that the device, by default JAX's own choice, cannot hold.
+    """Raises MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
 
     The MemoryError names `what` needs them, the bytes and `detail`, those available, and `remedy`.
     """
@@ -20,24 +20,24 @@ def check_bytes(
 
 
 def available_bytes(device: jax.Device) -> int:
-    """Bytes that the device can still allocate: its allocator's free bytes, on a CPU the machine's free memory."""
+    """Number of bytes that can still be allocated on the device; on a CPU, the machine's free memory."""
     own = allocator_bytes(device)
     return machine_bytes() if own is None else own
 
 
 def allocator_bytes(device: jax.Device) -> int | None:
-    """Bytes that the device's own allocator can still give; None on a CPU, whose allocator has no limit."""
+    """Number of bytes that the device's allocator has left; None if it has no limit, as on a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def default_device() -> jax.Device:
-    """The device of arrays that are not placed."""
+    """JAX's default device, where arrays without explicit placement are put."""
     return next(iter(jnp.zeros(()).devices()))
 
 
 def machine_bytes() -> int:
-    """Bytes of the machine's memory that processes can still have."""
+    """Number of bytes of the machine's memory that are still available to processes."""
     import psutil
 
     return psutil.virtual_memory().available

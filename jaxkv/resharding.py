@@ -18,7 +18,7 @@ from jaxkv.sharding.parameters import model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Moves a cache to another mesh or to a single device; the heads keep their rows, bit by bit.
+    """Returns a copy of a cache on another mesh or on a single device; each head keeps its rows, bit by bit.
 
     Rows that the policy's `capacity` moved to other heads stay there, and no others are moved: a device whose heads
     hold more gets a larger pool.
@@ -45,7 +45,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
 
 def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
-    """Cache on the mesh of a model's axes; None for the default device."""
+    """Returns a copy of a cache on the mesh of `axes`, or on the default device for None."""
     if axes == cache.axes:
         return cache
     there = laid_out(cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K")))
@@ -55,7 +55,7 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
 
 
 def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
-    """Rows of each pool's stretches on the new mesh: a share of the largest, or more where heads hold more."""
+    """Numbers of rows per device, one for each pool on the new mesh: a share of the largest, or more for full heads."""
     layout, capacity = cache.layout, capacity_of(cache.policy.parts().heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape

@@ -15,7 +15,7 @@ from jaxkv.text.tokenizer import StreamDecoder, Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Tokens, seconds, bytes and rows of a generation. Only `compile_seconds` counts compilation.
+    """Measurements of one `generate` call: numbers of tokens, seconds, bytes and rows.
 
     Attributes:
         prompt_tokens: tokens of the prompts, over all sequences.
@@ -68,7 +68,7 @@ class Stats:
     copies: int = 0
 
     def __repr__(self) -> str:
-        """One line; `dataclasses.asdict` gives everything."""
+        """One-line summary of tokens, speed and cache size."""
         cache = f"{self.cache_bytes / 1e6:.2f} of {self.full_bytes / 1e6:.2f} MB kept"
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
         return (
@@ -83,18 +83,18 @@ class Stats:
 
     @property
     def transfers_per_step(self) -> float:
-        """Transfers of one step, which serve the rows of all sequences."""
+        """Mean number of transfers from host memory per decoding step."""
         return self.transfers / max(1, self.decode_steps)
 
     @property
     def transferred_bytes_per_step(self) -> float:
-        """Bytes transferred in one step, for all sequences."""
+        """Mean number of bytes transferred from host memory per decoding step."""
         return self.transferred_bytes / max(1, self.decode_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Result of `generate`; text and tokens are lists if a list of prompts was given.
+    """Result of `generate`: text, token ids, cache and stats; text and ids are lists for a list of prompts.
 
     Attributes:
         text: the answers; None without a tokenizer.
@@ -109,7 +109,7 @@ class Generation:
     stats: Stats
 
     def __repr__(self) -> str:
-        """One line: the answer, or the number of answers, and the cache."""
+        """One-line summary: the answer's text, or the number of answers, and the cache."""
         several = isinstance(self.tokens, list)
         tokens = sum(map(len, self.tokens)) if several else len(self.tokens)
         shown = f"{len(self.tokens)} answers, {tokens} tokens" if several else f"{tokens} tokens"
@@ -119,7 +119,7 @@ class Generation:
 
 
 class Stream(Iterator[Any]):
-    """Iterator over an answer's text: a string after each block of tokens, or a list of strings for a list of prompts.
+    """Iterator over answers as they are generated: yields a string of new text per block of tokens, or a list of them.
 
     Attributes:
         result: the whole `Generation` after the last piece; None before.
@@ -131,7 +131,7 @@ class Stream(Iterator[Any]):
         self._single = single
 
     def __next__(self) -> Any:
-        """The next piece of text."""
+        """Returns the next piece of text; at the end, stores the `Generation` in `result`."""
         try:
             with own_settings():
                 piece = next(self._pieces)
@@ -142,7 +142,7 @@ class Stream(Iterator[Any]):
 
 
 class Answers:
-    """Text of each sequence from drawn ids, watched for stop strings.
+    """Collects the token ids and text of each sequence as they are drawn, and ends sequences at stop strings.
 
     Attributes:
         tokens: ids of each sequence so far.
@@ -158,7 +158,7 @@ class Answers:
         self._stops = tuple(stops)
 
     def take(self, drawn: Int[np.ndarray, "B n"]) -> tuple[Int[np.ndarray, " B"], list[str]]:
-        """Adds drawn ids; returns each sequence's number of ids behind a stop string, and its text to show now.
+        """Adds drawn ids; returns the number of ids after a stop string, and the new text to show, per sequence.
 
         Ids behind a sequence's end are -1.
         """
@@ -172,7 +172,7 @@ class Answers:
         return surplus, [self._show(row) for row in range(len(self.tokens))]
 
     def flush(self) -> list[str]:
-        """Text of each sequence held back so far: unfinished characters, and possible beginnings of stop strings."""
+        """Ends all sequences; returns the text that was held back of each, such as beginnings of stop strings."""
         for row, decoder in enumerate(self._decoders):
             if decoder is not None and not self.stopped[row]:
                 self._text[row] += decoder.flush()
@@ -180,11 +180,11 @@ class Answers:
 
     @property
     def text(self) -> list[str]:
-        """The answers, without stop strings."""
+        """The answers' text so far, one string per sequence, without stop strings."""
         return list(self._text)
 
     def _push(self, row: int, token: int) -> bool:
-        """Adds one id; True if it completed a stop string."""
+        """Adds one id to a sequence; returns True if that completed a stop string."""
         self.tokens[row].append(token)
         decoder = self._decoders[row]
         if decoder is None:
@@ -197,7 +197,7 @@ class Answers:
         return bool(found)
 
     def _show(self, row: int, *, whole: bool = False) -> str:
-        """Text of a sequence not shown before, up to a possible beginning of a stop string unless `whole`."""
+        """New text of a sequence, without a trailing part that may begin a stop string, unless `whole`."""
         text = self._text[row]
         end = len(text)
         if not whole and not self.stopped[row]:

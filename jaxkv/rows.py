@@ -26,7 +26,7 @@ from jaxkv.cache.pools import append as append_rows
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows that a policy kept of one layer or of several, and those appended since: keys, values, segments. A pytree.
+    """Compressed KV cache of one or several layers as a pytree: kept and appended keys, values, positions, segments.
 
     Attributes:
         k: `[B, P, D]` keys of each layer's pool; a single pool where layers share one (`layout.one_pool`).
@@ -48,7 +48,7 @@ class Rows:
     layout: Layout
 
     def pool(self, layer: int) -> Pool:
-        """The pool in which a layer's segments lie.
+        """The `Pool` (keys, values and positions) that holds a layer's segments.
 
         Args:
             layer: index among the layers held.
@@ -60,7 +60,7 @@ class Rows:
         return dense_pool(self.k[at], self.v[at], self.pos[at])
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
-        """Number of tokens that every kv head of a layer still has room for.
+        """Number of tokens that can still be appended to a layer, for each sequence.
 
         Args:
             layer: index among the layers held.
@@ -74,7 +74,7 @@ class Rows:
 
 @settled
 def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Rows:
-    """Appends the keys and values of new tokens to the rows.
+    """Appends the keys and values of new tokens to one layer of `Rows`; returns the new `Rows`.
 
     Args:
         rows: from `compress`, unchanged unless the caller's `jit` is told to donate it.
@@ -120,7 +120,7 @@ def append(rows: Rows, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = 
 
 @settled
 def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
-    """Attention of the tokens appended last over all rows that come no later.
+    """Attention output of the last appended tokens' queries over a layer's rows, each seeing no later row.
 
     Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D). Reverse-mode
     gradients go through it but where layers share a pool, or 48 query heads and more a kv head: there segments are
@@ -167,7 +167,7 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
 
 
 def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
-    """Refuses queries unless the last `taken` rows of each segment have positions `last`, `last - 1` and so on."""
+    """Raises ValueError unless the last `taken` rows of each segment have consecutive positions up to `last`."""
     behind = np.arange(int(taken.max(initial=0)))
     row = np.asarray(start + length - 1)[..., None] - behind
     found = np.take_along_axis(np.asarray(pos)[:, None], np.maximum(row, 0), axis=2)
@@ -181,7 +181,7 @@ def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: A
 
 
 def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
-    """Returns a layer's keys and values as arrays `[B, K, S, D]`; refuses other shapes and dtypes."""
+    """Validates a layer's keys and values of shape `[B, K, S, D]` and returns them as JAX arrays."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
         require(rows.ndim == 4, field, list(rows.shape), "give [B, K, S, D]: batch, kv heads, tokens, head dim")
@@ -192,7 +192,7 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
 
 
 def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
-    """Returns queries `[B, H, N, D]` grouped by kv head, h // G; refuses shapes and dtypes that do not fit the keys.
+    """Validates queries `[B, H, N, D]` and returns them grouped by kv head, `[B, K, G, N, D]`.
 
     `field` is the argument's name in refusals, `rows` the keys.
     """
@@ -206,7 +206,7 @@ def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float
 
 
 def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]:
-    """Returns tokens of each sequence as `i32[B]`, `most` for None; refuses known numbers outside [0, most]."""
+    """Validates numbers of tokens per sequence within [0, most] and returns them as `i32[B]`; `most` for None."""
     if given is None:
         return jnp.full((batch,), most, jnp.int32)
     # Numbers on the host are looked at as they are: on the device they would be cut to 32 bits.
@@ -221,7 +221,7 @@ def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]
 
 
 def _held_layer(rows: Rows, layer: Any) -> int:
-    """Returns a layer's index among the layers held; refuses any other."""
+    """Validates a layer's index among the layers in `rows` and returns it as an int."""
     layers = rows.start.shape[0]
     remedy = f"these rows hold layers 0 to {layers - 1}"
     layer = whole("layer", layer, remedy, least=0)
@@ -235,5 +235,5 @@ def shown(array: Array | np.ndarray) -> str:
 
 
 def known(*arrays: Array | np.ndarray) -> bool:
-    """True if no array is traced, so that its numbers can be read."""
+    """True if none of the arrays is a tracer, so that their values can be read."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)

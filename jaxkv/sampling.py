@@ -20,17 +20,17 @@ from jaxkv.policies.topk import kth_largest, sortable
 
 @runtime_checkable
 class Sampling(Protocol):
-    """Protocol of samplers, which draw one token per sequence.
+    """Protocol of samplers: callables that draw one token id per sequence from logits.
 
     Any hashable callable of this signature is one; it is compiled into the loop.
     """
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws token ids from float32 logits, with one key per sequence."""
+        """Draws a token id for each sequence from its float32 logits and random key."""
 
 
 class Sampler:
-    """Base of jaxkv's own samplers: dataclasses whose numbers are pytree leaves.
+    """Base class of jaxkv's samplers: dataclasses that are pytrees with their numbers as leaves.
 
     Classes that users derive are compiled in as static values: theirs may need Python's own numbers.
     """
@@ -42,13 +42,13 @@ class Sampler:
 
 
 def _numbers(sampler: Any) -> tuple[tuple[Any, ...], None]:
-    """Numbers of a sampler in 32 bits, as pytree leaves."""
+    """Flattens a sampler to its numbers, in 32 bits, as pytree leaves."""
     return tuple(_narrow(getattr(sampler, field.name)) for field in dataclasses.fields(sampler)), None
 
 
 def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
     # Not through __init__: what is traced cannot be checked.
-    """Sampler of a class with these numbers, which may be traced."""
+    """Rebuilds a sampler of class `cls` from its numbers, which may be traced, without validation."""
     sampler = object.__new__(cls)
     for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
         object.__setattr__(sampler, field.name, number)
@@ -56,7 +56,7 @@ def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
 
 
 def _narrow(value: Any) -> Any:
-    """Python number as a 32-bit one, clipped where it is larger; arrays as they are."""
+    """The number as numpy int32 or float32, clipped to its range; arrays are returned unchanged."""
     if isinstance(value, int):
         return np.int32(min(value, np.iinfo(np.int32).max))
     if isinstance(value, float):
@@ -68,32 +68,32 @@ def _narrow(value: Any) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Compiled(Value):
-    """A user's sampler as a static pytree, compiled into the loop."""
+    """Wrapper that makes a user's sampler a static pytree, compiled into the decoding loop."""
 
     draw: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
-        """Calls the sampler; the loop checks that ids lie in the vocabulary."""
+        """Calls the user's sampler; returns its token ids."""
         return self.draw(logits, keys)
 
 
 def argument(sampling: Sampling) -> Any:
-    """A sampler as a pytree for compiled functions: jaxkv's own with numbers as leaves, others static."""
+    """A sampler as a pytree for jitted functions: jaxkv's own with numbers as leaves, users' as static values."""
     return sampling if type(sampling).__module__ == __name__ else _Compiled(sampling)
 
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(Sampler):
-    """Draws the likeliest token; ties go to the lowest id."""
+    """Sampler that picks the likeliest token; ties go to the lowest id."""
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Argmax of the logits; keys are not used."""
+        """Argmax of each sequence's logits; the keys are unused."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature(Sampler):
-    """Draws from the whole distribution, sharpened by a temperature below 1, flattened above.
+    """Sampler that draws from softmax(logits / temperature) over all tokens.
 
     Attributes:
         temperature: positive number that logits are divided by.
@@ -106,20 +106,20 @@ class Temperature(Sampler):
         _checks.field(self, "temperature", _checks.real, remedy, open_low=True)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws from softmax(logits / temperature)."""
+        """Draws token ids from softmax(logits / temperature), after `cut` has masked logits."""
         # Below the likeliest, so that no temperature overflows: at the smallest only the likeliest are left.
         below = logits - logits.max(axis=-1, keepdims=True)
         scaled = jnp.where(below == 0, 0.0, below / self.temperature)
         return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with those of tokens that must not be drawn set to minus infinity."""
+        """Logits with those of excluded tokens set to minus infinity; here none are."""
         return logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Temperature):
-    """Draws among the k likeliest tokens.
+    """Sampler among the k likeliest tokens, with a temperature.
 
     Attributes:
         k: number of tokens, at least 1.
@@ -132,7 +132,7 @@ class TopK(Temperature):
         _checks.field(self, "k", _checks.whole, "draw from at least 1 token")
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Keeps the k largest logits, and all tied with the last of them."""
+        """Logits with all but the k largest, and those tied with the k-th, set to minus infinity."""
         keys = sortable(logits)
         k = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
         return jnp.where(keys >= kth_largest(keys, k.reshape(-1)), logits, -jnp.inf)
@@ -140,7 +140,7 @@ class TopK(Temperature):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopP(Temperature):
-    """Nucleus sampling: draws among the fewest likeliest tokens that hold probability p (arXiv:1904.09751).
+    """Nucleus sampler: draws among the fewest likeliest tokens that together hold probability p (arXiv:1904.09751).
 
     Attributes:
         p: probability in (0, 1].
@@ -153,7 +153,7 @@ class TopP(Temperature):
         _checks.field(self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Keeps tokens before which, in descending order, less than p has been gathered."""
+        """Logits with all but the fewest likeliest tokens that together reach probability p set to minus infinity."""
         ordered = jnp.sort(logits, axis=-1, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
         least = jnp.where(before < self.p, ordered, jnp.inf).min(axis=-1, keepdims=True)
@@ -162,7 +162,7 @@ class TopP(Temperature):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MinP(Temperature):
-    """Draws among tokens at least p times as likely as the likeliest (arXiv:2407.01082).
+    """Sampler among the tokens at least p times as likely as the likeliest one (arXiv:2407.01082).
 
     Attributes:
         p: share of the likeliest token's probability, in (0, 1].
@@ -176,7 +176,7 @@ class MinP(Temperature):
         _checks.field(self, "p", _checks.real, remedy, high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Keeps logits of at least the largest one plus log(p)."""
+        """Logits with those below the largest one plus log(p) set to minus infinity."""
         return jnp.where(logits >= logits.max(axis=-1, keepdims=True) + jnp.log(self.p), logits, -jnp.inf)
 
 
@@ -187,7 +187,7 @@ _KINDS: tuple[type, ...] = (Greedy, Temperature, TopK, TopP, MinP)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """A sampler for each sequence of a batch, as arrays, so that any mix of jaxkv's own samplers is one program.
+    """One sampler per sequence of a batch, stored as arrays, so that every mix of jaxkv's samplers is one program.
 
     Attributes:
         kind: `i32[B]` 0 for Greedy, then Temperature, TopK, TopP and MinP.
@@ -202,7 +202,7 @@ class Mixed:
     p: Float[Array, " B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws each sequence's token by its own sampler; samplers that no sequence has are not run."""
+        """Draws each sequence's token id with its own sampler; runs only the kinds of sampler that are used."""
         token = nothing = Greedy()(logits, keys)
         numbers = {"temperature": self.temperature, "k": self.k, "p": self.p}
         for kind, sampler in enumerate(_KINDS[1:], start=1):
@@ -214,7 +214,7 @@ class Mixed:
 
 
 def mixed(samplers: Iterable[Sampling]) -> Mixed:
-    """Samplers of a batch's sequences, jaxkv's own, as one `Mixed`; others are refused by a TypeError."""
+    """Combines one of jaxkv's samplers per sequence into a `Mixed`; TypeError for users' samplers."""
     given = list(samplers)
     for sampler in given:
         if type(sampler) not in _KINDS:

@@ -30,7 +30,7 @@ def load_cache(
     policy: Method | type[Method] | str | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """Loads a cache that `KVCache.save` has written, bit by bit as it was.
+    """Loads a `KVCache` from a folder that `KVCache.save` wrote, with every bit as saved.
 
     Args:
         path: the folder.
@@ -67,7 +67,7 @@ def load_cache(
 
 
 def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
-    """Cache of a folder with its policy, on the default device or, with `on_host`, in host memory."""
+    """Reads the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
     manifest = manifest_of(folder)
     said = encoded_policy(manifest)
     made_by = _decoded(said) if given is None else given
@@ -79,7 +79,7 @@ def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
 
 
 def _decoded(said: Any) -> Method:
-    """Policy written in a manifest."""
+    """Policy decoded from its description in a cache's manifest; ValueError if its class is unknown."""
     try:
         policy = decode(said, lambda name: None)
     except UnknownClass as error:
@@ -89,7 +89,7 @@ def _decoded(said: Any) -> Method:
 
 
 def _agreed(given: Method, said: Any, layers: int) -> Method:
-    """The policy that the user gave, refused if another one compressed the cache."""
+    """The user's policy, bound to the model; ValueError if the manifest describes another one."""
     fields = said.get("fields") if isinstance(said, dict) else None
     # The manifest has the model's filter layers where the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None

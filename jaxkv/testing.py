@@ -34,7 +34,7 @@ _ROUNDING = 1e-4
 
 
 class Segment(NamedTuple):
-    """Keys, values and positions of one layer, sequence and kv head, in the order they lie in.
+    """One segment of a cache: keys, values and positions of one layer, sequence and kv head, as numpy arrays.
 
     Attributes:
         layer: its layer.
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 def segments(cache: KVCache) -> Iterator[Segment]:
-    """Yields every segment of a cache as numpy arrays.
+    """Yields every `Segment` of a cache, layer by layer.
 
     Args:
         cache: any cache.
@@ -69,7 +69,7 @@ def segments(cache: KVCache) -> Iterator[Segment]:
 
 @settled
 def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str = "float32") -> LanguageModel:
-    """A decoder of random weights without a tokenizer: prompts are token ids.
+    """`LanguageModel` with random weights and without a tokenizer; prompts are token ids.
 
     Args:
         config: the model's; by default three layers of two kv heads with three query heads each.
@@ -101,7 +101,7 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: str =
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Given(Method):
-    """A policy of given parts, so that one part of a policy can be replaced."""
+    """Policy with the parts it is given, so that tests can replace one part of a policy."""
 
     made: Parts = Parts()
 
@@ -112,7 +112,7 @@ class _Given(Method):
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A policy under test, with a model and two prompts; its plan and its cache are made once."""
+    """A policy under test with a model and two prompts; its prefill plan and cache are computed once."""
 
     policy: Method
     model: LanguageModel
@@ -120,30 +120,30 @@ class _Case:
 
     @property
     def parts(self) -> Parts:
-        """Parts of the policy."""
+        """`Parts` of the policy under test."""
         return self.policy.parts()
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Tokens of both prompts."""
+        """Number of tokens of each prompt."""
         return [len(prompt) for prompt in self.prompts]
 
     @functools.cached_property
     def needed(self) -> PrefillPlan:
-        """Plan of the policy's prefill of both prompts."""
+        """`PrefillPlan` of the policy for both prompts."""
         return plan_prefill(self.model.config, self.policy, self.lengths)
 
     @functools.cached_property
     def cache(self) -> KVCache:
-        """Compressed cache of both prompts."""
+        """Compressed `KVCache` of both prompts."""
         return self.prefilled(self.prompts)
 
     def prefilled(self, prompts: Sequence[list[int]], policy: Method | None = None, *, key: int = 0) -> KVCache:
-        """Compressed cache of some prompts, by another policy if one is given."""
+        """Compressed `KVCache` of some prompts, by the policy under test or another one."""
         return prefill(self.model, list(prompts), policy=policy or self.policy, key=key, progress=False)
 
     def drawn(self, policy: Method) -> Generation:
-        """Generation of a few tokens behind both prompts."""
+        """`Generation` of a few tokens after both prompts, with a policy."""
         prompts = [list(prompt) for prompt in self.prompts]
         return generate(
             self.model, prompts, policy=policy, max_new_tokens=_NEW, stop_at_eos=False, key=0, progress=False
@@ -151,7 +151,7 @@ class _Case:
 
 
 def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0) -> None:
-    """Checks that a policy has the properties of every policy of jaxkv, on a tiny model and two prompts.
+    """Checks that a policy has the properties that every jaxkv policy must have; AssertionError if not.
 
     Kept rows are the prompt's, in order and each once; rows that must stay do; as many rows stay as the plan says, and
     the cache has the bytes that it says; neither another sequence beside it nor padding changes the rows kept of a
@@ -180,13 +180,13 @@ def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | 
 
 
 def _require(holds: Any, about: str, *where: object) -> None:
-    """Raises an AssertionError that names the property, and where it fails, unless it holds."""
+    """Raises AssertionError with the property `about` and its location, unless `holds` is True."""
     if not holds:
         raise AssertionError(about + "".join(f"; {each}" for each in where))
 
 
 def _rows_are_the_prompts(case: _Case) -> None:
-    """Checks that kept rows are the prompt's own, in order and each once."""
+    """Checks that kept rows are equal to the prompt's own rows, in ascending order without repeats."""
     whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, FullKV()))}
     merges, rolls = case.parts.merge is not None, case.parts.rolling
     for part in segments(case.cache):
@@ -203,7 +203,7 @@ def _rows_are_the_prompts(case: _Case) -> None:
 
 
 def _what_must_stay_stays(case: _Case) -> None:
-    """Checks that sinks, window and protected spans are kept in every segment."""
+    """Checks that every segment keeps the rows that the policy must keep: sinks, window, protected spans."""
     keep = case.parts.keep
     mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
     for part in segments(case.cache):
@@ -213,7 +213,7 @@ def _what_must_stay_stays(case: _Case) -> None:
 
 
 def _as_many_as_planned(case: _Case) -> None:
-    """Checks the number of kept rows, and the bytes of the cache, against the plan."""
+    """Checks that the number of kept rows and the cache's bytes equal the prefill plan's."""
     kept, needed = case.cache.kept.sum(axis=2), case.needed
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
@@ -226,12 +226,12 @@ def _as_many_as_planned(case: _Case) -> None:
 
 
 def _positions(cache: KVCache, sequence: int) -> list[list[int]]:
-    """Kept positions of one sequence, for each layer and kv head, ascending."""
+    """Kept positions of one sequence, ascending: one list per layer and kv head."""
     return [sorted(part.pos.tolist()) for part in segments(cache) if part.sequence == sequence]
 
 
 def _neighbours_change_nothing(case: _Case) -> None:
-    """Checks that neither another sequence in the batch nor padding changes the kept positions."""
+    """Checks that another sequence in the batch, or padding, does not change a sequence's kept positions."""
     first, second = case.prompts
     for about, prompts, row, sequence in (
         ("another sequence beside it changes what is kept", (first, second[::-1]), 0, 0),
@@ -242,7 +242,7 @@ def _neighbours_change_nothing(case: _Case) -> None:
 
 
 def _draws_are_said(case: _Case) -> None:
-    """Checks that another random key changes no row, unless a part says that it draws."""
+    """Checks that another random key changes no kept row, unless the policy declares that it draws."""
     if case.parts.draws:
         return
     remedy = "another random key changes what is kept: a scorer or merger that draws has a property `draws`, True"
@@ -252,7 +252,7 @@ def _draws_are_said(case: _Case) -> None:
 
 
 def _a_whole_budget_changes_nothing(case: _Case) -> None:
-    """Checks that a budget of the whole text gives the tokens of a policy that keeps everything."""
+    """Checks that with a budget of the whole text, the tokens are those of FullKV."""
     if case.parts.budget is None or case.parts.rolling:
         return
     roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
@@ -262,7 +262,7 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
 
 
 def _it_grows_as_it_says(case: _Case) -> None:
-    """Checks that while tokens are drawn segments append, evict or compress again as the policy says."""
+    """Checks that during decoding, segments append, evict or compress as the policy declares."""
     after, parts = case.drawn(case.policy).cache, case.parts
     grown = after.kept.astype(np.int64) - case.cache.kept
     new = np.asarray(after.seen) - np.asarray(case.lengths)
@@ -280,7 +280,7 @@ def _it_grows_as_it_says(case: _Case) -> None:
 
 
 def _equal_policies_are_equal(case: _Case) -> None:
-    """Checks that a copy of the policy is equal to it, and keeps the same rows."""
+    """Checks that a copy of the policy is equal to it, has the same hash, and keeps the same rows."""
     same = dataclasses.replace(case.policy)
     _require(same == case.policy and hash(same) == hash(case.policy), "a policy equals its copy")
     _require(_positions(case.prefilled(case.prompts, same), 0) == _positions(case.cache, 0), "and keeps the same rows")

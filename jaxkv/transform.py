@@ -52,7 +52,7 @@ def compress(
     layers: int | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> Rows:
-    """Compresses one layer's keys and values.
+    """Compresses one layer's keys and values by a policy; returns the kept rows as `Rows`.
 
     Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
     stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of sequences may be split,
@@ -106,7 +106,7 @@ def compress_layers(
     room: int = 0,
     key: PRNGKeyArray | int | None = None,
 ) -> Rows:
-    """Compresses all layers' keys and values, for policies whose budgets or choices depend on several layers.
+    """Compresses all layers' keys and values by a policy, as `Rows`; for budgets that depend on several layers.
 
     Where budgets follow from what every layer saw, all layers share one pool; in a trace such budgets are computed on
     the host, by a pure callback.
@@ -136,7 +136,7 @@ def compress_layers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Rows that a policy keeps of prompts of every length from 0 to S: tables that a traced length is looked up in.
+    """Tables of a policy's row counts for every prompt length from 0 to S, to be indexed by a traced length.
 
     Attributes:
         capacity: rows per kv head that each layer's segments can have at most; for a shared pool those of all layers.
@@ -155,12 +155,12 @@ class _Sizes:
 
 @lru_cache(maxsize=256)
 def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
-    """Sizes of a policy's rows for every length up to `slots`."""
+    """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
     lengths = np.arange(1, slots + 1)
     told = by_length(parts, lengths, layers, strict=False)
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
-        """A table by length with 0 rows for a sequence of no tokens in front."""
+        """Table indexed by length, with a 0 for length 0 added at the front; int32."""
         return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
 
     budget, forced = from_none(told.budget), from_none(told.forced)
@@ -176,7 +176,7 @@ def _sizes(parts: Parts, layers: int, slots: int) -> _Sizes:
 
 
 class _Given(Source):
-    """Source of the engine's `compress` that holds a caller's keys, values and queries of some layers."""
+    """`Source` for the engine's `compress` that holds a user's keys, values and queries of some layers."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Given(Source):
         first: int,
         layers: int,
     ):
-        """Checks the keys, values and queries of the layers from `first` on, and looks up their sizes."""
+        """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
         self.arrays, self.parts, self.room, self.key, self.first = arrays, parts, room, key, first
         self.indices = range(first, first + len(arrays))
         self.like = as_keys_values(*arrays[0][:2])[0]
@@ -205,7 +205,7 @@ class _Given(Source):
             parts.budgets(lengths, self.sizes.forced[lengths])
 
     def candidates(self, index: int) -> Candidates:
-        """Candidates of one layer: its prompts' rows with scores; gradients stop at the scores."""
+        """`Candidates` of one layer: its prompt rows with their scores, through which no gradient flows."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         k, v = as_keys_values(*self.arrays[index - self.first][:2])
         like = self.like
@@ -225,7 +225,7 @@ class _Given(Source):
         return dataclasses.replace(self.prompts, scores=scores, claim=claim)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
-        """One layer as the scorer sees it, with the queries and attention sums that it asks for."""
+        """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
         queries, sums, length, (batch, heads, slots, dim) = scorer.queries, None, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
@@ -247,7 +247,7 @@ class _Given(Source):
         )
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows per kv head and most recent rows, `[L, B]`, of a group of layers: by length, or from their claims."""
+        """Numbers of rows to keep and of most recent rows, each `[L, B]`, for a group of layers."""
         sizes = self.sizes
         if self.parts.claims:
             return _by_claims(self.parts, sizes, self.length, claims)
@@ -257,18 +257,18 @@ class _Given(Source):
         return rows, recent
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Rows of the pool of a group of layers: the most that prompts of any length keep, and the room."""
+        """Number of rows to allocate in a group of layers' pool: the most that any length keeps, plus the room."""
         return self.like.shape[1] * (self.sizes.capacity[group[0]] + len(group) * self.room)
 
     def rows(self, index: int) -> Unpacked:
-        """Removes and returns the rows held of a layer."""
+        """Removes a layer's held keys and values and returns them as `Unpacked`."""
         return self.held.pop(index)
 
 
 def _compressed(
     arrays: list[tuple[Any, Any, Any]], parts: Parts, length: Any, room: Any, key: Any, *, first: int, layers: int
 ) -> Rows:
-    """Compresses the layers from `first` on into the public `Rows`."""
+    """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
     key = as_key(0 if key is None else key)
     given = _Given(arrays, parts, length, room=room, key=key, first=first, layers=layers)
@@ -285,13 +285,13 @@ def _compressed(
 
 
 def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Array, "... S D"]:
-    """Rows with zeros for padding: a NaN there would spread in sums over rows."""
+    """Keys, values or queries with padding set to zero, since a NaN there would spread in sums."""
     inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < length[:, None]
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
 def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
-    """Rows per kv head and most recent rows of each layer by its claims, on the host; by a callback in a trace."""
+    """Numbers of rows to keep and of most recent rows, each `[L, B]`, from the layers' claims; computed on the host."""
     layers = len(claims)
 
     def on_host(claims, budget, length, forced):
@@ -308,7 +308,7 @@ def _by_claims(parts: Parts, sizes: _Sizes, length, claims) -> tuple[Int[Array, 
 
 
 def _as_taken(given: Method | type[Method] | str) -> Method:
-    """Returns the policy of an argument; refuses one that needs more than keys, values and queries of the prompt."""
+    """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.parts()
     for refused, remedy in (
@@ -324,7 +324,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
 
 
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
-    """Returns a layer's queries by kv head; refuses fewer than the policy needs."""
+    """Validates a layer's queries and returns them grouped by kv head; ValueError if the policy needs more tokens."""
     slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     asks = "all S queries" if parts.needs.sums else f"the last {window} queries of each sequence, or all S"
     require(given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]")
