@@ -42,7 +42,7 @@ def merge(
     width, rows, dim = parts.shape
     batch, heads = chunks.count.shape[1:]
     segments = batch * heads
-    # As many chunks as a segment has where segments are alike.
+    # Number of chunks merged at a time: as many as a segment has if all segments are equally long.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
     # Eight chunks of a warp at most: then all loads are issued before the first result is used.
     launch = dataclasses.replace(how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8))
@@ -68,7 +68,7 @@ def merge(
             part = load(refs.parts.at[at[:, None], column[None, :]], mask=mask, other=0.0)
             new_top = jnp.maximum(top, lse.max())
             shrink = jnp.exp2(top - new_top)
-            # A chunk without rows weighs nothing, even where there is no other.
+            # A chunk without rows has weight 0, even if it is the segment's only one.
             weight = jnp.where(lse > MASKED, jnp.exp2(lse - new_top), 0.0)
             return new_top, total * shrink + weight.sum(), acc * shrink + (part * weight[:, None]).sum(axis=0)
 

@@ -72,7 +72,7 @@ def flash(
     if dim not in DIMS:
         raise ValueError(f"head dim is {dim}: Mosaic's flash takes 64 and 128")
     version = None if interpret else mosaic.cuda_version()
-    # As JAX says of its own causal attention in Mosaic GPU.
+    # The same bound as in JAX's own causal attention in Mosaic GPU.
     if version is not None and 12080 <= version < 12091:
         raise ValueError(
             f"CUDA is {version // 1000}.{version % 1000 // 10}: its ptxas miscompiles Mosaic's masks: use 13"
@@ -131,7 +131,7 @@ def _program(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref, memor
     # The longest rows of the triangle start first, so that the last programs to finish are short ones.
     row = (q_ref.shape[2] // rows - 1 - mosaic.axis_index("tile")) * rows
     begin, tokens = first_ref[batch], jnp.minimum(length_ref[batch], k_ref.shape[2])
-    # Both warpgroups take as many steps: where one has less to see, masks hide the rest from it.
+    # Both warpgroups run the same number of steps; masks hide the keys that the earlier queries must not see.
     end = jnp.minimum(begin + jnp.minimum(row + rows, queries), tokens)
     end = jnp.where(begin + row < tokens, jnp.maximum(end, 0), 0)
     steps = lax.div(end + tiles.keys - 1, tiles.keys)

@@ -166,10 +166,10 @@ def column_sums(
                 s = jnp.where((key[:, None] <= position[None, :]) & counts[None, :], s, MASKED)
             return acc + exp2_of(s, scale, shift[None, :], interpret=interpret).sum(axis=1)
 
-        # Queries from these keys on see them; those behind them all, and wholly real, need no mask.
+        # Queries before these keys do not see them; blocks of real queries behind all of them need no mask.
         last = jnp.minimum(tokens - begin, queries)
         earliest = jnp.maximum(at - begin, 0) // block_q
-        # Keys of padding have no queries behind them that count.
+        # No real query sees the keys of padding.
         latest = jnp.where(at < tokens, (last + block_q - 1) // block_q, earliest)
         behind = (jnp.maximum(at + block_k - 1 - begin, 0) + block_q - 1) // block_q
         whole = jnp.minimum(jnp.maximum(behind, earliest), latest)

@@ -38,7 +38,7 @@ def window_sums(
     """
     batch, heads, group, window, dim = q.shape
     tiles = tiles or tuning.window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
-    # Rows of a tile: query head after query head; padding rows get positions without a query.
+    # Rows of a tile are queries, head after head; padding rows have position -1.
     count = -(-group * window // tiles.rows) * tiles.rows
     row = jnp.arange(count, dtype=jnp.int32)
     position = first[:, None] + row % window

@@ -45,7 +45,7 @@ class Implementation(enum.Enum):
         return member
 
 
-# Prefill of whole prompts alone: everything else about attention is then PALLAS.
+# These serve prefill of whole prompts only; scoring and decoding are then PALLAS.
 PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
 # AUTO takes the first that serves the model and the device.
 _FASTEST = (Implementation.CUDNN, Implementation.PALLAS, Implementation.XLA)

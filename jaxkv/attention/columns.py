@@ -179,7 +179,7 @@ def walk_scored(
     scaled, dot = scale_queries(q), lax.dot_general
     if other is not None:
         scaled = jnp.concatenate([scaled, other[:, :, None].astype(scaled.dtype)], axis=2)
-        # Exact products of float32, which a CPU gives anyhow: asked for them, XLA would take a slower path there.
+        # Float32 products must be exact. A CPU's are by default, and HIGHEST would take a slower path there.
         dot = dot if jax.default_backend() == "cpu" else partial(dot, precision=lax.Precision.HIGHEST)
     elif group == 1 and q.dtype.itemsize == 2:
         scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, 1), (0, 0)))

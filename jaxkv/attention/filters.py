@@ -11,7 +11,7 @@ from jaxkv.attention.xla import MASKED, inside_segments, scale_queries
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 
-# Most logits that exist at once while positions are scored.
+# Largest number of logits in memory at once while positions are scored.
 _LOGITS = 1 << 24
 
 
@@ -103,7 +103,7 @@ def by_position(
     column = jnp.where(pos < 0, slots, pos)[:, None]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     scaled = scale_queries(asked.q)
-    # A few queries at a time: such pools are small.
+    # In blocks of queries rather than of keys, because such pools are small.
     most = max(1, _LOGITS // (batch * heads * group * pos.shape[1]))
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 

@@ -16,14 +16,14 @@ _LN2 = math.log(2.0)
 MASKED = -1e30
 KEY_BLOCK = 512
 WALK_BLOCK = 128
-# Most bytes of the windows of a block, which are copied before they are multiplied: so many fit a core's own cache.
+# Most bytes of one block's windows, which are copied before they are multiplied: this much fits a core's own cache.
 _WINDOW_BYTES = 2 << 20
-# Rows from which a product of weights and values is cut, and sizes of its chunks, so that every core gets some.
+# Number of rows from which a product of weights and values is split, and allowed chunk sizes, so that all cores work.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
-# Queries per kv head from which every segment is walked, whatever was asked: the logits of many queries and all rows
-# lie in no core's cache. Over a pool half full 16 to 256 tokens take a half to a tenth of STRIDES' time, a twentieth
-# or less of WHOLE's (benchmarks/cpu.py, K = 3 and 8).
+# Number of queries per kv head from which segments are read in WINDOWS, whatever `walk` is: the logits of many
+# queries and all rows exceed any core's cache. Over a half-full pool, 16 to 256 tokens take a half to a tenth of the
+# time of STRIDES, and a twentieth or less of that of WHOLE (benchmarks/cpu.py, K = 3 and 8).
 _MANY_QUERIES = 48
 
 
@@ -62,7 +62,7 @@ def causal(
     block = min(KEY_BLOCK, k.shape[1])
     # exp2 with the scale folded into q saves a multiplication per logit.
     scaled = scale_queries(q, LOG2E).reshape(heads, group * queries, dim)
-    # In 16 bits a product is cheaper than a sum over rows: a column of ones among the values gathers the total.
+    # In 16 bits a matrix product is cheaper than a sum over rows: a column of ones in the values sums the weights.
     summed = v.dtype.itemsize == 2
     if summed:
         v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1), v.dtype), jnp.zeros((*v.shape[:2], 15), v.dtype)], axis=-1)
@@ -241,7 +241,7 @@ def windows(rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int) 
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(2, 3 + len(rest))), collapsed_slice_dims=(), start_index_map=(0,)
     )
-    # As one long pool: with an axis of sequences the compiler's copy is a fifth slower.
+    # All sequences as one long pool: with an axis of sequences XLA's copy is a fifth slower.
     flat = rows.reshape(batch * count, *rest)
     return lax.gather(flat, first[..., None], numbers, (size, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 

@@ -38,7 +38,7 @@ def artefact(
     run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     names = names._replace(sampling=sampling)
-    # Donated arrays come first, each side in the order of names, of which a bundle of arguments has none of its own.
+    # Donated arrays come first; both groups are sorted by name, the fields of `asked` by their own names.
     order = sorted(range(len(leaves)), key=lambda at: (at >= donated, str(_keys(leaves[at][0])[0])))
     leaves = [leaves[at] for at in order]
     outs: list[Any] = []

@@ -161,7 +161,7 @@ class Model:
         need(batch, f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}")
         need(longest <= of[0], f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=")
         need(new <= room, f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}")
-        # Where positions are places in the cache, `jaxkv export` has checked all but the prompt's own.
+        # Where positions are rows of the cache, `jaxkv export` has checked all but the prompt's own.
         seen = np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0
         seen, new = (0, 0) if said["rolling"] else (seen, new)
         total, limit = int((lengths + seen).max()) + new, said["positions"]

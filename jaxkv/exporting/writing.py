@@ -108,7 +108,7 @@ def export(
     groups = 1 if params.axes is None else params.axes.size("B")
     odd = [size for size in batches if size % groups]
     require(not odd, "batch", odd, f"the mesh has {groups} groups of sequences: give multiples of {groups}")
-    # Where positions are places within the cache, rows that are kept count: `require_positions` looks at the tables.
+    # Where positions are rows of the cache, only kept rows count: `require_positions` checks them by the tables.
     rolling = chosen.parts().rolling
     most = max(longest) + (0 if rolling else question + new)
     texts = "a prompt" if rolling else "prompt, question and new tokens together"
@@ -132,7 +132,7 @@ def export(
         implementation=backend,
     )
     folder = as_folder(directory)
-    # Written beside the place, so that the last step is a rename.
+    # Written beside the final path, so that the last step is a rename.
     with whole_folder(folder, "directory") as part:
         _write(part, job, _programs(part, job), weights)
     return folder

@@ -16,7 +16,7 @@ from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.models.config import ModelConfig
 
-# Filter layers of Llama 3 8B, of its 32 layers (OmniKV, appendix); other models get those at the same relative depth.
+# Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
 
 

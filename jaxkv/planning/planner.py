@@ -22,7 +22,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import POLICIES, as_policy
 from jaxkv.policies.wrapper import with_budget
 
-# Remedies offer budgets in such steps, and other policies in this order.
+# Remedies offer budgets in multiples of _STEP, from _LEAST_BUDGET on, and other policies in the order of _OTHERS.
 _STEP, _LEAST_BUDGET, _USUAL_BUDGET = 64, 128, 2048
 _OTHERS = ("snapkv", "adakv", "h2o")
 # Share of the memory that a driver reports which JAX takes by default.
@@ -216,7 +216,7 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
         if smaller is not None:
             rows, name = smaller.policy.parts().budget, policy_name(smaller.policy)
             yield Remedy(about=f"a budget of {rows:,}: {name}", setting=smaller, peak=sizes_of(smaller).peak)
-    # No less than every policy accepts, however short the prompts are and however small this one's budget is.
+    # At least _LEAST_BUDGET, which every policy accepts, even for short prompts or a small budget.
     budget = max(budget if isinstance(budget, int) else min(_USUAL_BUDGET, setting.context), _LEAST_BUDGET)
     for name in _OTHERS:
         other = POLICIES[name]

@@ -30,7 +30,7 @@ def policy_name(policy: Method) -> str:
     if budget is None or "budget=" in shown:
         return shown
     if f"{name}(" not in shown:
-        # A wrapper without a base stands on its usual one, which is not shown.
+        # A wrapper without a base policy wraps its default one, whose name is not shown.
         name = type(policy).__name__
     return shown.replace(f"{name}(", f"{name}(budget={budget!r}, ", 1).replace(", )", ")", 1)
 

@@ -16,7 +16,7 @@ from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reading import Reading
 
-# What XLA gives cuBLAS to work with, on Hopper.
+# Bytes of the workspace that XLA gives cuBLAS on Hopper.
 WORKSPACE = 1 << 25
 
 
@@ -85,11 +85,11 @@ class PrefillBytes:
             held = self.config.layers if self.parts.layers.from_scores else 1
             beside = (held + 1) * layer + self._activations()
         beside += bool(self._offloaded) * layer
-        # Attention wants one layer's loaded rows in another order.
+        # Attention transposes the loaded rows of one layer.
         turned = 0
         if reading is not None and self.loaded:
             turned = self._token * (reading.width if reading.filters else self.slots)
-        # Prompts in chunks are whole on the device until their last chunk.
+        # The rows of prompts that are read in chunks stay on the device until the last chunk.
         whole = self.host * (read is not None and read.by_chunks)
         return cache + max(self.loaded + turned, beside) + whole
 
@@ -133,7 +133,7 @@ class PrefillBytes:
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
         found += 4 * cells * config.heads * parts.needs.sums + self._moments()
-        # Scores of all layers, and as many sort keys and masks, where their heads compete.
+        # Scores, sort keys and masks of all layers, where the heads of all layers compete for rows.
         found += 20 * cells * config.kv_heads * config.layers * parts.layers.joint
         # Merging compares float32 copies of one layer's rows.
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
@@ -147,7 +147,7 @@ class PrefillBytes:
             name = "top layer" if top else "layer"
             there = self._always() + self._kept(index)
             found[name] = there + hidden + rows + self._looked() + self._layer(top)
-            # Of the top layer a token's hidden state comes out.
+            # The top layer returns the hidden state of one token alone.
             there += rows + (0 if top else hidden)
             found |= {f"{name}, {each}": there + more for each, more in self._afterwards(index, top).items()}
         found["logits"] = self._always() + sum(self.pools) + 4 * self.batch * self.config.vocab
@@ -157,7 +157,7 @@ class PrefillBytes:
         """Bytes of a layer's score, choose, merge and pack programs by name, besides its rows and lower layers."""
         parts, found = self.parts, dict[str, int]()
         scored = parts.ongoing is not None and parts.ongoing.scored
-        # What was observed, and what rows are ordered by; then the norms, where heads compete by them.
+        # Scores that rows are ordered by, the observed attention that is kept for later, and norms of keys.
         scores = self._rows_of(4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms)
         mask = self._rows_of(1)
         if parts.scorer is not None:
@@ -209,14 +209,14 @@ class PrefillBytes:
         """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""
         config, needs, tokens = self.config, self.parts.needs, self.batch * long_block(self.slots, self.batch)
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
-        # Queries, output and what else of their size, and the log-sum-exp of each query.
+        # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
         attend = queries * backend_of(self.implementation).query_copies
         attend += 4 * self.batch * config.heads * self.slots
-        # Of a mixture's tokens as many go through at once as an expert takes, and beside them are the sums of all.
+        # A mixture runs an expert on `block_rows` tokens at a time, beside the float32 sums of all tokens.
         rows, sums, weights = tokens, self.item, 0
         if config.experts is not None:
             rows, sums = block_rows(tokens, config.experts.chosen, config.experts.count), 4
-            # Those of one expert, cut out of all.
+            # The weights of one expert, sliced out of the stacked ones.
             weights = (2 + config.gated) * config.hidden * config.embed * self.item
         # Inner products of the MLP, and its output and the residual stream, are float32.
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights

@@ -27,8 +27,8 @@ ATTENTION = 0.35
 LAUNCH = 1.3 * _MICRO
 # Seconds of a kernel of a few CTAs: one or two round trips to memory.
 SMALL = 0.7 * _MICRO
-# Seconds that a pass over rows takes beside streaming them, to load its tables and to finish; then those of the kernel
-# that merges its chunks.
+# Seconds that a pass over rows takes besides streaming them, to load its tables and to finish (PASS); and seconds of
+# the kernel that merges its chunks (MERGE).
 PASS = 1.9 * _MICRO
 MERGE = 1.2 * _MICRO
 # Launches of a layer that are matrix products, and those of its attention: their time follows from bytes read.

@@ -37,7 +37,7 @@ class Door:
         self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
         self._plain: Any = jax.jit(fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler)
         run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
-        # Profiles call it as they do without a mesh.
+        # Profiles show the same name as without a mesh.
         run.__name__ = fn.__name__
         statics = ("axes", "ins", "statics")
         self._split: Any = jax.jit(run, static_argnames=statics, donate_argnames=("given",), compiler_options=compiler)
@@ -134,7 +134,7 @@ class Door:
             return [leaf for _, leaf in flat]
 
         split = functools.partial(jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False)
-        # Which arrays come out is known once the function has been looked at.
+        # The output specs are known only once the function has been traced.
         jax.eval_shape(split(out_specs=P()), *leaves)
         return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
 
@@ -143,7 +143,7 @@ def _out_spec(letters: str, axes: Axes) -> P:
     """PartitionSpec of a result by its axis letters; TypeError for a result annotated "..."."""
     if letters.startswith("..."):
         raise TypeError(f"letters={letters!r}: what a program gives lies where its letters say: name its axes")
-    # A part does not show whether an axis behind `#` is one of many: what comes out of a program is.
+    # A part of size 1 does not show whether a whole axis marked `#` has size 1: in results it is taken as split.
     return spec_of_letters(letters, axes.mesh)
 
 

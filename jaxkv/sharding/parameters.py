@@ -14,7 +14,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import NAMES, spec_of_letters
 
 _AXES = ("data", "model")
-# Letters by the last part of the name; other parameters are whole on every device, such as biases added after a psum.
+# Axis letters by the last part of a parameter's name; others, such as biases added after a psum, are replicated.
 _PARAMETERS = {
     "q": "K G D E",
     "q_bias": "K G D",

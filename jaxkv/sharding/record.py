@@ -71,7 +71,7 @@ class Recorder:
             self._known[known] = self._traced(door, jax.tree.unflatten(tree, shapes), options)
         call = self._known[known]
         placed, (leaves, result) = jax.tree.leaves(call.arguments), jax.tree.flatten(call.results)
-        # Shapes among the arguments are resident arrays.
+        # Abstract arrays among the arguments are resident arrays.
         stays = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given]
         arrays = [leaf for leaf, still in zip(given, stays, strict=True) if not still]
         lying = [leaf for leaf, still in zip(placed, stays, strict=True) if not still]
