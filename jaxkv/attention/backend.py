@@ -42,7 +42,7 @@ class Backend(abc.ABC):
     A backend is a file with a subclass, and one line of `Implementation` that names it.
 
     Attributes:
-        at_once: True if `prefill` takes all sequences of a batch in one call; else one after the other, in blocks of
+        at_once: True if `prefill` takes all sequences of a batch in one call; else prompt by prompt, in blocks of
             queries, so that padding costs no time.
         query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.

@@ -1,4 +1,4 @@
-"""Static config of a bucket of prompts: the policy's numbers for every length, pools, and room for all that comes."""
+"""Static config of a bucket of prompt lengths: the policy's budgets by length, pool sizes, and room for new tokens."""
 
 import dataclasses
 from collections.abc import Callable

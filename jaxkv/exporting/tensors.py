@@ -1,4 +1,4 @@
-"""Writes arrays as safetensors files, one array after the other: never two of them in memory."""
+"""Writes arrays as safetensors files, with at most one array copied to host memory at a time."""
 
 import hashlib
 import json

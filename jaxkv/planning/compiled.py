@@ -95,10 +95,10 @@ class CompiledPlan:
         programs: decode and all programs of a prefill.
         weights: bytes of a GPU's parameters, which are part of both peaks.
         kernels: number of kernels that ptxas assembled; None without ptxas.
-        spills: (kernel, bytes) of those that spill registers.
-        notes: what has been left out.
+        spills: (kernel, bytes) of the kernels that spill registers.
+        notes: lines of text on parts that are left out.
         jaxlib: version of the compiler.
-        seconds: in all, the start of a process included.
+        seconds: total time, the start of the child process included.
     """
 
     decode: CompiledProgram
@@ -147,9 +147,9 @@ def plugin() -> str:
 def compile_plan(setting: Setting) -> CompiledPlan:
     """Compiles a setting's programs with XLA in a child process, without GPUs; returns a `CompiledPlan`.
 
-    A process of its own does it, because this one's JAX may be in use on other devices; its output is discarded.
-    ImportError without the compiler; ValueError where it refuses, and for policies with chunked prompts or offloaded
-    rows; TypeError for a policy that cannot be pickled.
+    In a child process, because this process's JAX may be in use on other devices; the child's output is discarded.
+    ImportError if the compiler is missing; ValueError if it refuses a program, and for policies with chunked prompts or
+    offloaded rows; TypeError for a policy that cannot be pickled.
     """
     jaxlib = plugin()
     parts = setting.policy.parts()

@@ -41,7 +41,7 @@ def collectives(text: str) -> collections.Counter[Any]:
 
 
 def aliased(text: str) -> int:
-    """Bytes of the donated arguments of an HLO module into which results are written."""
+    """Bytes of an HLO module's donated arguments, parsed from its text, into which results are written."""
     head = text.split("\n", 1)[0]
     layout = head[head.index("entry_computation_layout=") :]
     arguments = arrays_in(layout[: layout.index("->")])

@@ -139,7 +139,7 @@ def setting_of(
 
 
 def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups in a mesh of `count` GPUs such as `2x4` or (2, 4); ValueError if they differ."""
+    """Number of data-parallel groups of a mesh such as `2x4` or (2, 4); ValueError if its size is not `count`."""
     if mesh is None:
         return 1
     parts = mesh.lower().split("x") if isinstance(mesh, str) else list(mesh) if isinstance(mesh, (tuple, list)) else []

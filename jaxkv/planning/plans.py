@@ -71,14 +71,14 @@ class Plan:
     """Result of `plan` for GPUs: bytes of one GPU (`sizes`), whether they fit, the largest batch and context, speed.
 
     Attributes:
-        setting: what was asked.
+        setting: the checked request.
         sizes: bytes by arithmetic.
         largest_batch: largest number of prompts of this length that fit; 0 where none does.
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
-        remedies: changes that would make it fit, where it does not.
+        remedies: changed settings that fit, if this one does not.
         speed: an estimate that no GPU has confirmed; None where rows come from host memory.
         notes: assumptions.
-        compiled: the real compiler's figures, if it was asked.
+        compiled: figures of XLA's compiler; None without `compile`.
     """
 
     setting: Setting
@@ -220,7 +220,7 @@ class MachinePlan:
     """Result of `plan` for a process on this machine's CPU: its bytes by part, the largest batch and context.
 
     Attributes:
-        setting: what was asked, with the bytes that are free now.
+        setting: the checked request, with the bytes that are free now.
         process: the process' bytes by part.
         largest_batch: largest number of prompts of this length that fit; 0 where none does.
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.

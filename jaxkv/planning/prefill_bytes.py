@@ -1,9 +1,8 @@
-"""Bytes that a prefill takes on one device, weights left out: by arithmetic, which the engine's plans ask for.
+"""Bytes that a prefill takes on one device, weights excluded, by arithmetic; the engine's plans use them.
 
-On a GPU prompts go through a layer together; then its rows are scored, chosen, merged and packed, each by a program of
-its own. Most lies there around the last layers, when most of the cache does too: those are looked at. What a program's
-arrays weigh follows from their shapes; what XLA needs beside them is what it needed where it was asked
-(`benchmarks/results/plan_cells.md`).
+On a GPU all prompts go through a layer together; then separate programs score, choose, merge and pack its rows. Memory
+peaks at the last two layers, when most of the cache exists, so only these are computed. Sizes of arrays follow from
+their shapes; XLA's temporaries beside them follow measurements (`benchmarks/results/plan_cells.md`).
 """
 
 import dataclasses
@@ -32,13 +31,13 @@ class PrefillBytes:
 
     Attributes:
         config: the device's part of the model.
-        parts: of the policy.
-        batch: prompts on the device.
-        slots: of each.
+        parts: parts of the policy.
+        batch: number of prompts on the device.
+        slots: padded length of each prompt.
         item: bytes of a number of the model's dtype.
-        pool_rows: rows of each pool, of one sequence.
-        kv_heads: of all devices together.
-        implementation: what computes attention.
+        pool_rows: rows of one sequence in each pool.
+        kv_heads: number of kv heads over all devices.
+        implementation: implementation of attention.
     """
 
     config: ModelConfig

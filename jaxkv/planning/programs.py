@@ -147,7 +147,7 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: Work) -> Iterator[Call]:
-    """Yields a prefill's program calls named by purpose; of calls of one program the one with most live bytes."""
+    """Yields a prefill's program calls named by purpose; of calls with equal purpose and argument tree the largest."""
     heaviest = dict[Any, Call]()
     for call in work.prefill.calls:
         if call.name not in SMALL:

@@ -1,1 +1,1 @@
-"""Meshes: letters of axes, placement of arrays, the door to programs, collectives, recorded calls."""
+"""Meshes: letters of axes, placement of arrays, `program` for compiled functions, collectives, recorded calls."""

@@ -109,9 +109,9 @@ def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
 
 
 def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """PartitionSpec of axis letters, without trailing unsplit axes; `mesh` also drops mesh axes of one device.
+    """PartitionSpec of axis letters such as "B K D"; with `mesh`, its axes of size 1 are left out.
 
-    ValueError if two letters use the same axis of the mesh.
+    Trailing unsplit axes are left out. ValueError if two letters use the same axis of the mesh.
     """
     found = [LETTERS.get(name.lstrip("#")) for name in letters.split()]
     taken = [name for names in found for name in names or ()]

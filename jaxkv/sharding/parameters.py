@@ -34,7 +34,7 @@ _PARAMETERS = {
 
 
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """PartitionSpec of a parameter path such as `blocks.0.attention.q`; `mesh` drops its axes of one device."""
+    """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, its axes of size 1 are left out."""
     return spec_of_letters(_PARAMETERS.get(path.rsplit(".", 1)[-1], ""), mesh)
 
 

@@ -1,7 +1,7 @@
-"""Records calls of programs on abstract arrays, with the bytes that live beside each call, without running one.
+"""Records program calls on abstract arrays, with the bytes that are live beside each call, without running any.
 
-The walk is traced as one outer program. A `Door` that is called meanwhile traces its program for the abstract arrays,
-and becomes one equation of the outer program: live arrays follow from the last use of each.
+The caller's function is traced as one outer program. Each `Door` that it calls traces its own program for the abstract
+arrays and becomes one equation of the outer program; the last use of each array shows when it is live.
 """
 
 import dataclasses
