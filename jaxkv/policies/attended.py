@@ -84,7 +84,7 @@ def _require_odd(pool: "MaxPool | AvgPool") -> None:
     require(pool.kernel % 2 == 1, "kernel", pool.kernel, "an even kernel has no middle: give an odd number")
 
 
-# Wider kernels are one operation: as shifts they would be a program of their own length.
+# Wider kernels use `reduce_window`: as shifts, the program would grow with the kernel.
 _MOST_SHIFTS = 63
 
 
@@ -158,10 +158,10 @@ class WindowAttention(Scorer, Value):
     """SnapKV's scorer: attention of the prompt's last `window` queries on each row, pooled over neighbours.
 
     Attributes:
-        window: queries observed.
+        window: number of the prompt's last queries that are read.
         pooling: how scores spread to neighbours; the window's own columns take no part.
-        group: from query heads to kv head.
-        order: when the pooling happens.
+        group: `GroupReduce`, or its value: how query heads' scores are reduced to their kv head's.
+        order: `PoolOrder`, or its value: pooling before or after the reduction over queries and query heads.
 
     References:
         SnapKV, arXiv:2404.14469, section 4; Ada-KV, arXiv:2407.11550, algorithm 2.
@@ -207,7 +207,7 @@ class WindowAttention(Scorer, Value):
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:
     """Reduces observations over mesh devices that share a kv head's query heads, by the scorer's mean or max."""
     if not sees_query_heads(scorer):
-        # Without a look at query heads all devices have observed the same.
+        # Scorers that read no query heads observe the same on all devices.
         return observed
     largest = group_of(scorer) is GroupReduce.MAX
     return (most_of_devices if largest else mean_of_devices)(observed, "G", axes)

@@ -45,7 +45,7 @@ class Weights(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """Enum of who shares a running threshold: each kv head has its own (HEAD), or a layer's heads share one (LAYER)."""
+    """Enum: one running threshold per kv head (HEAD), or one per layer, shared by the layer's heads (LAYER)."""
 
     HEAD = "head"
     LAYER = "layer"
@@ -235,7 +235,7 @@ class Merge(Merger, Value):
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
-        """Keys or values after the rows of mask `joins` were averaged into their nearest kept rows, by `shares`."""
+        """Keys or values after the dropped rows in mask `joins` were averaged into their nearest kept rows."""
         add, divide, own = self.shares(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 

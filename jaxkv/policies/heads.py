@@ -14,7 +14,7 @@ from jaxkv.policies.topk import sortable, top
 # The largest capacity: no layer's kv heads lie on more devices.
 _UNLIMITED = 1000.0
 _Keys = UInt[Array, "B K S"]
-# Of Python's, of numpy's, or on a device.
+# Python ints, or numpy or JAX arrays.
 Numbers = TypeVar("Numbers", int, Array)
 
 
@@ -45,7 +45,7 @@ class HeadBudgets(Protocol):
             candidates: rows that can be chosen: neither padding nor among those that stay anyway.
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
-            norms: of the values, seen through the output projection, if needed.
+            norms: norms of the values seen through the output projection; None unless `needs_norms`.
         """
 
 

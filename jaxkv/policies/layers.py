@@ -14,7 +14,7 @@ from jaxkv._checks import field, real
 from jaxkv._errors import require
 from jaxkv._values import Value, halved, is_traced, namespace
 
-# Arrays of numpy's on the host, or of JAX's and traced: int64[N] of N prompts; int64 and float64[L, N] of layers.
+# numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.
 Counts = Any
 Table = Any
 Reals = Any
@@ -26,7 +26,7 @@ class LayerBudgets(Protocol):
 
     @property
     def from_scores(self) -> bool:
-        """True if the division depends on all layers' scores: prefill keeps all rows until then, in one shared pool."""
+        """True if rows per layer depend on all layers' scores: prefill keeps all rows until then, in one pool."""
         return False
 
     @property
@@ -62,7 +62,7 @@ class LayerBudgets(Protocol):
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
     def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """Weight `[B]` of one layer in the division of rows: the mean of its heads' statistics."""
+        """Weight `[B]` of one layer in the division of rows among layers: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
@@ -184,7 +184,7 @@ class _Decreasing(_WithBeta):
         raise TypeError(f"{type(self).__name__} has no schedule")
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget divided by `shape` and rounded."""
+        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to `shape`."""
         xp = namespace(budget)
         base = xp.asarray(budget, xp.int64) - forced
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
@@ -250,7 +250,7 @@ class _FromScores(LayerBudgets, Value):
     from_scores: ClassVar[bool] = True
 
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to the weights."""
+        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to `weights`."""
         xp, weights = namespace(weights), finite(weights)
         base = xp.asarray(budget, xp.int64) - forced
         total = weights.sum(axis=0)

@@ -45,8 +45,8 @@ class Joined(NamedTuple):
 
     Attributes:
         joins: `bool[N, K]` where the kept row changes.
-        k: `f32[N, K, D]` its key then; None leaves all keys as they are.
-        v: `f32[N, K, D]` its value likewise.
+        k: `f32[N, K, D]` the kept rows' new keys; None leaves all keys unchanged.
+        v: `f32[N, K, D]` the kept rows' new values; None likewise.
         tau: `f32[N, K, n]` thresholds from now on; None without any.
     """
 
@@ -141,7 +141,7 @@ class Merger(Protocol):
 
         Args:
             index: position in `compares` of what found the nearest row.
-            cosine: of the dropped row and the nearest one.
+            cosine: cosine of the dropped row and the nearest one.
             dropped: the dropped row.
             nearest: the kept row.
             goes: mask of segments that drop a row; elsewhere the other arguments hold anything, and nothing may change.

@@ -50,7 +50,7 @@ class Keep(Value):
         object.__setattr__(self, "protect", tuple((start, stop) for start, stop in spans))
 
     def mask(self, lengths: Any, slots: int) -> Any:
-        """Mask `[B, S]` of a prompt's rows that are always kept; the share `recent` is not included.
+        """Mask `[B, S]` of a prompt's rows that are always kept; does not include the share `recent`.
 
         Args:
             lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
@@ -65,7 +65,7 @@ class Keep(Value):
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Number `[N]` of rows always kept in texts of these lengths; the share `recent` is not included.
+        """Number `[N]` of rows always kept in texts of these lengths; does not include the share `recent`.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
@@ -89,7 +89,7 @@ class Keep(Value):
         return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mask of rows that are sinks or lie in protected spans; the window is not included.
+        """Mask of the positions that are sinks or lie in protected spans; does not include the window.
 
         Args:
             pos: positions of rows.
@@ -365,7 +365,7 @@ class Parts(Value):
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """Texts for people that describe the parts, by name of the part."""
+        """Texts for people, by name of the part: scorer, layers, heads, kept rows and what follows the prompt."""
         scorer = "everything" if self.scorer is None else repr(self.scorer)
         kept = f"sinks={self.keep.sinks}, window={self.keep.window}"
         parts = {"scorer": scorer, "layers": repr(self.layers), "heads": repr(self.heads), "always kept": kept}

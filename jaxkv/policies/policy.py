@@ -89,7 +89,7 @@ class Method(Value):
             raise TypeError(f"{name}: {error}; {remedy}") from None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Parts are made again of the fields.
+        # Parts are recomputed from the fields.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _check(self) -> None:
@@ -183,7 +183,7 @@ class Policy(Method):
     def _check(self) -> None:
         keep = self.keep
         if isinstance(keep, Keep) and keep.protect:
-            # A copy is made of all fields, and then has the same spans in both.
+            # `dataclasses.replace` passes all fields, so that a copy has the same spans in both.
             once = self.protect in ((), keep.protect)
             require(once, "protect", self.protect, f"{keep} has spans: give them in one place")
             object.__setattr__(self, "protect", keep.protect)

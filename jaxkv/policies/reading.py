@@ -123,7 +123,7 @@ class Reads(Protocol):
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of tokens of each prompt read by a layer that does not read everything.
+        """Number `[B]` of each prompt's tokens that a layer reads if it does not read everything.
 
         Args:
             lengths: tokens of each prompt.
@@ -276,7 +276,7 @@ class FilteredReads(Value):
         return (mem - whole) / (1 - whole)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of tokens of each prompt that layers read of a filter's choice: the budget, or its share.
+        """Number `[B]` of each prompt's tokens that a layer reads of a filter's choice: the budget in tokens.
 
         Args:
             lengths: tokens of each prompt.
@@ -334,7 +334,7 @@ class LoadedReads(Value):
             field(self, name, whole, f"give a number, at least {least}", least=least)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of tokens of each prompt that a layer reads: the prompts' lengths."""
+        """Number `[B]` of each prompt's tokens that a layer reads: all, the prompts' lengths."""
         return np.asarray(lengths, np.int64)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:

@@ -172,7 +172,7 @@ class WorstAttention(Scorer, Value):
             return (pooled * ratio).max(axis=(0, 1))
 
         most = attention.window_mass(seen.q, seen.k, seen.q_positions, worst)
-        # Before the mean over the row is taken: it is that of the whole group.
+        # Reduced before the mean over the row, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
         mean = jnp.where(index < before, most, 0.0).sum(axis=-1, keepdims=True)

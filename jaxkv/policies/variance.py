@@ -18,7 +18,7 @@ _LEAST = 100
 
 
 class Statistic(enum.Enum):
-    """Enum of how the variance F of a layer's attention becomes the layer's weight in the division of rows.
+    """Enum of how the variance F of a layer's attention becomes its weight in the division of rows among layers.
 
     HEADNORM: exp(-F), F the mean over heads of variances scaled to [0, 1] within the layer: the published code.
     RAW: exp(-F), F the mean variance itself, as the paper prints it: nearly all goes to the least uneven layers.
@@ -134,7 +134,7 @@ class VarianceLayers(LayerBudgets, Value):
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
-        """Integer rows per layer, each in [least, length], that divide `total` by the layers' statistics F."""
+        """Integer rows per layer, each in [least, length], of sum `total`, computed from the statistics F."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)

@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowMethod):
-    """Keeps SnapKV's rows, chosen without pooling, after values were merged into those of the tokens after them.
+    """Keeps rows as SnapKV does, without pooling, after values were added to those of the tokens behind them.
 
     Attributes:
         start: first share of the prompt whose values are not folded.

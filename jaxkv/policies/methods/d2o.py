@@ -16,7 +16,7 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
 
-# The published code's.
+# Values of the published code.
 _RECENT = 0.5
 _MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION)
 
@@ -24,7 +24,7 @@ _MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decisi
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """Keeps rows as H2O does, 3:1 after four sinks; layers of even attention get more; merges dropped rows.
+    """Keeps four sinks and H2O's rows, 3:1; more in layers of even attention; merges dropped rows into similar ones.
 
     `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
     ablations of the paper's Table 6. A prompt shorter than a budget in rows has nothing to divide yet: its layers may

@@ -17,7 +17,7 @@ class DefensiveKV(Method):
     """Keeps rows by the largest attention of any window query and by value norms; a layer's kv heads compete.
 
     Attributes:
-        window: last tokens of the prompt; they observe and always stay.
+        window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
         sinks: first tokens that always stay.
         kernel: neighbours over which attention is averaged.
         capacity: on a mesh, rows that the heads of one device may hold, over their even share.

@@ -95,7 +95,7 @@ class RoCo(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """Keeps the rows that the last token attends to, the same in all heads of a layer; evicts a row per new token.
+    """Keeps the rows that the last token attends to, the same positions in all heads; evicts a row per new token.
 
     Attributes:
         per_head: let each kv head drop a row of its own.

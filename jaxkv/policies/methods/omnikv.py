@@ -31,7 +31,7 @@ class OmniKV(Method):
         offload: rows of the layers that read chosen tokens wait in host memory.
         prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
             read this many chosen earlier tokens for each token of the chunk, and the chunk.
-        prefill_chunk: tokens of such a chunk.
+        prefill_chunk: number of tokens of a chunk.
         base: a policy (or its name or class) that compresses the prompt first; its heads read those of their kept rows
             that are chosen.
 
@@ -112,7 +112,7 @@ class BrutalOffload(Method):
 
     Attributes:
         resident_layers: layers from the bottom whose rows stay on the device.
-        ahead: layers that a load is ahead of its use.
+        ahead: number of layers by which loads are started ahead of use.
 
     References:
         OmniKV, section 5.2 ("Brutal Offload": the final 20 of 32 layers, 4 layers ahead); its code keeps 10 layers.

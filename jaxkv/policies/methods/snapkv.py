@@ -17,10 +17,10 @@ class WindowMethod(Method):
     """Base of SnapKV-like policies: the prompt's last `window` queries score the rows before them.
 
     Attributes:
-        window: last tokens of the prompt; they observe and always stay.
+        window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
         sinks: first tokens that always stay.
         pooling: how scores spread to neighbours.
-        group: from query heads to kv head.
+        group: `GroupReduce`, or its value: how query heads' scores are reduced to their kv head's.
         order: pooling after the means (published code) or before them (Ada-KV's Algorithm 2).
         allocation: budgets of the layers.
     """
