@@ -310,7 +310,7 @@ class ValueMerge(Merger, Value):
     """CaM's merger: adds 1 / `window` of a value to each of the next `window` values, with a probability by attention.
 
     Attributes:
-        window: tokens behind that take a share each; the policy's window.
+        window: number of following tokens that take a share each; the policy's window.
         start: first share of the prompt whose values are not folded.
         expected: multiply by the probability instead of drawing.
 
@@ -370,7 +370,7 @@ class ValueMerge(Merger, Value):
         begin = -(-(length * share.numerator) // share.denominator)
         first_top = jnp.where(index < begin, mass, 0.0).max()
         padded = jnp.pad(mass, (0, window - 1))
-        # The largest of each row and the window - 1 behind it.
+        # The largest of each row and the window - 1 rows after it.
         around = lax.reduce_window(padded, 0.0, lax.max, (window,), (1,), "VALID")
         top = jnp.maximum(first_top, around)
         chance = jnp.where(top > 0, jnp.clip(mass / jnp.where(top > 0, top, 1.0), 0, 1), jnp.where(mass > 0, 1.0, 0.0))

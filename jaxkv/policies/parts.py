@@ -107,7 +107,7 @@ class Keep(Value):
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
-            # A span is the prompt's: tokens drawn behind a short prompt are no part of it.
+            # Spans are of the prompt: tokens drawn after a short prompt are no part of them.
             spans.append((first, last if stop < 0 else least(last, prompt)))
         return spans
 

@@ -1,4 +1,4 @@
-"""CaM: values of tokens that may be dropped fold into those of the tokens behind them."""
+"""CaM: values of tokens that may be dropped are added to those of the tokens after them."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowMethod):
-    """Keeps rows as SnapKV does, without pooling, after values were added to those of the tokens behind them.
+    """Keeps rows as SnapKV does, without pooling, once values were added to those of the tokens after them.
 
     Attributes:
         start: first share of the prompt whose values are not folded.

@@ -26,7 +26,7 @@ class OmniKV(Method):
             the others' tokens, at least the window as above.
         selector: `Selector`, or its value: which queries choose.
         window: newest tokens whose queries choose, unless only the last one's does.
-        adjacent: layers behind a filter that read everything, while chosen rows are on their way.
+        adjacent: number of layers above a filter that read everything, while chosen rows are being loaded.
         include_generated: tokens after the prompt are read only if they are chosen as well.
         offload: rows of the layers that read chosen tokens wait in host memory.
         prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers

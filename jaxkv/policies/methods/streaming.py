@@ -21,7 +21,7 @@ class StreamingLLM(Method):
         sinks: first tokens that always stay; the rest of the budget goes to the last ones.
         rolling_positions: number rows by their place in the cache, as the paper does, instead of their place in the
             text: keys are kept before RoPE and rotated at every read.
-        slide: drop the oldest row behind the sinks for every new token, instead of appending.
+        slide: drop the oldest row after the sinks for every new token, instead of appending.
 
     References:
         Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453, section 3.2.
