@@ -97,7 +97,7 @@ class ChatTemplate:
         body = json.dumps(request, default=_plain)
         seconds = _SECONDS + _SECONDS_PER_BYTE * len(body)
         line = f'{{"seconds": {seconds}, {body[1:]}\n'.encode()
-        # The process may have ended (idle, killed), or belong to the parent of this fork: then a new one is started.
+        # If the process has ended (idle, killed) or belongs to the parent of this fork, a new one is started.
         for worker in (self._worker, None):
             if worker is None:
                 worker = self._start()

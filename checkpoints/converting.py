@@ -39,7 +39,7 @@ from .tensor import dtype_of
 from .whole_files import remove_unfinished
 
 DTYPES = ("float32", "bfloat16", "float16")
-# What is converted and how; and one JSON line for each tensor that is written.
+# Files of an unfinished conversion: source and settings; and one JSON line per tensor written.
 _JOURNAL, _DONE = "conversion.json", "done.jsonl"
 # Files beside the weights: tokenizer, chat template, generation settings.
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -76,7 +76,7 @@ def convert(
     require(known, "dtype", dtype, f"give one of {', '.join(DTYPES)}, or leave it out")
     folder = Path(target).expanduser()
     require_free(folder, "target")
-    # Otherwise the next run would take the result of this one for its source.
+    # Otherwise the next run would read the result of this one as its source.
     require(not _is_at(source, folder), "target", folder, "the source is called so: choose another folder")
     part = folder.with_name(folder.name + UNFINISHED)
     checkpoint = open_checkpoint(fetch(source, progress=progress))
@@ -143,13 +143,13 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
-    """Entries of the tensors that an earlier run of the same conversion wrote; creates the folder on a first run."""
+    """Manifest entries, by name, of tensors written by an earlier run of this conversion; creates a missing folder."""
     try:
         (part / TENSORS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refusal("target", part, f"no folder can be made there ({reason(error)}): choose another") from error
     remedy = "an unfinished conversion of something else: remove it, or choose another target"
-    # The manifest is written last: with it only the folder's name is wrong.
+    # The manifest is written last: if it exists, only the folder has still to be renamed.
     found = next((part / name for name in (MANIFEST, _JOURNAL) if (part / name).is_file()), None)
     if found is None:
         require(not any((part / TENSORS).iterdir()), "target", part, remedy)
@@ -194,7 +194,7 @@ def _write(part: Path, name: str, array: np.ndarray) -> Entry:
     entry = Entry.of(name, array, WEIGHTS)
     place.mkdir(exist_ok=True)  # of an array without elements
     with (part / _DONE).open("a", encoding="utf-8") as file:
-        # The leading newline ends a line that was cut off.
+        # The leading newline terminates a previous line that was cut off.
         file.write("\n" + json.dumps({name: entry.json()}) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -59,7 +59,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     if not isinstance(text, str):
         raise TypeError(f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string")
     require(bool(text.strip()), "name_or_path", text, "give a path, a model's name or a hub id")
-    # Leaves "~name" as it is where there is no such user; Path.expanduser would raise.
+    # Leaves "~name" unchanged if there is no such user; Path.expanduser would raise.
     path = Path(os.path.expanduser(text))
     # Paths on disk come first, so that a user's own folder is never passed over for a download.
     if _exists(path):

@@ -90,7 +90,7 @@ class GgufFile:
         """Number of heads of a Q or K projection whose rows llama.cpp has interleaved; None for other tensors."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
-            # A tensor of another shape is refused where it is loaded.
+            # A tensor of another shape is refused later, when the model is loaded.
             if self._arch == "llama" and f".self_attn.{part}." in name and tensor.shape[:1] == (heads * head_dim,):
                 return heads if head_dim % 2 == 0 else None
         return None
@@ -118,7 +118,7 @@ class GgufFile:
         value = self._metadata.get(key)
         if value is None:
             return default
-        # An integer passes for a float; a boolean passes for neither.
+        # An integer is accepted as a float; a bool is accepted as neither.
         sound = type(value) in ((int, float) if kind is float else (kind,))
         require(sound, key, value, f"{_KINDS[kind]} is expected; convert the model again")
         return value
@@ -192,7 +192,7 @@ class GgufFile:
     def _ids(self) -> dict[str, int | None]:
         """Ids of the special tokens by kind (bos, eos, eot, pad, unk); None for a kind without id or sound default."""
         ids = {kind: self._get(f"tokenizer.ggml.{key}_token_id", kind=int) for kind, key in _ID_KEYS.items()}
-        # llama.cpp's defaults of a sentencepiece vocabulary. Of "gpt2" they would be 11, which is a comma in most.
+        # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
         if self._get("tokenizer.ggml.model", kind=str) == "llama":
             count = len(self._get("tokenizer.ggml.tokens", [], kind=list))
             ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < count}

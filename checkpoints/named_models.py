@@ -75,7 +75,7 @@ class FolderSource:
 
     @property
     def path(self) -> Path:
-        """Path of the folder."""
+        """Path of the model's folder inside this package."""
         return Path(str(resources.files(__package__) / "data" / self.folder))
 
     @property

@@ -23,7 +23,7 @@ from .json_files import read_json, write_json
 from .tensor import Index, StoredTensor, dtype_of
 
 MANIFEST = "jaxkv.json"
-# Suffix of a folder's name until it is whole.
+# Suffix of a folder's name until it is completely written.
 UNFINISHED = ".partial"
 TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
 
@@ -31,7 +31,7 @@ TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
 _CHUNK_BYTES = 32 << 20
 # Names that every file system takes.
 _PLAIN = re.compile(r"\w[\w.-]{0,199}")
-# Files by which a folder written by Orbax is known.
+# Files that identify a folder written by Orbax.
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _MOST_AXES = 8
 
@@ -220,7 +220,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     tree = {name: array for name, array in arrays.items() if array.size}
     chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
-    # Otherwise, with several JAX processes, Orbax waits for the others, which may write nothing.
+    # Otherwise, with several JAX processes, Orbax would wait for the others, which may not be writing.
     me = ocp.multihost.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process-{me}"
@@ -240,7 +240,7 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
         ValueError: where something lies at `folder`, before or after the body, or no folder can be made there.
     """
     require_free(folder, field)
-    # Beside it, so that the last step is a rename. A short name: the folder's own may be as long as names can be.
+    # Beside `folder`, so that the last step is a rename; a short name, as the folder's may have the maximal length.
     part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     missing = [each for each in (part, *part.parents) if not os.path.lexists(each)]
     try:

@@ -17,7 +17,7 @@ from ._errors import refusal, require
 from .json_files import AGAIN, read_json
 from .tensor import Index, StoredTensor
 
-# Dtypes of which the library makes numpy arrays.
+# Dtypes that the library reads as numpy arrays.
 _READ: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -33,7 +33,7 @@ _READ: dict[str, Any] = {
     "F32": np.float32,
     "F64": np.float64,
 }
-# 8-bit floats, which the library checks but makes no numpy arrays of.
+# 8-bit floats, which the library validates but cannot read as numpy arrays.
 _EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         require(not twice, "file", path, f"its header names {twice[:3]} more than once; {AGAIN}")
         return dict(pairs)
 
-    # Of two tensors of one name the library silently takes the last.
+    # If two tensors have the same name, the library silently takes the last one.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length), object_pairs_hook=unique)

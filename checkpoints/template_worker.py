@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 _IDLE_SECONDS = 60
-# The asking process kills this one earlier, unless it has ended itself.
+# The parent process kills this one earlier, unless the parent itself has ended.
 _GRACE_SECONDS = 5
 # Limit of address space, of which Python and Jinja take an eighth.
 _BYTES, _BYTES_PER_INPUT = 1 << 30, 64

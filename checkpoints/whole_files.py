@@ -21,11 +21,11 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: where it cannot be written, naming the file.
     """
-    # A short name: the file's own may be as long as names can be.
+    # A short name, since the file's own may have the maximal length.
     part = path.with_name(f".jaxkv.{secrets.token_hex(8)}.tmp")
     try:
         old = path.stat() if path.exists() else None
-        # Not readable by others before it has its mode.
+        # Not readable by others until its final mode is set.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         handle = os.open(part, flags, 0o666 if old is None else 0o600)
         with os.fdopen(handle, "wb") as file:
@@ -50,7 +50,7 @@ def _take_after(path: Path, old: os.stat_result) -> None:
         for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
             with contextlib.suppress(OSError):
                 os.chown(path, owner, group)
-    # Without setuid and setgid bits: the owner may be another now.
+    # Without setuid and setgid bits, since the owner may have changed.
     os.chmod(path, old.st_mode & 0o777)
 
 

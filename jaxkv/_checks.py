@@ -120,7 +120,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
     Raises:
         ValueError: for anything else, and for nothing.
     """
-    # An array without axes is iterable by its type alone.
+    # A 0-d array counts as Iterable by its type, but cannot be iterated.
     given = plain(value)
     iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, type))
     elements = tuple(given) if iterable else ()

@@ -13,7 +13,7 @@ from jaxkv.checkpoints.whole_files import write_whole
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# Inches: a column of a paper, and both.
+# Widths in inches of one column of a paper, and of the page.
 COLUMN, PAGE = 3.4, 7.0
 _PAPER = {
     "font.size": 8,
@@ -80,5 +80,5 @@ def paper(path: str | Path, *, width: float, height: float) -> Iterator[Any]:
         figure = sheet(width, height)
         yield figure
         data = saved(figure, path.suffix[1:].lower() or "png", dpi=250)
-    # Behind a link its file is replaced, not the link.
+    # For a symbolic link, its target file is replaced, not the link.
     write_whole(Path(os.path.realpath(path)), data)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Positions are int32. Half of that leaves room to add to a limit.
+# Positions are int32. ENDLESS is half of the range, so that adding to a limit does not overflow.
 FARTHEST = 2**31 - 1
 ENDLESS = 2**30
 
@@ -26,7 +26,7 @@ class Value:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__eq__" not in vars(cls):
-            # In every class itself, so that `@dataclass` leaves them alone.
+            # Set in every class itself, so that `@dataclass` does not replace them.
             setattr(cls, "__eq__", Value.__eq__)  # noqa: B010
             setattr(cls, "__hash__", Value.__hash__)  # noqa: B010
 
@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.floating):
         return float(value) if isinstance(value, float) else float(str(value))
     if value.dtype.kind == "V":
-        # bfloat16 and its like know how to become a float.
+        # bfloat16 and similar scalars can be converted to a float.
         return float(str(value)) if hasattr(value, "__float__") and value.dtype.names is None else value
     return value.item()
 

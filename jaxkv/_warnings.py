@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent)
-# The decorator `@settled` stands between a user's call and ours.
+# The stack frame of the decorator `@settled` lies between a user's frame and jaxkv's.
 _DECORATORS = contextlib.__file__
 _told: set[tuple[type[Warning], str]] = set()
 
@@ -23,7 +23,7 @@ def warn_once(category: type[Warning], subject: str, message: str) -> None:
     if (category, subject) in _told:
         return
     warnings.warn(message, category, stacklevel=_stacklevel())
-    # After it: where warnings are errors every call is refused, not the first one alone.
+    # Recorded after the warning, so that with warnings as errors every call raises, not only the first.
     _told.add((category, subject))
 
 

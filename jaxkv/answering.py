@@ -90,7 +90,7 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
     """
     session, encoded, given, new = request.session, request.encoded, request.cache, request.max_new_tokens
     if given is not None:
-        # Before the cache is extended.
+        # Read before the cache is extended.
         full, kept_bytes, slack = given.full_nbytes, given.nbytes, given.slack_nbytes
         cache = session.extend(given, encoded, new=new)
         kept = float(np.mean(cache.kept))
@@ -101,7 +101,7 @@ def _read(request: Request) -> tuple[KVCache, _Sizes, Batch | None]:
     with bar(request.progress, config.layers, "prefill") as shown:
         cache = session.prefill(every, new=new, needed=batch.needed, tick=shown.update)
     spare = len(cache.seen) * config.kv_heads * sum(needed.room) * cache.row_bytes
-    # Of the prompts without their copies: all sequences weigh the same.
+    # Bytes of the prompts without their copies; all sequences have the same size.
     weighs = (cache.nbytes - spare) * len(encoded.ids) // len(every.ids)
     if batch.copies:
         cache = dataclasses.replace(cache, padding=batch.copies, turn=encoded.turn)
@@ -118,9 +118,9 @@ def _drawn(request: Request, drawing: Drawing, answers: Answers) -> Generator[li
     """Generator that draws tokens until all sequences have ended; yields each sequence's new text if requested."""
     axes = request.session.params.axes
     with bar(request.progress, request.max_new_tokens, "decode") as shown:
-        # Of several processes one shows the bar: all draw blocks of the same size.
+        # Only one of several processes shows the bar, but all must draw blocks of the same size.
         look = request.look or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
-        # Rows behind a stop string are rolled back, which evicted and rescored rows cannot be: then one token a block.
+        # Rows after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
         pace = 1 if request.stops and drawing.final else LOOK if look else drawing.size
         ended = False
         while drawing.left and not ended:

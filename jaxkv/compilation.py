@@ -86,7 +86,7 @@ class Clock:
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND
-        # Events inside this one were recorded before it.
+        # Events nested inside this one were recorded before it.
         while self._spans and self._spans[-1][0] >= begin:
             self._spans.pop()
         inside = self._spans[-1][1] if self._spans else self._started
@@ -119,7 +119,7 @@ class Clocks:
 
 
 class _Running(threading.local):
-    """Thread-local list of the clocks that are running; JAX reports events in the thread that compiles."""
+    """Thread-local list of the running clocks (`clocks`); JAX reports events in the thread that compiles."""
 
     def __init__(self) -> None:
         self.clocks: list[Clock] = []

@@ -104,9 +104,9 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
     text = json.dumps({"call": call} | mine, ensure_ascii=False).encode(errors="replace")
     message = np.zeros((1, _BYTES), np.uint8)
     message[0, : len(text)] = np.frombuffer(text, np.uint8)
-    # What follows runs a program on all devices, maybe the first one.
+    # The exchange below runs a program on all devices, possibly the process's first one.
     warn_of_few_threads(mesh)
-    # In the one order that does not depend on how the mesh was made: that may be what differs.
+    # Sorted by id, since the order of devices in the mesh may be what differs between processes.
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
     flat = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
     there = NamedSharding(flat, P("all"))

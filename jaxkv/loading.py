@@ -87,7 +87,7 @@ class LanguageModel(nnx.Module):
         axes = Axes(mesh=model_mesh(mesh, self.config))
         if axes == self.axes:
             return self
-        # Kept with the split parameters, so that replacing one of them makes a new model.
+        # Cached with the split parameters, so that replacing a parameter invalidates it.
         there = self.flat.on_mesh.get(axes)
         if there is None:
             hosts.require_same("LanguageModel.on", self, mesh)
@@ -95,7 +95,7 @@ class LanguageModel(nnx.Module):
             _spread_over(self.decoder, decoder, axes.mesh)
             there = LanguageModel(decoder, text=self.text, name=self.name, filter_layers=self.filter_layers)
             self.flat.on_mesh = {axes: there}
-        # The filter layers may have been found since.
+        # The filter layers may have been set since the copy was made.
         there.filter_layers = self.filter_layers
         return there
 
@@ -229,7 +229,7 @@ def _read(parts: _Parts, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
 
 def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
     """Raises ValueError, naming the tensors, if parameters contain NaN or infinity."""
-    # All are started before the first is waited for.
+    # All computations are dispatched before the first result is awaited.
     finite = {of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()}
     bad: list[str] = []
     for of, rows in finite.items():
@@ -290,7 +290,7 @@ def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
 
 @functools.cache
 def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """Jitted function, cached; on a mesh, its results are replicated on all devices."""
+    """Jitted form of a function, cached; on a mesh, its results are replicated on all devices."""
     return jax.jit(fn) if mesh is None else jax.jit(fn, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -331,7 +331,7 @@ def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
 def _fingerprint(decoder: Decoder) -> str:
     """Hex hash of a model: its config, and each parameter's first row and sum of bits."""
     digest = hashlib.sha256(repr(decoder.config).encode())
-    # All are started before the first is waited for.
+    # All computations are dispatched before the first result is awaited.
     for piece in [_replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))]:
         for part in piece:
             digest.update(np.asarray(part).tobytes())

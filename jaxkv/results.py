@@ -119,7 +119,7 @@ class Generation:
 
 
 class Stream(Iterator[Any]):
-    """Iterator over answers as they are generated: yields a string of new text per block of tokens, or a list of them.
+    """Iterator over generated text: each item is the new text of a block of tokens, or a list with one text per prompt.
 
     Attributes:
         result: the whole `Generation` after the last piece; None before.
@@ -201,7 +201,7 @@ class Answers:
         text = self._text[row]
         end = len(text)
         if not whole and not self.stopped[row]:
-            # Held back until it turns out to be no beginning of a stop string.
+            # Hold back a trailing part that may be the beginning of a stop string.
             end -= max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         piece = text[self._shown[row] : end]
         self._shown[row] = max(end, self._shown[row])

@@ -209,7 +209,7 @@ def as_counts(field: str, given: Any, batch: int, most: int) -> Int[Array, " B"]
     """Validates numbers of tokens per sequence within [0, most] and returns them as `i32[B]`; `most` for None."""
     if given is None:
         return jnp.full((batch,), most, jnp.int32)
-    # Numbers on the host are looked at as they are: on the device they would be cut to 32 bits.
+    # Host arrays are checked before conversion, which would truncate them to 32 bits.
     counts = given if isinstance(given, jax.Array) else np.asarray(given)
     fits = counts.shape == (batch,) and np.issubdtype(counts.dtype, np.integer)
     require(fits, field, shown(counts), f"give one whole number for each of {batch} sequences, i32[B]")

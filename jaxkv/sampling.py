@@ -47,7 +47,7 @@ def _numbers(sampler: Any) -> tuple[tuple[Any, ...], None]:
 
 
 def _of_numbers(cls: Any, numbers: Iterable[Any]) -> Any:
-    # Not through __init__: what is traced cannot be checked.
+    # Bypasses __init__, whose checks cannot run on traced values.
     """Rebuilds a sampler of class `cls` from its numbers, which may be traced, without validation."""
     sampler = object.__new__(cls)
     for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
@@ -107,7 +107,7 @@ class Temperature(Sampler):
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Draws token ids from softmax(logits / temperature), after `cut` has masked logits."""
-        # Below the likeliest, so that no temperature overflows: at the smallest only the likeliest are left.
+        # Subtract the maximum first, so that division by a tiny temperature gives 0 or -inf and never overflows.
         below = logits - logits.max(axis=-1, keepdims=True)
         scaled = jnp.where(below == 0, 0.0, below / self.temperature)
         return jax.vmap(jax.random.categorical)(keys, self.cut(scaled)).astype(jnp.int32)

@@ -53,7 +53,7 @@ def load_cache(
     model = None if params is None else as_model(params, mesh)
     there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
     with hosts.together("jaxkv.load_cache", there):
-        # What is to be split over devices need not fit on one of them.
+        # A cache that is to be sharded need not fit on one device.
         cache = _read(Path(path).expanduser(), given, on_host=there is not None)
     if mesh is not None:
         cache = reshard(cache, mesh)

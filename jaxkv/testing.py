@@ -171,7 +171,7 @@ def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | 
     policy = as_policy(policy).for_model(model.config.layers, model.filter_layers)
     budget, rng = policy.parts().budget, np.random.default_rng(seed)
     longest = max(2 * budget + 1, 24) if isinstance(budget, int) else 97
-    # The shorter one lies in a smaller bucket when it is alone, and still has a row to drop.
+    # Alone, the shorter prompt is padded to a smaller bucket, and it still has rows to drop.
     lengths = (longest, bucket(longest) // 2)
     prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
     case = _Case(policy, model, prompts)

@@ -200,7 +200,7 @@ class _Given(Source):
         self.prompts = of_prompt(None, self.forced, self.length)
         self.held: dict[int, Unpacked] = {}
         if known(self.length) and parts.scorer is not None:
-            # What a trace cannot refuse.
+            # Budgets can only be validated if lengths are known, not while tracing.
             lengths = np.asarray(self.length, np.int64)
             parts.budgets(lengths, self.sizes.forced[lengths])
 

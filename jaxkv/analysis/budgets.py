@@ -16,13 +16,13 @@ from jaxkv.analysis.measuring import Arrays, PolicyMeasure, Text, measured
 from jaxkv.loading import LanguageModel
 from jaxkv.text.prompts import Prompt
 
-# Maps side by side in the picture, at most.
+# Largest number of maps side by side in the picture.
 _ACROSS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgets(PolicyFigure):
-    """Rows that each policy keeps at each budget: means by layer and kv head (`rows`), and totals by text (`totals`).
+    """Result of `budgets`: rows kept by each policy at each budget, by layer and kv head (`rows`), by text (`totals`).
 
     Attributes:
         rows: `f32[P, N, L, K]` rows kept, averaged over texts.
@@ -109,7 +109,7 @@ def budgets(
 
 
 class BudgetsMeasure(PolicyMeasure):
-    """Measurement behind `budgets`: counts the rows that each policy keeps; uses no layer outputs."""
+    """`Measure` class behind `budgets`: counts the rows that each policy keeps; uses no layer outputs."""
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:
         """Number of rows kept of one text, `[C, L, K]`: by cell (policy and budget), layer and kv head."""

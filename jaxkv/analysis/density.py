@@ -25,14 +25,14 @@ from jaxkv.text.prompts import Prompt
 
 _BINS = 64
 _MOST_BINS = 1024
-# Queries whose weights exist at once.
+# Number of queries whose weights are in memory at once.
 _BLOCK = 128
 _MAPS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Density(Figure):
-    """Spread of each layer's attention over keys: `variance` and share of `dense` weights by head, and `maps` by bin.
+    """Result of `density`: `variance` over keys and share of `dense` weights by layer and head, and `maps` by bin.
 
     Attributes:
         variance: `f32[L, H]` of each query head, the variance over keys of the attention that each key receives from
@@ -143,7 +143,7 @@ def density(params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.
 
 
 class DensityMeasure(Measure):
-    """Measurement behind `density`: uses all queries of each layer and the attention that each key receives."""
+    """`Measure` class behind `density`: uses all queries of each layer and the attention that each key receives."""
 
     def __init__(self, *, least: float = 0.01, bins: int = _BINS):
         remedy = "give a share of a query's largest weight, above 0 and below 1"
@@ -151,7 +151,7 @@ class DensityMeasure(Measure):
         self.bins = _checks.whole("bins", bins, f"give 1 to {_MOST_BINS} bins", most=_MOST_BINS)
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` of all queries and of the attention that each key receives; ValueError for a single token."""
+        """`Needs` that request all queries and the attention each key receives; ValueError for a single token."""
         require(text.count > 1, "texts", f"{text.count} tokens", "a variance needs two tokens: give longer texts")
         return Needs(queries=text.slots, sums=True)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv._errors import require
 
-# The largest share that is not all of something.
+# The largest float below 1.
 BELOW_ONE = math.nextafter(1.0, 0.0)
 
 

@@ -33,13 +33,13 @@ ALLOCATIONS: Mapping[str, PolicyLike] = MappingProxyType(
 )
 
 
-# A GPU would round float32 to ten bits, and a bound made of rounded numbers need not hold.
+# By default a GPU rounds float32 products to ten bits, and the bound need not hold for rounded numbers.
 _exact = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionLoss(PolicyFigure):
-    """L1 distance of each layer's attention output with a policy's kept rows from that with all rows, and its bound.
+    """Result of `eviction_loss`: L1 change of each layer's attention output (`loss`), and its upper bound (`bound`).
 
     Attributes:
         loss: `f32[P, N, T, L, w]` for each text, layer and query.
@@ -59,7 +59,7 @@ class EvictionLoss(PolicyFigure):
     lengths: tuple[int, ...]
 
     def at_most(self, policy: str, other: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-        """Share of cases in which one policy's loss is no larger than another's, by budget.
+        """Shares of queries and of layers at which one policy's loss is no larger than another's, by budget.
 
         Args:
             policy: name of the one.
@@ -157,7 +157,7 @@ def eviction_loss(
 
 
 class LossMeasure(PolicyMeasure):
-    """Measurement behind `eviction_loss`: uses the queries after the prompt, and the values."""
+    """`Measure` class behind `eviction_loss`: uses the queries after the prompt, and the values."""
 
     least_following = 1
 
@@ -175,7 +175,7 @@ class LossMeasure(PolicyMeasure):
             )
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` of the queries after the prompt."""
+        """`Needs` that request each layer's queries after the prompt."""
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
@@ -240,7 +240,7 @@ def _loss(
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)
     count = total(jnp.full((), heads * group, jnp.float32), graphs.axes)
-    # Where everything is kept rounding could leave less than nothing.
+    # If every row is kept, rounding could make the difference negative.
     return loss, 2 * largest * jnp.maximum(count - retained, 0)
 
 

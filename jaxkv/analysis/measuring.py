@@ -84,7 +84,7 @@ class Layer:
     out: LayerOut
 
     def last(self, queries: int) -> tuple[Float[Array, "B K G w D"], Int[Array, "B w"]]:
-        """The layer's last `queries` queries and their positions; its output may hold more for other measurements."""
+        """The layer's last `queries` queries `[B, K, G, w, D]` and their positions `[B, w]`."""
         first = self.out.q.shape[3] - queries
         return self.out.q[..., first:, :], self.out.q_positions[:, first:]
 

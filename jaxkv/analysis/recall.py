@@ -25,7 +25,7 @@ FOLLOWING = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(PolicyFigure):
-    """Share of full attention on the rows that policies keep (`recall`), for the tokens that follow a prompt.
+    """Result of `recall`: share of full attention on the rows that policies keep, for the tokens after a prompt.
 
     Attributes:
         recall: `f32[P, N, T, L, H]` for each text, layer and query head: mass on the prompt's rows that are kept, of
@@ -139,12 +139,12 @@ def recall(
 
 
 class RecallMeasure(PolicyMeasure):
-    """Measurement behind `recall`: uses the queries after the prompt."""
+    """`Measure` class behind `recall`: uses the queries after the prompt."""
 
     least_following = 1
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` of the queries after the prompt."""
+        """`Needs` that request each layer's queries after the prompt."""
         return Needs(queries=text.following)
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
@@ -189,7 +189,7 @@ def paid(
 
     def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
         shares = probabilities(mine, keys, position)
-        # A GPU would round them to ten bits, and what policies differ by is in the fourth digit.
+        # By default a GPU rounds products to ten bits, and policies differ in the fourth digit.
         return jnp.einsum("gws,sn->gwn", shares, sets.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
     return by_head(head, (q, k, rows), (positions,))

@@ -26,7 +26,7 @@ SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retained(Figure):
-    """Share of each kv head's attention that its most attended keys hold (`mass`), for several `shares` of keys.
+    """Result of `retained`: share of each kv head's attention (`mass`) that its top keys hold, by share of keys.
 
     Attributes:
         mass: `f32[L, K, n]` share of the attention of a head's queries that falls on its top keys, for each of the n
@@ -63,7 +63,7 @@ class Retained(Figure):
             median = np.median(100 * self.mass, axis=(0, 1))
             panel.plot(across, median, color="black", linewidth=1.6, linestyle="--", label="median of the heads")
             panel.set(xscale="log", xlabel="keys of each head, % of the text", ylabel="attention retained, %")
-            # Of the whole text alone there is a point, and an axis has two ends.
+            # If the only share is the whole text there is a single point, but an axis needs two ends.
             panel.set(ylim=(0, 102), xlim=(min(across[0], 50), 100))
             panel.set(xticks=(1, 10, 100), xticklabels=("1", "10", "100"))
             panel.legend(loc="lower right", frameon=False)
@@ -109,7 +109,7 @@ def retained(
 
 
 class RetainedMeasure(Measure):
-    """Measurement behind `retained`: uses the last queries of each layer."""
+    """`Measure` class behind `retained`: uses the last queries of each layer."""
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
         remedy = "give shares of a text's keys, above 0 and at most 1"
@@ -118,7 +118,7 @@ class RetainedMeasure(Measure):
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` of the last queries of each layer."""
+        """`Needs` that request each layer's last queries."""
         return Needs(queries=min(self.queries, text.count))
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:

@@ -30,7 +30,7 @@ from jaxkv.text.prompts import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Similarity(Figure):
-    """Share of each layer's attention that falls on the most attended tokens of a lower layer (`mass`).
+    """Result of `similarity`: share of each layer's attention on the top tokens of each lower layer (`mass`).
 
     Attributes:
         mass: `f32[L, L]` at [l, m], for m >= l: the share of m's attention on l's most attended tokens, averaged over
@@ -83,7 +83,7 @@ class Similarity(Figure):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterLayers:
-    """The best OmniKV filter layers of a model (`filters`), and the share of attention that they carry (`carried`).
+    """Result of `best_filters`: a model's best filter layers, and the share of attention their chosen tokens carry.
 
     Attributes:
         filters: indices of the layers, ascending.
@@ -126,7 +126,7 @@ def similarity(
 
 
 class SimilarityMeasure(Measure):
-    """Measurement behind `similarity`: uses the last queries of each layer."""
+    """`Measure` class behind `similarity`: uses the last queries of each layer."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
         remedy = "give a share of the tokens, above 0 and below 1"
@@ -134,7 +134,7 @@ class SimilarityMeasure(Measure):
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
     def needs(self, text: Text) -> Needs:
-        """`Needs` of the last queries of each layer."""
+        """`Needs` that request each layer's last queries."""
         return Needs(queries=min(self.queries, text.count))
 
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
@@ -256,7 +256,7 @@ def filter_layers(
     Raises:
         ValueError: as `similarity` and `best_filters` do.
     """
-    # Refused before the texts are run.
+    # Invalid settings are refused before the texts are run.
     _settings(m, adjacent, most_whole, as_model(params).config.layers)
     found = similarity(params, texts, share=share, queries=queries)
     return best_filters(found, m=m, adjacent=adjacent, most_whole=most_whole)

@@ -73,7 +73,7 @@ def _run(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
     try:
         try:
             options = parser.parse_args(argv)
-            # Up to Python 3.12 argparse makes an empty list of the value in `--model=--`.
+            # Up to Python 3.12, argparse turns the value in `--model=--` into an empty list.
             empty = [name for name, value in vars(options).items() if value == []]
             if empty:
                 parser.error(f"{empty[0].split()[-1].removeprefix('--')}: -- is no value")

@@ -32,7 +32,7 @@ from jaxkv.cli.streams import to_stderr, to_stdout
 from jaxkv.compilation import enable_compilation_cache
 from jaxkv.loading import LanguageModel, load
 
-# Titles of the figures' tables; those behind the first three are of policies.
+# Titles of the figures' tables; all but the first three are figures of policies.
 FIGURES = {
     "density": "how evenly layers attend (D2O, figures 1 and 4)",
     "retained": "attention that the top keys of a kv head hold (Ada-KV, figures 1a and 11)",
@@ -180,7 +180,7 @@ def _folder(given: str, *, pictures: bool) -> Path:
         _make(folder)
         require(os.access(folder, os.W_OK | os.X_OK), "--out", given, "the folder cannot be written to: give another")
     finally:
-        # Made once more with the first file: a run that is refused or ended leaves nothing.
+        # Created again with the first file, so that a run that is refused or stopped leaves no folder.
         for each in new:
             with contextlib.suppress(OSError):
                 each.rmdir()

@@ -127,7 +127,7 @@ def run_task(options: argparse.Namespace, name: str, cls: type[Task]) -> int:
             params, task, policies, folder, how=how, batch=options.batch, shard=shard, mesh=mesh, progress=True
         )
     except Failed as failed:
-        # Errors of input are printed in a line; our mistakes keep their traceback.
+        # Errors of input are printed on one line; bugs of jaxkv keep their traceback.
         cause = failed.__cause__
         if isinstance(cause, (ValueError, TypeError, OSError, MemoryError, ImportError)):
             raise ValueError(str(failed)) from failed

@@ -18,7 +18,7 @@ from jaxkv.exporting import PLATFORMS, export
 from jaxkv.loading import load
 from jaxkv.sampling import MinP, Sampling, Temperature, TopK, TopP
 
-# Samplers of an exported program besides the greedy one: their numbers are arguments of the program.
+# Samplers that can be exported besides Greedy; their numbers are arguments of the exported program.
 _SAMPLERS: dict[str, Sampling] = {
     "temperature": Temperature(),
     "top-k": TopK(k=40),
@@ -60,7 +60,7 @@ def run_export(options: argparse.Namespace) -> int:
     require(bool(platforms), "--platforms", options.platforms, f"give of {', '.join(PLATFORMS)}")
     samplers = _names("--sampling", options.sampling, _SAMPLERS)
     lengths, batch = _counts("--lengths", options.lengths), _counts("--batch", options.batch)
-    # Programs are for as many devices as the mesh has, of any platform: here a CPU stands for them.
+    # Programs are exported for the mesh's number of devices on any platform; CPU devices stand in for them here.
     mesh = None if options.mesh is None else mesh_of(options.mesh, "cpu")
     params = load(options.model, dtype=options.dtype)
     made = export(

@@ -15,7 +15,7 @@ from jaxkv.cli.numbers import real, span, whole, whole_or_real
 
 
 class Arity(enum.Enum):
-    """How many words an option takes: none (a switch with a --no- twin), one, several, or one per repetition."""
+    """Enum of how many words an option takes: none (a switch with a --no- twin), one, several, one per repetition."""
 
     SWITCH = "switch"
     ONE = "one"
@@ -25,7 +25,7 @@ class Arity(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
-    """How an option's words become a field's value: the parser of one word (`read`) and the number of words (`arity`).
+    """Parser of an option's words into a field's value: parser of one word (`read`), and number of words (`arity`).
 
     Attributes:
         read: from a word to a value; its ValueError says what to write.
@@ -97,7 +97,7 @@ def words_of(kinds: tuple[Any, ...]) -> Words | None:
 
 
 def _choices(kinds: tuple[Any, ...]) -> dict[str, Any]:
-    """Values of an enum or of literal strings by the word that stands for each; empty for other types."""
+    """Mapping from word to value for an enum or for literal strings; empty for other types."""
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
         return {word: word for word in typing.get_args(kinds[0]) if isinstance(word, str)}
     enums = [each for each in kinds if isinstance(each, type) and issubclass(each, enum.Enum)]

@@ -14,7 +14,7 @@ from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.cli.streams import stdout_is_closed, to_stderr
 
-# More than any model's positions; /dev/zero ends here.
+# More text than any model has positions for; also stops reading from /dev/zero.
 MOST_BYTES = 64 * 2**20
 # Where a file can be written but not replaced: a mount of its own (as containers make them), a folder that is
 # read-only or sticky.
@@ -92,7 +92,7 @@ class Target:
         try:
             number = None if state is None else _standard_stream(state)
             if number is not None:
-                # Behind what was written there: a file opened anew would begin at its start.
+                # Appends to what the stream has written; opening the file again would overwrite it from its start.
                 (sys.stdout if number == 1 else sys.stderr).flush()
                 with os.fdopen(os.dup(number), "wb") as stream:
                     stream.write(data)
@@ -107,7 +107,7 @@ class Target:
             else:
                 _write_in_place(self._path, data)
         except OSError as error:
-            # A plain OSError: a reader that leaves a FIFO must not pass for one that left stdout.
+            # A plain OSError, so that a FIFO's BrokenPipeError is not taken for stdout's.
             raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
 
     @property

@@ -47,7 +47,7 @@ def print_filters(options: argparse.Namespace) -> int:
     )
     if options.save:
         _check_manifest(options.model)
-    # Minutes of work would be lost where the picture cannot be.
+    # Checked before minutes of work, which an unwritable picture would waste.
     picture = _picture(options) if options.picture is not None else None
     texts = [read_long_text(name, "--text-file") for name in options.text_file]
     enable_compilation_cache()

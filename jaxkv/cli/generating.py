@@ -72,7 +72,7 @@ def _prompt(options: argparse.Namespace) -> str:
     for flag in ("prompt", "question", "stop"):
         given = getattr(options, flag) or ()
         for text in [given] if isinstance(given, str) else given:
-            # Bytes that are not UTF-8 come from the shell as lone surrogates.
+            # Bytes that are not UTF-8 reach Python from the shell as lone surrogates.
             require(not re.search("[\ud800-\udfff]", text), f"--{flag}", text, "not UTF-8 text")
     file = None if options.prompt_file is None else read_text(options.prompt_file, "--prompt-file").strip()
     prompt = "\n\n".join(filter(None, (file, options.prompt, options.question)))
@@ -112,7 +112,7 @@ def run_generate(options: argparse.Namespace) -> int:
         raw=options.raw,
         stream=streams,
         implementation=implementation,
-        # A bar on stderr and text on stdout would write over each other on one terminal.
+        # A progress bar on stderr and text on stdout would overwrite each other on a terminal.
         progress=False if streams else None,
     )
     lost = None
@@ -125,7 +125,7 @@ def run_generate(options: argparse.Namespace) -> int:
     record = _record(options.model, policy, sampling, result)
     answer = _answer(record, result, as_json=options.json)
     if not streams and not stdout_is_closed():
-        # Before the file: where that is a FIFO, it waits for its reader with the answer on the screen.
+        # Printed before the file is written: a FIFO blocks until it has a reader.
         lost = _print(answer)
     if target is not None:
         _write(target, _as_json(record, "utf-8", indent=2) + "\n", answer, on_stdout=lost is None)

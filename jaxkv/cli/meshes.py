@@ -9,7 +9,7 @@ import jax
 from jaxkv._errors import require
 from jaxkv.cpu_threads import threads_for
 
-# XLA's CPU can wait for ever for one of three devices where three are all; and of very many it dies.
+# With few CPU devices XLA can deadlock when all of them are used; with very many it crashes.
 _LEAST, _MOST = 8, 1024
 
 
@@ -27,7 +27,7 @@ def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
     require(count <= _MOST, "--mesh", given, f"give {_MOST} devices at most")
     with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
         jax.config.update("jax_num_cpu_devices", max(_LEAST, count))
-        # Read when the CPU client begins. A number that the user gave stays, and a warning says if it is too small.
+        # XLA reads it when the CPU client starts. The user's own number is kept, with a warning if it is too small.
         os.environ.setdefault("NPROC", str(threads_for(max(_LEAST, count))))
     devices = jax.devices(platform)
     kind = "" if platform is None else f"{platform.upper()} "

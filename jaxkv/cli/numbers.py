@@ -44,7 +44,7 @@ def _within(text: str, low: int, high: int, remedy: str) -> int:
     """Integer in [low, high], parsed from text; out of range, a ValueError has the text `remedy`."""
     if _DIGITS.fullmatch(text) is None:
         raise ValueError("give a whole number")
-    # Python reads no more than 4300 digits; what is longer than ours is too large as well.
+    # Python parses no more than 4300 digits; any number of 100 digits is out of range here.
     value = int(text) if len(text) < 100 else high + 1
     if not low <= value <= high:
         raise ValueError(remedy)

@@ -119,7 +119,7 @@ def _compared(options: argparse.Namespace) -> list[Method]:
     names = [name.strip() for name in options.compare.split(",") if name.strip()]
     require(bool(names), "--compare", options.compare, "give policies, such as full,snapkv,adakv,omnikv")
     require(options.policy == "full", "--policy", options.policy, "give it among those of --compare, or leave it out")
-    # One that is named twice is compared once.
+    # A policy that is named twice is compared once.
     names = list({policy_class(name): name for name in names}.values())
     flags = {name: set(flags_of(policy_class(name))) for name in names}
     for flag, written in given_flags(options).items():

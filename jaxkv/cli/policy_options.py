@@ -21,9 +21,9 @@ from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
 
-# The base of AdaKV and CriticalKV where --base is left out.
+# Default base of AdaKV and CriticalKV, used without --base.
 _BASE = "snapkv"
-# Spellings that differ from the field's.
+# Second spellings of flags.
 _ALIASES = {"--filter-layers": "--filters"}
 _PREFIX = "policy "
 _SHARED = frozenset(field.name for field in dataclasses.fields(Method))
@@ -82,7 +82,7 @@ def _own_options_of(cls: type[Method]) -> dict[str, Option]:
 
 
 def _meaningful(cls: type[Method]) -> set[str]:
-    """Names of a policy class's fields that have an effect; those about dropped rows need a policy that drops."""
+    """Names of a policy class's fields that have an effect; fields about dropped rows have none if it drops no rows."""
     names = {field.name for field in dataclasses.fields(cls)}
     if _drops_rows(cls):
         return names
@@ -93,7 +93,7 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
     """Command-line `Option` of one policy field; None if the field's type cannot be written as text."""
     kinds, flag = kinds_of(hint), "--" + field.name.replace("_", "-")
     words, default = words_of(kinds), typing.cast(Any, field.default)
-    # Parts of a policy of which a number, or yes and no, says enough for a command line.
+    # Fields that hold a part of a policy, which the command line sets by one number or a switch.
     if kinds and set(kinds) <= set(typing.get_args(Pooling)):
         words = Words(read=_pooling, metavar="K")
         flag = "--pool-kernel" if field.name == "pooling" else f"{flag}-kernel"
@@ -116,7 +116,7 @@ def _pooling(word: str) -> MaxPool | NoPool:
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--policy`, `--base` and every registered policy's options to a parser that has its other options.
+    """Adds `--policy`, `--base` and all registered policies' options to a parser, after its other options.
 
     An option of the name of another one is called --policy-NAME. Policies that disagree on how many words follow an
     option raise a TypeError.
@@ -137,7 +137,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
             raise TypeError(f"{flag}: {', '.join(options)} differ in the words behind it; rename the field in one")
         metavars = dict.fromkeys(each.words.metavar for each in options.values() if each.words.metavar)
         for spelling in (flag, "--policy-" + flag[2:]):
-            # Another option of the command may have that name.
+            # Another option of the command may already have this name.
             with contextlib.suppress(argparse.ArgumentError):
                 words.add_to(
                     group,

@@ -11,7 +11,7 @@ from jaxkv.evals.arguments import at_budgets
 from jaxkv.policies import Method
 from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
-# Options that say how much is kept, or read, as a budget does.
+# Options that set how many rows are kept or read, as a budget does.
 _SIZES = frozenset({"--budget", "--mem"})
 
 

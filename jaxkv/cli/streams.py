@@ -22,7 +22,7 @@ class _Closed(io.TextIOBase):
     """Stands in for a stdin or stdout that was closed before Python started; reading and writing raise an OSError."""
 
     def _refuse(self, *_: Any) -> Any:
-        # An empty text would pass for a prompt, and a lost one for an answer.
+        # Reading nothing would be taken for an empty prompt, and discarding output for success.
         raise OSError(errno.EBADF, "it is closed")
 
     buffer = property(_refuse)
@@ -40,7 +40,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # The wrong way round, so that neither reading nor writing passes for success.
+            # stdin is opened for writing and stdout for reading, so that using either raises an error.
             holder = os.open(os.devnull, os.O_WRONLY if number == 0 else os.O_RDONLY)
             if holder != number:
                 os.dup2(holder, number)

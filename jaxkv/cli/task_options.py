@@ -15,7 +15,7 @@ _PREFIX = "task "
 
 
 def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
-    """Adds an option for each field of a task class to a parser that has its other options.
+    """Adds an option for each field of a task class to a parser, after its other options.
 
     A field of the name of another option is called --task-NAME; --seed is shared with policies that draw.
     """
@@ -47,7 +47,7 @@ def _with_commas(words: Words) -> Callable[[str], list]:
 def task_from(options: argparse.Namespace, cls: type[Task]) -> Task:
     """Task of class `cls`, built from those of its settings that were given in the parsed options."""
     given = {
-        # Values with commas between them come as a list for each word: one tuple of all.
+        # Comma-separated values arrive as one list per word and are joined into one tuple.
         name.removeprefix(_PREFIX): tuple(sum(value, [])) if isinstance(value, list) else value
         for name, value in vars(options).items()
         if name.startswith(_PREFIX) and value is not None

@@ -63,7 +63,7 @@ class Block(nnx.Module):
     def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
         """Queries of N tokens before RoPE; float32 unless a query norm narrows them."""
         attention, norm = self.attention, self.attention.q_norm
-        # Without a norm they stay float32, since the rotation computes in float32: narrowed once.
+        # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
         q = project(normed, attention.q[...], _value(attention.q_bias), wide=norm is None)
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
@@ -115,7 +115,7 @@ class Block(nnx.Module):
         return (x.astype(jnp.float32) + added).astype(x.dtype)
 
 
-# Typed Any: callers that look inside have asked `config.alternates` first.
+# Typed Any: callers that use a specific norm's fields check `config.alternates` first.
 def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     """Uninitialised norm over E of the model's family: a LayerNorm or an RMSNorm."""
     return (LayerNorm if config.layer_norm else RMSNorm)(config.embed, eps=config.norm_eps, dtype=dtype)

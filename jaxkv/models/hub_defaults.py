@@ -21,7 +21,7 @@ _QWEN = _COMMON | {
 }
 
 # By the family's own names of keys. None: no value, or a value computed from other keys. Sizes that are missing here
-# (vocabulary, widths, layers, query heads) must be given: a model of guessed sizes is of no use.
+# (vocabulary, widths, layers, query heads) must be given in `config.json`.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "falcon": {
         "activation": "gelu",

@@ -81,7 +81,7 @@ class _Keys:
         return self.raw.get(name, DEFAULTS[self.family].get(name))
 
     def whole(self, key: str, *, null: int | None = None, least: int = 1) -> int:
-        """Integer value of a key; null becomes `null`, and without a value a ValueError is raised."""
+        """Integer value of a key; a null is replaced by the argument `null`; ValueError if there is no value."""
         value = self.take(key)
         value = null if value is None else value
         require(value is not None, self.called(key), value, "the model's config must give it")
@@ -121,7 +121,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "hidden": keys.whole("intermediate_size", null=4 * embed if family == "falcon" else None),
         "heads": heads,
         "kv_heads": kv_heads,
-        # Null is refused for Qwen3: it could mean 128 or the quotient.
+        # Null is refused for Qwen3: it could mean 128 or hidden_size / num_attention_heads.
         "head_dim": keys.whole("head_dim", null=None if family == "qwen3" else embed // heads),
         "norm_eps": positive(keys.called("rms_norm_eps"), keys.take("rms_norm_eps")),
         "rope": _read_rope(keys, max_positions),
@@ -215,7 +215,7 @@ def _qwen3_moe(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     remedy = "blocks that differ from layer to layer are not built; use a model whose blocks all are mixtures"
     require(step == 1, "decoder_sparse_step", step, remedy)
     require(dense is None or dense == [], "mlp_only_layers", dense, remedy)
-    # transformers 5 writes Mixtral's name of the key.
+    # transformers 5 writes the key by Mixtral's name.
     counts = {key: keys.whole(key) for key in ("num_experts", "num_local_experts") if keys.raw.get(key) is not None}
     counts = counts or {"num_experts": keys.whole("num_experts")}
     keys.taken |= {"num_experts", "num_local_experts"}
@@ -243,7 +243,7 @@ def _ids(key: str, value: Any) -> tuple[int, ...]:
 
 def _read_rope(keys: _Keys, max_positions: int) -> Rope:
     """Rotary embedding (`Rope`) from `rope_parameters`, or from `rope_scaling` and `rope_theta`."""
-    # Both are read first, so that neither counts as unknown.
+    # Both keys are read first, so that neither is reported as unknown.
     theta, partial = keys.take("rope_theta"), keys.take("partial_rotary_factor")
     outer = {"rope_theta": theta} | ({} if partial is None else {"partial_rotary_factor": partial})
     given: list[Mapping[str, Any]] = []

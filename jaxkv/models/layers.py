@@ -109,7 +109,7 @@ class DenseMLP(nnx.Module):
         return project(self.hidden(x), self.down[...], _value(self.down_bias), wide=True, over=over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Float32 partial output from this device's shard of F, without bias; the caller sums over devices."""
+        """Float32 MLP output from this device's shard of hidden width F, without bias; the caller sums over devices."""
         return project(self.hidden(x), self.down[...], wide=True)
 
     def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:

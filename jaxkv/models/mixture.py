@@ -36,7 +36,7 @@ class MixtureMLP(nnx.Module):
         return total(self.part(x), over)
 
     def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        """Float32 partial output from this device's shard of F; the caller sums over devices."""
+        """Float32 mixture output from this device's shard of the hidden width F; the caller sums over devices."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
         gate_up, down = self.experts_gate_up[...], self.experts_down[...]
@@ -97,7 +97,7 @@ def in_blocks(
         gate_ups, downs = (lax.dynamic_index_in_dim(each, whole[2], keepdims=False) for each in whole[:2])
         both = project(x[row[at]], gate_ups, wide=True)
         hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype)
-        # Rows behind the expert's last one are dropped; their indices stay unique.
+        # Rows after the expert's last one are dropped; their indices are kept unique.
         to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
         return out.at[to].add(project(hidden, downs, wide=True), mode="drop", unique_indices=True)
 

@@ -141,7 +141,7 @@ def _falcon(inner: str, prefix: str, shape: tuple[int, ...], config: ModelConfig
         for index in range(2):
             yield Source(name=fused, axes=axes, at=(index,), pick=(range(config.kv_heads), config.group + index))
     elif part.endswith("_norm"):
-        # Two norms of the same hidden states have other names than a single norm, or two in sequence.
+        # Two parallel norms of the same hidden states are named differently from one norm or two sequential ones.
         both = config.parallel and not config.shared_norm
         names = ("ln_attn", "ln_mlp") if both else ("input_layernorm", "post_attention_layernorm")
         yield _plain(f"{prefix}{names[part == 'mlp_norm']}.{kind}", shape)

@@ -205,7 +205,7 @@ def _encode_messages(
         return _encode_text(items[0]["content"], text, turn=turn, raw=raw, close=close)
     if close:
         return text.encode(text.chat(items, generation_prompt=True), bos=True), Turn.ANSWER
-    # The user's turn stays open: rendered with a mark behind the last message and cut there.
+    # To leave the user's turn open, render with a mark after the last message and cut the text there.
     marked = [*items[:-1], {**items[-1], "content": items[-1]["content"] + _MARK}]
     rendered = text.chat(marked, generation_prompt=False)
     require(rendered.count(_MARK) == 1, "prompt", "messages", "the chat template repeats or drops the last message")

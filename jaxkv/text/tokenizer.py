@@ -20,7 +20,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 # The largest vocabularies, of 260,000 tokens, take 40 MB.
 _MOST_TOKENIZER_BYTES = 256 << 20
-# More replacement characters than an incomplete character gives; a longer run is real text.
+# An incomplete character decodes to fewer replacement characters; a longer run is real text.
 _LONGEST_HELD = 8
 _SENTINELS = ("jaxkvfirstquestionq", "jaxkvfirstanswerq", "jaxkvsecondquestionq")
 
@@ -291,7 +291,7 @@ def _load_tokenizer(folder: Path) -> Any:
         # Older layouts are converted by transformers, whose import takes seconds.
         import transformers
 
-        # By default it would ask on the terminal whether to run the folder's own code.
+        # By default transformers would prompt on the terminal whether to run the folder's own code.
         with _guarded(folder):
             loaded: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         tokenizer = getattr(loaded, "backend_tokenizer", None)
