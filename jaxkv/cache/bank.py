@@ -61,7 +61,7 @@ def host_of(device: jax.Device) -> SingleDeviceSharding:
 
 
 def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
-    """One layer's rows copied to pinned host memory, on a mesh sharded like the devices; does not wait for the copy."""
+    """One layer's rows as an array in pinned host memory, sharded on a mesh; does not wait for the copy."""
     if axes is None:
         return jax.device_put(rows, host_of(next(iter(jnp.zeros(()).devices()))))
     there = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)

@@ -125,7 +125,7 @@ class KVCache:
 
     @property
     def limit(self) -> Int[Array, "L B K"]:
-        """The policy's target size of each segment, `i32[L, B, K]`."""
+        """The policy's target size of each segment in rows, `i32[L, B, K]`."""
         return self.tables.limit
 
     @property
@@ -183,7 +183,7 @@ class KVCache:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one pool row: key, value, position and score."""
+        """Bytes of one pool row: key, value, position and, if the pool keeps scores, score."""
         return sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[1]) for leaf in jax.tree.leaves(self.pools[0]))
 
     @property

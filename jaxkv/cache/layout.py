@@ -50,7 +50,7 @@ class Layout(enum.Enum):
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Smallest P, for each sequence, of a pool that holds segments of these lengths, those of n layers together."""
+        """Smallest P, `[B]` (per sequence), of a pool that holds all segments of n layers with these lengths."""
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
 

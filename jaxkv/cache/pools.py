@@ -94,7 +94,7 @@ def _behind(end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows:
 def append_norms(
     norms: Float[Array, "B P"], k: Float[Array, "B K N D"], end: Int[Array, "B K"], written: Int[Array, " B"]
 ) -> Float[Array, "B P"]:
-    """Key norms with the Euclidean norms of N new keys written at the rows where `append` writes the keys."""
+    """The pool's key norms with those of N new keys written at the rows where `append` writes the keys."""
     row = _behind(end, written, k.shape[2], norms.shape[1])
     return put_cells(norms, row, row_norms(k).reshape(row.shape))
 

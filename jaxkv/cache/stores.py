@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Store(abc.ABC):
-    """Keys and values of a pool's rows: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
+    """Abstract store of a pool's keys and values: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
 
     A subclass defines how rows are encoded (`of`), decoded (`view`), written (`put`) and how many bytes a row takes
     (`row_bytes`); `take` gathers encoded rows.

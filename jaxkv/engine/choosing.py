@@ -37,14 +37,14 @@ class Candidates:
 
 @jax.jit
 def of_prompt(scores: Float[Array, "B K S"] | None, forced: Bool[Array, "B S"], length: Int[Array, " B"]) -> Candidates:
-    """Makes the `Candidates` of a prompt's layer: positions 0 to S - 1 for every head, without norms and claim."""
+    """Makes the `Candidates` of one layer of a prompt: positions 0 to S - 1 for every head, no norms, no claim."""
     positions = jnp.arange(forced.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(scores=scores, inside=inside, forced=forced[:, None] & inside, positions=positions, seen=length)
 
 
 class Choice(NamedTuple):
-    """Masks of the rows to keep, one per layer, and the number of rows moved to other devices' heads.
+    """Masks of the rows to keep, one per layer, and each sequence's number of rows moved to other devices' heads.
 
     The number is of all layers; None where no device's room limits the choice.
     """
@@ -68,7 +68,7 @@ def choose(
     heads: HeadBudgets,
     axes: Axes | None = None,
 ) -> Choice:
-    """Chooses rows to keep by score, of one layer or of layers that share a budget; returns a mask for each layer.
+    """Masks of the rows to keep by score, one per layer (layers may share a budget), and the count of moved rows.
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
@@ -90,10 +90,10 @@ def _choose(
     heads: Typed,
     axes: Axes | None,
 ) -> Choice:
-    """Compiled `choose`: joins the layers' heads, chooses rows by score, and returns a mask for each layer."""
+    """Compiled `choose`: masks of the rows to keep, one per layer, and the count of rows moved to other devices."""
     budgets, layer = heads.part, _joined(layers)
     mine = layer.inside
-    # Where heads look at one another, every device looks at all of them.
+    # Heads that compete need the scores of all devices' heads.
     over = None if chooses_apart(budgets) else axes
     stays = layer.forced
     if recent is not None:
@@ -114,7 +114,7 @@ def _choose(
         chosen = chosen | top(left, missing).reshape(chosen.shape)
     moved, uneven, devices = None, own_budgets(budgets), 1 if over is None else over.size("K")
     if uneven is not None and uneven.capacity < devices:
-        # As far as each device has room for its own heads.
+        # Keep only what each device's part of the pool has room for.
         heads_here = chosen.shape[1] // devices
         room = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))

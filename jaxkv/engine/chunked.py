@@ -68,7 +68,7 @@ def _empty(
     """`KVCache` that holds no tokens yet, with free rows for whole prompts in every layer's pool."""
     config, axes = flat.config, flat.axes
     dtype, heads, dim, batch = flat.ends[0].dtype, config.kv_heads, config.head_dim, len(lengths)
-    # On a mesh, of each stretch of heads.
+    # On a mesh, kv heads of one device.
     mine = heads if axes is None else heads // axes.size("K")
     rows = tuple(mine * (needed.slots + room) for room in needed.room)
     one = jnp.zeros((1, batch, heads), jnp.int32)
@@ -98,7 +98,7 @@ def banked(cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bo
         return cache
     config, axes = cache.config, cache.axes
     heads, batch = config.kv_heads, cache.seen.shape[0]
-    # First rows count from the stretch of its device.
+    # On a mesh first rows count from row 0 of the device's part of the pool.
     own = np.arange(heads) % (heads // cache.stretches)
     pools, rows = list(cache.pools), []
     state = cache.state

@@ -1,6 +1,6 @@
 """Compression, one function: observe, choose, merge, pack. Prompts, caches and users' arrays go through it.
 
-A source gives one layer's rows after the other; where layers share a pool all are scored before the first is packed.
+A source gives the rows of one layer at a time; where layers share a pool, all are scored before the first is packed.
 It is a generator over the layers: its caller may run other programs between two of them.
 """
 
@@ -30,7 +30,7 @@ from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
-# A generator that yields the number of layers looked at since the last time; packing one looks at none.
+# A generator that yields the number of layers scored since it last yielded: 0 after a layer was packed.
 Result = TypeVar("Result")
 Walk = Generator[float, None, Result]
 
@@ -39,9 +39,9 @@ class Source(abc.ABC):
     """Abstract source of layers for `compress`; each layer is scored, then packed, once and in order.
 
     Attributes:
-        indices: of the layers in the model.
-        axes: of the mesh that they lie on, if they do.
-        ahead: layers that may be under way when the next one is looked at, where there is memory for their rows.
+        indices: indices of the layers in the model.
+        axes: axes of the mesh that the layers lie on; None off a mesh.
+        ahead: number of layers that may still be computed while the next one is dispatched, as memory allows.
     """
 
     indices: Sequence[int]
@@ -94,9 +94,9 @@ def compress(
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[Compressed]:
-    """Scores each layer's rows, keeps the best, merges dropped ones if the policy does, and packs new pools.
+    """Generator: scores each layer's rows, keeps the best, merges dropped ones if the policy does, packs new pools.
 
-    A generator that yields 1 after each layer that was scored and 0 after each that was packed. `key` is for mergers
+    Returns `Compressed`; yields 1 after each layer that was scored, 0 after each that was packed. `key` is for mergers
     that draw; `room` are the rows to leave behind each layer's segments where layers share a pool, by default the rest
     of it evenly. Only sequences that are `due`, by default all, are compressed: the others are moved as they are.
     """
@@ -160,7 +160,7 @@ def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
 ) -> Walk[tuple[list[Array], Array | None]]:
-    """Scores a group's layers; returns masks of the rows to keep and the count of rows moved to other devices.
+    """Generator: scores a group's layers; returns masks of the rows to keep and the count of moved rows or None.
 
     `below` are the positions that the layer below kept, of which a nested policy chooses.
     """
@@ -174,7 +174,7 @@ def _chosen(
         return list(choice.masks), choice.moved
     masks, moved = list[Array](), None
     for at in range(len(group)):
-        # A layer's scores are let go as soon as it has been chosen from.
+        # Free a layer's scores as soon as its rows have been chosen.
         choice = choose([seen.pop(0)], rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes)
         masks += choice.masks
         moved, below = moved_in_all(moved, choice.moved), masks[-1][:, 0] if parts.nested else None
@@ -199,7 +199,7 @@ def _observe(
     """Compiled `observe`: scores of one layer's rows, their observed mass, and the layer's budget claim or None."""
     matters, spread, weight = scorer.part, layers.part, None
     if seen.norms is not None:
-        # A prompt's rows are every head's.
+        # All kv heads hold the same rows of a prompt.
         of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, norm_totals=of_heads)
     scores, mass = scored(matters, seen, axes)
@@ -240,7 +240,7 @@ def merged(
     Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
     and dtype is refused with a TypeError.
     """
-    # What the merger does not read stays out of its program.
+    # Arrays that mergers do not read stay out of the compiled program.
     read = rows._replace(score=None, positions=None)
     k, v, tau = _merged(read, kept, key, due, merge=Typed(merge), axes=axes)
     return rows._replace(k=k, v=v, tau=tau)

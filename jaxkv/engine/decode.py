@@ -118,7 +118,7 @@ def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
     start, length = tables.start, tables.length
     sparse = np.asarray([spec.sparse(layer, 1) for layer in range(len(start))])
     if new.candidates is not None and sparse.any():
-        # What is chosen is read as if it lay before what is read anyway, from a row 0 on.
+        # The kernel counts chosen rows as if they lay right before the rows that are always read, from row 0 on.
         picked, rest, some = jnp.minimum(*new.candidates), rest_of(spec, tables), sparse[:, None, None]
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)

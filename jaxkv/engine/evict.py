@@ -36,8 +36,8 @@ class Eviction:
         heads: kv heads of one layer; on a mesh, of each device.
         walk: how rows of segments are reached.
         widest: the most rows a segment of a shared pool can have, if that is known.
-        axes: of the mesh that it runs on, if it does.
-        implementation: whose backend reduces and moves rows.
+        axes: axes of the mesh that it runs on; None off a mesh.
+        implementation: its backend reduces and moves rows.
     """
 
     ongoing: Ongoing
@@ -151,8 +151,8 @@ def evict(
 
     A segment's last row is the newest.
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
-    segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.) `products` of the
-    likely rows' keys with all keys, and lengths `norms` of the keys, save work where they are known.
+    segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.) `products` (of all
+    keys with the likely row's key) and `norms` (of the keys) save work if they are given.
     """
     backend = backend_of(how.implementation)
     fused = backend.fused_eviction and pool.store.fused

@@ -54,7 +54,7 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
             continue
         try:
             every = session.plan(filled.encoded.lengths, new)
-            # Beside it the part that is given back.
+            # The cache without copies, which the caller returns, exists beside the filled one.
             memory.check_bytes(every.cache_bytes + needed.cache_bytes, "a filled batch")
         except MemoryError:
             return batch

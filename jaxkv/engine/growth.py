@@ -22,7 +22,7 @@ MOST_AHEAD = 2048
 
 
 def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int = 0) -> Int[np.ndarray, " L"]:
-    """Free rows per segment to provide in each layer, so that `new` tokens can be drawn; rounded up to buckets.
+    """Free rows to leave behind each segment, per layer `[L]`, so that `new` tokens can be drawn; in bucket sizes.
 
     One if each new row evicts one; the rows until the policy compresses again; or one for each new token, up to
     `MOST_AHEAD`, or up to the rows that the cache has `grown` by if that is more. `left` are the rows that a layer's
@@ -33,7 +33,7 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
         return np.full(len(left), ahead)
     left = np.maximum(left, 0)
     growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
-    # The same for every stretch of an answer, its last and shortest one too.
+    # The same for every part of an answer, its last and shortest one too.
     period = parts.every or 1
     return growing + (period if period <= MOST_AHEAD else ahead)
 
@@ -41,7 +41,7 @@ def room_for(parts: Parts, left: Int[np.ndarray, " L"], new: int, *, grown: int 
 def first_room(
     parts: Parts, layers: int, lengths: Int[np.ndarray, " B"], new: int, *, most: int = MOST_AHEAD
 ) -> tuple[int, ...]:
-    """Free rows per segment to leave in each layer at prefill, when `new` tokens will be drawn afterwards.
+    """Free rows to leave behind each segment at prefill, one number per layer, when `new` tokens will be drawn.
 
     There is room for up to `most` tokens from the beginning; a slot, which never grows, has it for all.
     """
@@ -66,7 +66,7 @@ def steps_that_fit(cache: KVCache) -> int:
         to_limit = _to_limit(cache).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
-    # What fills a mesh's groups stands still, wherever it was copied.
+    # Sequences that fill up a mesh's groups draw nothing: their rows do not count.
     return int(min(free.min(), (parts.every or 1) - beyond(cache)[: cache.batch].max()))
 
 
@@ -101,7 +101,7 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
 
 
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """Copy of a cache with room for `batch` further prompts of up to `longest` tokens.
+    """Copy of a cache for `batch` sequences, with room for a prompt of up to `longest` tokens on top of each.
 
     Policies that only append leave room for `new` tokens, too. The cache holds as many sequences, or one for all
     prompts. Raises MemoryError if the copy does not fit.
@@ -134,7 +134,7 @@ def _copy_bytes(given: KVCache, batch: int, room: int) -> int:
     batch += missing(batch, axes)
     copied = given.nbytes * batch // held + batch * segments * room * given.row_bytes
     if given.bank is not None:
-        # Whole layers come to the device for every prompt: one in use, the same in attention's order, those ahead.
+        # Whole layers are loaded for every prompt: one in use, its copy in attention's layout, `ahead` further ones.
         reading = given.policy.parts().reading(given.config.layers, given.bank.rows[0].shape[1])
         copied += (2 + reading.ahead) * batch * given.bank.rows[0].nbytes // given.bank.rows[0].shape[0]
     if axes is None:

@@ -102,7 +102,7 @@ class LayerRows:
 
 
 class Stepped(NamedTuple):
-    """Result of one layer's step: hidden states, updated rows, a filter layer's choice.
+    """Result of one layer's step: hidden states, updated rows and, of a filter layer, its chosen positions.
 
     `out` is one number of each head's attention output, on which later writes can depend; `products` are keys times the
     keys of rows predicted to be evicted (see `Received`); `chosen` is a filter layer's choice.
@@ -153,11 +153,11 @@ def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: N
         out, rows = _attend_fused(spec, token, rows, new, parts, rows.dealt)
     else:
         out, rows, received = attend(spec, token, rows, new)
-    # From the pool as it is now: a reader of what it was before would cost a copy.
+    # Read the pool after its update: a reader of the pool before it would cost a copy.
     chosen = chosen_at(spec, rows.pool, rows.segments, token.q, rows.ring, new) if rows.asks else None
     stream, products = block_output(block, x, out, spec), None
     if received is not None:
-        # Nothing waits for scores before all layers are done: looking at x, they do not keep a core from it.
+        # Scores are not needed before all layers are done: depending on x, they do not take a core away from it.
         counts = behind(new.count > 0, stream.x[:, 0, 0])
         pool = with_received(rows.pool, received, rows.segments.start, counts)
         rows, products = dataclasses.replace(rows, pool=pool), received.products
@@ -172,7 +172,7 @@ def attend(
         return *_attend_with_tail(spec, token, rows, new, rows.tail), None
     if new.positions.shape[1] > 1:
         return *_attend_several(spec, token, rows, new), None
-    # A single token simply joins the rows before it is its turn to look at them.
+    # A single token's row is appended first; attention then reads it like the others.
     begun = scores_of(token.stored, token.v, spec)
     pool = append(rows.pool, token.stored, token.v, new.positions, rows.end, new.count, begun)
     norms = rows.norms
@@ -206,7 +206,7 @@ def attend(
 def _attend_fused(
     spec: Spec, token: Token, rows: LayerRows, new: NewTokens, parts: tuple[Array, Array], dealt: Dealt
 ) -> tuple[Float[Array, "M K G 1 D"], LayerRows]:
-    """One token by a kernel that rotates, appends and attends; returns attention output (valid up to B) and rows.
+    """Appends one token's row and attends, in one kernel; returns attention output (valid up to B) and updated rows.
 
     `parts` are split-K partial sums of the token's queries, and of its keys and values.
     """
@@ -239,12 +239,13 @@ def _attend_fused(
 
 
 def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -> tuple[Array, LayerRows]:
-    """Attention of several tokens to older rows and, causally, to one another; returns output and rows with theirs.
+    """Appends several tokens' rows; returns their attention to older rows and one another, and the updated rows.
 
     The two are merged by log-sum-exp.
     """
     pool, scores = rows.pool, scores_of(token.stored, token.v, spec)
-    # Together they choose among all that came before; only what lies elsewhere leaves something to be read here.
+    # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
+    # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
     if pool.score is not None and spec.scored:
@@ -268,7 +269,7 @@ def _several_scores(
     whole = jnp.where((index < count[:, None])[:, None, None], lse, jnp.inf)
     decay = decay_of(spec)
     if decay is not None and decay != 1:
-        # A probability times a share is one over a sum that much larger: in logarithms, and infinitely so for none.
+        # exp(x - lse) * d = exp(x - (lse - log(d))): the decay d goes into the log-sum-exp, infinite for d = 0.
         later = jnp.maximum(count[:, None] - 1 - index, 0)
         whole = whole - jnp.log(decay ** later.astype(jnp.float32))[:, None, None]
     batch, heads, *_, dim = token.q.shape
@@ -287,9 +288,9 @@ def _several_scores(
 
 
 def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens, tail: Tail) -> tuple[Array, LayerRows]:
-    """Attention of one token to the pool, only read, and to the tail that its row joins; returns output and rows."""
+    """Appends one token's row to the tail; returns its attention to pool (only read) and tail, and updated rows."""
     assert new.written is not None
-    # A sequence that has ended writes nothing, and has a row to read all the same: no softmax over none.
+    # A sequence that has ended writes nothing, but reads one row all the same: a softmax over no rows is NaN.
     batch, heads, size, dim = tail.k.shape
     at, held = jnp.where(new.count > 0, new.written, size), jnp.maximum(new.written + new.count, 1)
     each = jnp.arange(batch, dtype=jnp.int32)

@@ -23,7 +23,7 @@ QUERY_BLOCK = 256
 TOKENS_AT_ONCE = 2048
 # Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
 BLOCK = 256
-# Tokens between two looks at the text, when somebody is looking: a stop string, a stream, a progress bar.
+# Tokens drawn between two reads of the text, for stop strings, streams and progress bars.
 LOOK = 8
 
 
@@ -50,7 +50,7 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tokens_per_call(tokens: int) -> int:
-    """Number of tokens that one call of a compiled program draws or reads when `tokens` are to be done in all."""
+    """Number of tokens per call of a compiled program when `tokens` are to be drawn or read in all; at most 256."""
     return min(BLOCK, bucket(tokens))
 
 
@@ -126,7 +126,7 @@ def layer_rows(parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers,
 def rows_by_claims(
     parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, claims: Any
 ) -> tuple[Table, Table]:
-    """Rows per kv head of each layer from the layers' claims on the budget, and its number of most recent rows kept.
+    """Rows per kv head of each layer from the layers' claims on the budget, and how many most recent rows stay.
 
     `claims` are `f32[L, B]`.
     Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.

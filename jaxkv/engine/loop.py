@@ -184,7 +184,7 @@ def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | N
         found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
         raise TypeError(f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]")
     vocab = logits.shape[1]
-    # What is no token of the vocabulary is told as such where it is read; -1 would be taken for an end.
+    # V stands for an id outside of the vocabulary, which `Drawing.draw` refuses; -1 would be taken for an end.
     token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
     done = draw.done | (token[:, None] == draw.ends).any(axis=1) | (draw.left <= 1)
     return Drawn(token, jnp.where(draw.done, -1, token), done, (~done).astype(jnp.int32))
@@ -262,7 +262,7 @@ def _loop(
     """
     steps, idle = limits
     carried: Any
-    # What moves: the cache; or the tails, and the rings of a cache that stands still otherwise.
+    # The loop carries the cache; or only tails and query rings, if pools are only read.
     if still.beside is None:
         cache = still.cache.updated(pools=written)
         carried = (cache, scratch_of(cache, spec))
@@ -312,7 +312,7 @@ def _decode_staged(
         new = _drawn(draw, cache.tables.seen, argument(sampling), axes=axes)
         logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
         draw = draw.after(logits, new.done)
-        # Only now, with the step under way.
+        # Copied to the host only now, while the device runs the step.
         out[:, ran], ended = host(new.shown), host(new.done)
         ran += 1
     return dataclasses.replace(running, cache=cache), draw, jnp.asarray(out), jnp.int32(ran)

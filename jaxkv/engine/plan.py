@@ -38,16 +38,16 @@ class PrefillPlan:
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
         room: rows left behind every segment of each layer.
         layout: how segments lie in the pools.
-        share: on a mesh, rows that the heads of one device may hold of a pool, over their even share.
+        share: on a mesh, largest ratio of the rows that one device's heads may hold of a pool to their even share.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
         budget: `[B]` rows per kv head, averaged over layers.
         forced: `[B]` rows that stay whatever their score.
-        cache_bytes: what the cache will weigh, without room.
-        full_bytes: what these prompts weigh uncompressed and unpadded.
-        slack_bytes: part of cache_bytes that no promised row fills: short prompts in long buckets.
+        cache_bytes: bytes of the cache on the device, room and segment tables included.
+        full_bytes: bytes of these prompts' rows, uncompressed and unpadded.
+        slack_bytes: part of cache_bytes, room left out, that no promised row fills: short prompts in long buckets.
         peak_bytes: cache and activations of prefill together, weights excluded.
-        host_bytes: what waits in host memory.
-        loaded_bytes: the most of it that is on the device at once while tokens are drawn.
+        host_bytes: bytes of offloaded rows in host memory.
+        loaded_bytes: the most of these that are on the device at once while tokens are drawn.
         pools: P of each pool where it does not follow from these prompts, as in a slot; on a mesh, of each stretch.
     """
 
@@ -200,14 +200,14 @@ def _pools(
     if layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots
     rooms = (sum(room),) if layout.one_pool else room
-    # What heads compete for goes to those of one device as far as the policy allows, and as there are prompts.
+    # Heads of one device may win more than their even share, up to the policy's capacity and to whole prompts.
     most = [min(most_rows(share, mine * rows), heads * rows, mine * slots) for rows in capacity]
     return tuple(rows + mine * room for rows, room in zip(most, rooms, strict=True))
 
 
 @lru_cache(maxsize=256)
 def _capacity(parts: Parts, sizes: tuple[int, ...], layers: int, heads: int) -> tuple[int, ...]:
-    """Largest number of rows per kv head that prompts of buckets `sizes` keep in each layer; one total if shared.
+    """Per layer, most rows per kv head that prompts of buckets `sizes` keep; for a pool that layers share, one total.
 
     A pool shared by all layers has the total over layers and heads.
     Shapes must not depend on exact lengths.

@@ -82,10 +82,7 @@ def run_layer(
     needs: Needs,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over whole prompts; returns its `LayerOut` (hidden states, keys, values).
-
-    The hidden states `x` are donated, except by the top block.
-    """
+    """Runs one block over whole prompts; returns its `LayerOut`. Hidden states `x` are donated, except by the top block."""
     last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -172,9 +169,9 @@ def prefill(
     implementation: Implementation = Implementation.XLA,
     strict: bool = True,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Prefills right-padded prompts and compresses them; returns the cache and the last tokens' logits.
+    """Generator: prefills right-padded prompts and compresses them; returns the cache and the last tokens' logits.
 
-    A generator that yields the number of layers done: 1 after each layer, 0 after each packing, parts of one for
+    Yields the number of layers done: 1 after each layer, 0 after each packing, parts of one for
     policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
     `needed` is the plan for these lengths; `strict` refuses lengths that the policy's budget cannot honour.
     """
@@ -206,7 +203,7 @@ def read(
     key: PRNGKeyArray,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple["Prompts", KVCache]]:
-    """Prefills and compresses prompts whose lengths may be traced; returns the `Prompts` source and the cache.
+    """Generator: prefills and compresses prompts, lengths traced or not; returns the `Prompts` source and the cache.
 
     Unlike `prefill` it computes no logits, and leaves the check for NaN scores to its caller. `numbers` are the
     policy's numbers for the lengths; of the plan only slots, pools and room are read.
@@ -239,11 +236,11 @@ class Prompts(Source):
     """Source of layers during prefill: runs the model layer by layer and gives `compress` each layer's rows and scores.
 
     Attributes:
-        x: hidden states after the layers that have run; after the last one the last token's.
-        rings: remembered queries of the layers that have some.
-        banked: rows of the layers that wait in host memory.
-        kept_rows: `[L, B]` rows per kv head of each layer, once they are known.
-        recents: `[L, B]` most recent rows that stay among them.
+        x: hidden states after the layers that have run; after the last layer, of the last token only.
+        rings: rings of last queries, of the layers that keep some.
+        banked: rows of offloaded layers in host memory.
+        kept_rows: `[L, B]` rows per kv head to keep in each layer, once they are known.
+        recents: `[L, B]` number of most recent rows that stay among them.
     """
 
     def __init__(
@@ -281,10 +278,7 @@ class Prompts(Source):
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
 
     def candidates(self, index: int) -> Candidates:
-        """Runs a layer; returns its rows and scores as `Candidates`, and keeps its keys and values for packing.
-
-        Rows of offloaded layers are sent to host memory.
-        """
+        """Runs a layer; returns its rows and scores as `Candidates`, and keeps its keys and values for packing."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         out = run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
         self.x = out.x
@@ -311,7 +305,7 @@ class Prompts(Source):
         return dataclasses.replace(self.unscored, scores=scores, norms=norms, claim=claim)
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent ones stay."""
+        """Rows `[n, B]` per kv head to keep in each layer, by plan or claims, and how many most recent rows stay."""
         if self.parts.claims:
             traced, known, numbers = is_traced(self.length), [each for each in claims if each is not None], self.numbers
             if not traced:
@@ -349,8 +343,8 @@ class Prompts(Source):
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
     """Limits of all segments, and first `State` of a policy that evicts or compresses again after the prompt.
 
-    A limit is the rows kept; for prompts shorter than the budget the budget; no number ever reached for layers that
-    grow without end.
+    A limit is the number of rows kept; the budget if the prompt is shorter; a number never reached for layers that grow
+    without end.
     """
     parts, lengths, numbers, rows = prompts.parts, prompts.lengths, prompts.numbers, prompts.kept_rows
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
@@ -384,7 +378,7 @@ def _layers_ahead(needed: PrefillPlan, placed: Array) -> int:
 
 
 def _remembered(ongoing: Ongoing | None, reading: Reading | None, layers: int) -> list[int]:
-    """Number of last queries that the cache keeps of each layer, as a list."""
+    """List with the number of last queries that the cache keeps for each layer."""
     if ongoing is not None:
         return [ongoing.queries] * layers
     return [reading.ring if reading is not None and layer in reading.filters else 0 for layer in range(layers)]

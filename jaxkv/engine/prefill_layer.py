@@ -121,10 +121,10 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Hidden states, keys, values, unrotated keys, column sums of attention; one sequence at a time, for a CPU.
+    """Runs one block, one sequence at a time: hidden states, keys, values, unrotated keys, attention sums of keys.
 
-    As many blocks as the sequence has: padding costs memory but no time. Hidden states of the top block (`last`) come
-    back as they were; unrotated keys and sums are None unless `needs` asks for them.
+    For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
+    (`last`) come back unchanged; unrotated keys and sums are None unless `needs` asks for them.
     """
     config, (batch, slots, width) = block.config, x.shape
     size = block_size(slots, _BLOCKS)
@@ -174,9 +174,9 @@ def _by_sequence(
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Hidden states, keys, values, unrotated keys, column sums of attention; all sequences at once, for a GPU.
+    """Runs one block, all sequences at once: hidden states, keys, values, unrotated keys, attention sums of keys.
 
-    Attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
+    For a GPU: attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
     """
     batch, slots, width = x.shape
     size = long_block(slots, batch)

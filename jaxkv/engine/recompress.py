@@ -142,13 +142,13 @@ class _Held(Source):
         self.indices, self.wants, self.axes = range(len(room)), _wanted_rows(parts, cache), flat.axes
         self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
         forced, xp = parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)), namespace(self.wants)
-        # What those that stay anyway leave of each layer's rows.
+        # Rows that other protected rows leave to the most recent ones in each layer.
         left = xp.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
-        # Of a prompt below its budget they were a share of that: a layer that a schedule gives less holds fewer.
+        # For a prompt below its budget they were a share of the budget: a layer with a smaller schedule holds fewer.
         self.recents = xp.minimum(_numbers(state.recent), left)
         if fixed is None:
             most = max(pool.rows for pool in cache.pools) // cache.stretches
-            # As many as the text, or a segment, could fill: a number that content does not change, and rarely time.
+            # Rows that the text, or a segment, could hold: content never changes this number, and growth rarely.
             heads = cache.start.shape[2] // cache.stretches
             slots = min(bucket(int(host(cache.seen).max())), cache.layout.widest(most, heads))
         self.static = _Static(
@@ -165,7 +165,7 @@ class _Held(Source):
         return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Rows `[n, B]` per kv head to keep in each layer of a group, and how many most recent ones stay among them."""
+        """Rows `[n, B]` per kv head to keep in each layer of a group, and how many most recent rows stay among them."""
         part = slice(group[0], group[-1] + 1)
         rows, recents = (place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents))
         return rows, recents
@@ -301,7 +301,7 @@ def _observed(leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static) ->
         q = remembered.astype(k.dtype)
         if future is not None:
             moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)
-    # Where heads hold rows of their own number, each is a sequence of its own to the scorer.
+    # If heads hold different numbers of rows, each head is a sequence of its own for the scorer.
     fold = not static.heads.uniform
 
     def flat(array: Array) -> Array:

@@ -49,7 +49,7 @@ def fold(
     walk: Walk,
     block: int,
 ) -> tuple:
-    """Reduces over the rows of segments: one call of `body` for all rows, or one per window of `block` rows.
+    """Folds `body` over the rows of segments, all at once or in windows of `block` rows; returns the last carry.
 
     `body(carry, row, inside, *leaves)` takes pool row indices `i32[B|1, K|1, n]`, the mask `[B, K, n]` of rows inside
     the segment, and those rows of each pool array, `[B, K|1, n, ...]`; it returns the carry.

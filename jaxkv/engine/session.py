@@ -102,7 +102,7 @@ class Session:
         with self.clocks.making, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
             if new > MOST_AHEAD and policy.parts().ongoing is None:
-                # It grows to that on the way, where a refusal would cost the answer.
+                # The cache grows to that size on the way, where a MemoryError would lose the answer.
                 grown = self._share(self.planned(lengths, bucket(new)), lengths)
                 memory.check_bytes(grown.cache_bytes, f"the cache behind max_new_tokens={new}", device)
         return needed

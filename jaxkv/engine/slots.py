@@ -29,7 +29,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
 
-# Tokens of a prompt that only compiles programs: their number is no shape.
+# Tokens of a prompt that only compiles programs, which do not depend on its length.
 _FEW = 64
 
 
@@ -232,7 +232,7 @@ class Slots:
                 self._again(slot)
             steps = min(steps, self._every - int(self._beyond[~self.done].max(initial=0)))
         if self._spec.tail:
-            # Each as soon as it has no room for another: when that is depends on no other sequence.
+            # Each tail is emptied when it is full, a moment that depends on no other sequence.
             self._settle(~self.done & (self._waiting == self.size))
             steps = min(steps, self.size - int(self._waiting[~self.done].max(initial=0)))
         before, now, flat = self.done, self._all, self.session.params.flat
@@ -242,7 +242,7 @@ class Slots:
         self._tails, written = running.beside or ((), now.written)
         self._all = dataclasses.replace(now, cache=running.cache, draw=draw, written=written)
         tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(draw.done))
-        # What ends a sequence becomes no row.
+        # A token that ends a sequence becomes no row.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
         self._waiting, self._beyond = self._waiting + rows * self._spec.tail, self._beyond + rows
         return tokens

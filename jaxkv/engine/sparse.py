@@ -56,7 +56,7 @@ def new_tokens(
 
 
 def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
-    """Offset of each segment's row from which on sparse layers read every row, chosen or not."""
+    """Offset in each segment, `i32[L, B, K]`, of the row from which on sparse layers read all rows, chosen or not."""
     assert spec.reading is not None and tables.state is not None and tables.state.choosable is not None
     # All rows before the new one have to be chosen where generated ones do.
     return tables.length if spec.reading.include_generated else tables.state.choosable
@@ -65,7 +65,7 @@ def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
 def asking(
     q: Float[Array, "B K G N D"], ring: Float[Array, "B K G R D"] | None, new: NewTokens, reading: Reading
 ) -> Asking:
-    """Queries that choose positions, with their own positions and weights: the last ones in the ring, or new ones.
+    """A filter layer's choosing queries (of its ring, or of the new tokens), with their positions and weights.
 
     For one token the ring's, weighted by the selector; without a ring, or for several tokens, the new ones equally.
     The ring holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.

@@ -89,7 +89,7 @@ class Spec:
         return self.graphs.axes
 
     def graphs_of(self, layer: int) -> Graphs:
-        """Static half (`Graphs`) of the decoder for one layer; equal for layers of equal spec."""
+        """Static part of the decoder, without weights (`Graphs`), for one layer; equal for layers of equal spec."""
         return self.graphs.of(self.config.spec_of(layer))
 
     @property
@@ -117,7 +117,7 @@ class Spec:
         return reading is not None and reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
     def ring_of(self, layer: int) -> int | None:
-        """Index into the cache's rings (last queries) of the layer's own; None if it has none."""
+        """Index of the layer's ring of last queries in the cache's tuple of rings; None if it has none."""
         if self.ongoing is not None and self.ongoing.queries:
             return layer
         if self.reading is not None and self.reading.ring and layer in self.reading.filters:
@@ -177,7 +177,7 @@ def specialise(
         most = widest(parts, slots, flat.config.layers)
     if platform is None:
         platform = jax.default_backend() if flat.axes is None else flat.axes.platform
-    # Scores and evicted rows are the pool's own: such rows cannot wait beside it.
+    # Scoring and eviction need new rows in the pool: they cannot wait in a tail.
     plain = not banked and (reading is None or not reading.include_generated)
     appends = plain and (ongoing is None or not (ongoing.evicts or ongoing.scored))
     # A fused step appends to the pool while it attends.

@@ -43,7 +43,7 @@ class Stretch:
 
 @lru_cache(maxsize=64)
 def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
-    """Splits a step's layers into `Stretch`es, bottom up; with `whole`, offloaded layers are loaded whole, one each.
+    """Splits a step's layers into a tuple of `Stretch`es, bottom up; with `whole`, one for each offloaded layer.
 
     No filters are asked then.
     """

@@ -44,7 +44,7 @@ def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Arr
 
 
 def block_output(block: Block, x: Float[Array, "M N E"], attended: Float[Array, "B K G N D"], spec: Spec) -> Stream:
-    """`Stream` after a block's output projection and MLP; in fused steps the MLP's sum is left to be added."""
+    """`Stream` after a block's output projection and MLP; fused steps leave the MLP's output as partial sums."""
     if not spec.streams(x.shape[1]):
         return Stream(x=block.finish(x, attended))
     merged = _padded(attended, x.shape[0]).reshape(*x.shape[:2], -1)
@@ -72,7 +72,7 @@ def _added(
 
 
 def _padded(a: Array, rows: int) -> Array:
-    """The array with zeros appended along its first axis, up to `rows`."""
+    """The array padded with zeros to at least `rows` rows along its first axis."""
     more = max(0, rows - a.shape[0])
     return jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))) if more else a
 
