@@ -1,1 +1,1 @@
-"""The engine: plans, prefill, compression, one step of a layer and what drives it, sessions."""
+"""The engine: plans, prefill, compression, decode steps, the token loop, sessions and slots."""

@@ -1,4 +1,4 @@
-"""The choice of the rows that stay, by scores and budgets of heads; on a mesh over all devices' heads."""
+"""Chooses the rows to keep, by scores and head budgets; on a mesh over all devices' heads."""
 
 import dataclasses
 from collections.abc import Sequence

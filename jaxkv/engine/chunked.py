@@ -1,4 +1,4 @@
-"""Prefill chunk by chunk: above the filter layers a chunk reads only the tokens chosen of all before it."""
+"""Prefill chunk by chunk: above a filter layer a chunk attends only to those earlier tokens that the filter chose."""
 
 import dataclasses
 from functools import partial

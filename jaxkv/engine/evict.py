@@ -62,8 +62,8 @@ def weakest(
 ) -> tuple[Int[Array, "B K"], Bool[Array, "B K"], Int[Array, "B K"]]:
     """Per segment: lowest-ranked evictable row (index, -1 for none), mask of those found, row likely evicted next.
 
-    Ties go to the latest position; -1 stands for no row. The next row is known where segments are looked at whole: the
-    lowest-ranked of the others. Scores of the pool must be up to date.
+    Ties go to the latest position. The row likely evicted next is the lowest-ranked of the others, -1 for none; where
+    segments are reduced in windows, of those in the same window. Scores of the pool must be up to date.
     """
     rank, keep = how.ongoing.rank, how.ongoing.keep
     assert rank is not None

@@ -1,4 +1,4 @@
-"""Batches of a new size, filled up with copies to a size that programs are compiled for where that is quicker."""
+"""Batches of a new size, filled up with copies to a compiled size if that is quicker than compiling."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Room for new rows behind segments: how much a cache has, how much decoding will need, and making it.
+"""Room for new rows behind segments: rows that are free, rows that decoding will need, and copies with more room.
 
 Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofold: shapes, and so programs, repeat.
 """
@@ -103,8 +103,8 @@ def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVC
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     """Copy of a cache for `batch` sequences, with room for a prompt of up to `longest` tokens on top of each.
 
-    Policies that only append leave room for `new` tokens, too. The cache holds as many sequences, or one for all
-    prompts. Raises MemoryError if the copy does not fit.
+    Policies that only append leave room for `new` tokens, too. The given cache holds `batch` sequences, or one that is
+    repeated. Raises MemoryError if the copy does not fit.
     """
     goes_on = given.policy.parts().ongoing is not None
     wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))

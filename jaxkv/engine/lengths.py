@@ -96,7 +96,7 @@ class ByLength:
 def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, strict: bool = True) -> ByLength:
     """Computes a policy's `ByLength` numbers (budgets, rows of each layer) for prompts of given lengths; host int64.
 
-    `strict` refuses budgets below the rows that stay anyway with a ValueError, unless the policy clamps them.
+    With `strict`, a budget below the number of forced rows raises ValueError, unless the policy clamps budgets.
     """
     length = np.asarray(lengths, np.int64)
     forced = parts.keep.counts(length)

@@ -1,4 +1,4 @@
-"""Token after token: a compiled loop over decode steps, or a loop in Python for caches with rows in host memory."""
+"""Token loop: a compiled loop over decode steps, or a loop in Python for caches with rows in host memory."""
 
 import dataclasses
 import os
@@ -258,7 +258,8 @@ def _loop(
     """Compiled token loop: returns the pools or tails written, other loop state, sampling state, ids, steps run.
 
     It writes pools, or tails beside pools that it only reads.
-    `still` are the other arrays; `limits` the steps, and the number of ended sequences up to which it goes on.
+    `still` are the arrays that are not donated; `limits` are the number of steps, and the number of ended sequences
+    above which the loop stops.
     """
     steps, idle = limits
     carried: Any

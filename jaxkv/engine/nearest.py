@@ -1,4 +1,4 @@
-"""The row of a segment with the largest cosine to a given one: the row that a dropped one may be merged into."""
+"""Nearest row of a segment by cosine: the row into which an evicted row may be merged."""
 
 from functools import partial
 

@@ -25,7 +25,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.sharding.mesh import NAMES
 
-# Prompt lengths of a bucket that are asked for the rows they keep, at most.
+# Most prompt lengths of a bucket for which the policy's rows are computed.
 _SAMPLES = 512
 
 

@@ -1,7 +1,7 @@
 """Prefill, layer by layer: a layer's keys and values are compressed before the next layer begins.
 
-Outside walk the layers, one jitted call each; inside walk blocks of queries, as many as the sequence has and no more,
-so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, what is kept of the others.
+The outer loop is over layers, one jitted call each; the inner one over blocks of queries, only those that a sequence
+fills, so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, kept rows of the others.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
 _layer = program(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
-# The top block gives back one token's hidden state: there is nothing to write in place.
+# The top block returns one token's hidden state: a donated buffer could not be reused.
 _top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
 
 
@@ -82,7 +82,7 @@ def run_layer(
     needs: Needs,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over whole prompts; returns its `LayerOut`. Hidden states `x` are donated, except by the top block."""
+    """Runs one block over prompts; returns its `LayerOut`. Hidden states `x` are donated, except by the top block."""
     last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -121,7 +121,7 @@ def observed(
     implementation: Implementation,
 ) -> Observed:
     """Makes the `Observed` input of a scorer (last queries, keys, values, sums, norms) from one layer's output."""
-    # Others than the scorer may have asked for queries, norms and moments, too.
+    # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
     first, future = out.q.shape[3] - scorer.queries, future_of(scorer)
     return Observed(
         q=out.q[..., first:, :],

@@ -30,11 +30,11 @@ class LayerOut:
         k: rotated keys.
         v: values.
         unrotated: keys before RoPE where the policy stores those.
-        q: rotated queries of the last w tokens, as many as asked for.
+        q: rotated queries of the last w = `needs.queries` tokens.
         q_positions: their positions; negative ones do not exist.
-        sums: attention that each key receives from all queries, if asked for.
-        norms: `value_norms`, if asked for.
-        moments: mean and covariance of queries, one for each of the settings asked for.
+        sums: attention that each key receives from all queries; None unless `needs.sums`.
+        norms: `value_norms`; None unless `needs.norms`.
+        moments: mean and covariance of queries, for each setting in `needs.future`.
     """
 
     x: Shaped[Array, "B ..."]

@@ -1,4 +1,4 @@
-"""A cache compressed once more: its policy chooses anew among the rows of prompt and answer, in order of position."""
+"""Compresses a cache again: its policy chooses anew among the rows of prompt and answer, in order of position."""
 
 import dataclasses
 from collections.abc import Sequence

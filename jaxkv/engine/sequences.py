@@ -1,4 +1,4 @@
-"""Sequences of a running batch: the arrays of each, so that it can join, leave and be paused."""
+"""Sequences of a running batch: their arrays, which are copied into slots and out again."""
 
 import dataclasses
 

@@ -67,13 +67,14 @@ class Slots:
     ):
         """Allocates `count` slots and compiles all programs for filling, drawing from and emptying them.
 
-        A slot takes prompts, questions and answers of up to so many tokens, and up to `ends` ids that end its sequence;
-        one run of the compiled loop draws up to `size` tokens. On a mesh `count` is a multiple of its groups.
+        A slot takes a prompt of up to `max_prompt`, a question of up to `max_question` and an answer of up to
+        `max_new_tokens` tokens, and up to `ends` ids that end its sequence; one run of the compiled loop draws up to
+        `size` tokens. On a mesh `count` is a multiple of its groups.
 
         Raises:
             ValueError: for a policy that keeps rows in host memory or reads prompts in chunks; for a number of slots
                 that a mesh cannot divide; for more tokens than the model has positions.
-            MemoryError: naming the bytes of all slots, if so many are not free.
+            MemoryError: if all slots take more bytes than are free.
         """
         params, self.session = session.params, session
         self.count = count = whole("count", count, "give at least 1 slot")
@@ -189,7 +190,7 @@ class Slots:
 
     @settled
     def take(self, slot: int) -> Paused:
-        """Copy of a slot's sequence as a `Paused`, which can be inserted into any slot; the slot itself goes on."""
+        """Copy of a slot's sequence as a `Paused`, to be inserted into any slot; the original stays in its slot."""
         self._settle(np.arange(self.count) == slot)
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
         over = np.full(self._groups, self._beyond[slot])

@@ -127,7 +127,7 @@ class Spec:
     @property
     def knows_norms(self) -> bool:
         """True if key norms are kept between steps, for mergers that compare an evicted key with all others."""
-        # A fused step appends rows by itself, without norms of their keys.
+        # The kernel of a fused step appends rows without norms of their keys.
         merge = self.ongoing.merge if self.ongoing is not None and self.ongoing.evicts else None
         compares = merge is not None and "k" in merge.compares
         return compares and self.backend.keeps_norms and not self.streams(1)

@@ -1,7 +1,7 @@
 """Decode step over a cache whose upper layers wait in host memory: programs on the device, and transfers between them.
 
-A step is a stretch of layers at a time. At its end a stretch asks the next filter; that filter's attention and the
-layers behind it, the next stretch, run while the host packs the chosen rows and sends them to the stretch after it.
+A step runs stretches of consecutive layers. A stretch ends with the choice of the next filter layer; the next stretch,
+this filter's attention and the layers above it, runs while the host packs the chosen rows for the stretch after it.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ class Stretch:
 def stretches(reading: Reading, layers: int, *, whole: bool) -> tuple[Stretch, ...]:
     """Splits a step's layers into a tuple of `Stretch`es, bottom up; with `whole`, one for each offloaded layer.
 
-    No filters are asked then.
+    Filters then choose nothing.
     """
     runs: list[list[int]] = []
     for layer in range(layers):
         away = layer in reading.offloaded
         alone = whole and (away or layer - 1 in reading.offloaded)
         same = bool(runs) and (runs[-1][-1] in reading.offloaded) == away
-        # A filter begins a run of its own: it is asked before its attention begins.
+        # A filter layer begins a new run: its choice is computed before its own attention.
         if runs and same and not alone and (whole or layer not in reading.filters):
             runs[-1].append(layer)
         else:
@@ -175,7 +175,7 @@ def step(
             jax.block_until_ready(x)
             loaded = next(layers)
         elif part.loaded and chosen is not None:
-            # Only the choice is waited for: the filter's own stretch is under way.
+            # Waits for the choice only: meanwhile the device runs the filter's own stretch.
             loaded = loader.rows(part.layers, chosen.positions)
         every = part.layers if part.ask is None else (*part.layers, part.ask)
         given = Inputs(

@@ -30,7 +30,7 @@ class Stream:
 def first_stream(x: Float[Array, "B N E"], spec: Spec) -> Stream:
     """Makes the `Stream` before the first block from embeddings, padded to whole 16-bit tiles if steps are fused."""
     if spec.streams(x.shape[1]) and x.dtype.itemsize == 2:
-        # Products of 16 bits take at least so many rows: padded once, none pads its own.
+        # 16-bit products need that many rows: pad once here instead of in each product.
         x = _padded(x, MIN_ROWS_16BIT)
     return Stream(x=x)
 
