@@ -22,7 +22,7 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
     """Dict {row: policy} of each named policy at each budget, such as "adakv@128"; once if it takes no budget.
 
     Args:
-        names: of registered policies.
+        names: names of registered policies.
         budgets: rows per kv head and layer, or shares of each prompt.
 
     Returns:
@@ -30,7 +30,7 @@ def at_budgets(names: Iterable[str], budgets: Iterable[int | float] = ()) -> dic
 
     Raises:
         ValueError: for an unknown name, offering the nearest; for a budget that a policy cannot honour.
-        TypeError: for one name, or one budget, that is in no list.
+        TypeError: for one name or one budget instead of a list.
     """
     if isinstance(names, str):
         raise TypeError(f"names={names!r}: give a list of names")

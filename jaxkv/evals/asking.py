@@ -28,7 +28,7 @@ class QuestionTask(Task):
             prediction: text that the model has drawn, without the sample's prefix.
 
         Returns:
-            A share in [0, 1].
+            The score, a share in [0, 1].
         """
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
@@ -52,10 +52,10 @@ class Answer:
 
     Attributes:
         text: the answer, cut at the sample's stop strings.
-        tokens: of the whole prompt.
-        rows: kept of the prompt per kv head and layer, averaged: those held when the answer ends, without the rows of
-            tokens behind what was compressed.
-        nbytes: of these rows.
+        tokens: number of tokens of the whole prompt.
+        rows: rows kept per kv head and layer, averaged, when the answer ends; rows of tokens after the compressed ones
+            do not count.
+        nbytes: bytes of these rows.
     """
 
     text: str
@@ -98,19 +98,19 @@ def asked(params: LanguageModel, policy: Method, samples: Sequence[Sample], how:
         params: from `jaxkv.load`.
         policy: the compression.
         samples: the batch.
-        how: whether the policy sees the questions, the template, the seed.
+        how: settings of the run: question-agnostic or not, chat template, seed.
 
     Returns:
-        An answer to each sample.
+        One answer per sample, in order.
     """
     pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
-    # Without a question there is nothing to keep from the policy: such a sample runs as in the other setting.
-    # Answers of one length are drawn together, so that no sample has more drawn for it than it asks for.
+    # A sample without a question runs the same whether or not the run is question-agnostic.
+    # Answers of equal `new_tokens` are drawn together, so that no sample draws more tokens than it asks for.
     kinds = [(bool(ids[1]) and how.agnostic, one.new_tokens) for ids, one in zip(pairs, samples, strict=True)]
     found: dict[int, Answer] = {}
     for kind in dict.fromkeys(kinds):
         at = [number for number, each in enumerate(kinds) if each == kind]
-        # Programs are compiled for a batch's size, so a part of one is filled up with copies.
+        # Programs are compiled for one batch size: a smaller group is filled up with copies of its last sample.
         filled = at + at[-1:] * (len(samples) - len(at))
         drawn = _draw(params, policy, [samples[n] for n in filled], [pairs[n] for n in filled], how.seed, kind[0])
         found |= zip(at, drawn, strict=False)
@@ -135,7 +135,7 @@ def _draw(
         whole = [context + question for context, question in pairs]
         out = generate(params, whole, policy=policy, max_new_tokens=new_tokens, key=key, progress=False)
     tokenizer = tokenizer_of(params)
-    # Rows behind the limit are those of later tokens; a policy that drops a row for each of them has none.
+    # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
     kept = np.minimum(host(out.cache.limit)[:, : len(pairs)], out.cache.kept)
     ends = set(tokenizer.eos_ids)
     found = []

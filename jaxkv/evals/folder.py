@@ -1,4 +1,4 @@
-"""The folder of an evaluation: the lock that keeps other processes out, and the file of lines, which stay whole."""
+"""The folder of an evaluation: its lock, which keeps other processes out, and appending to its `samples.jsonl`."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     other = "it holds something else than an evaluation: give a new folder"
     require(not inside or RUN in inside, name, str(out), other)
     for each in (path / RUN, path / SAMPLES):
-        # To read a pipe is to wait for ever.
+        # Reading a pipe would block.
         require(not each.exists() or each.is_file(), name, str(out), f"{each.name} there is no file: give a new folder")
     return path
 

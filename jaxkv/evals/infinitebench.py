@@ -24,14 +24,14 @@ class InfiniteBench(StoredTask):
     """InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 
     Prompts are the official ones for open models (those of YaRN-Mistral, Yi and ChatGLM3), which begin the answer and
-    have no chat template. A question-agnostic run keeps from the policy the text behind the document; the official
+    have no chat template. A question-agnostic run keeps from the policy the text after the document; the official
     prompts of math_find and code_run name the question before the document, too.
 
     Attributes:
         data: folder with the official files, such as passkey.jsonl; by default they are fetched from the hub.
         tasks: names of files, such as ("passkey", "kv_retrieval"); by default all 12.
         count: samples of each, from its beginning; 0 for all.
-        longest: tokens of a prompt, above which its middle goes; 0 for what the model's positions leave.
+        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave.
         new_tokens: tokens of an answer; 0 for the official number of each task, which is 30,000 of math_calc.
     """
 

@@ -9,7 +9,7 @@ from jaxkv.evals import metrics
 from jaxkv.evals.stored import Hub, StoredTask, table
 from jaxkv.evals.task import Sample, task
 
-# Examples, or code, to be continued: a chat template is in the way.
+# Few-shot examples or code to be continued, which a chat template would disturb.
 _RAW = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 # Models continue with another example: the answer is the first line.
 _FIRST_LINE = ("trec", "triviaqa", "samsum")
@@ -20,15 +20,15 @@ _FIRST_LINE = ("trec", "triviaqa", "samsum")
 class LongBench(StoredTask):
     """LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
-    A question-agnostic run keeps from the policy the text behind the document in the official prompt, such as the
+    A question-agnostic run keeps from the policy the text after the document in the official prompt, such as the
     question; the text before the document never names the question.
 
     Attributes:
         data: folder with the official files, such as narrativeqa.jsonl; by default they are fetched from the hub.
         tasks: data sets, such as ("hotpotqa", "lcc"); by default all 16.
         count: samples of each, from its beginning; 0 for all.
-        longest: tokens of a prompt, above which its middle goes; 0 for what the model's positions leave. The official
-            figures have 3500 for models of 4096 positions, 7500 for 8192 and 31500 for 32768.
+        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave. The
+            official figures have 3500 for models of 4096 positions, 7500 for 8192 and 31500 for 32768.
         new_tokens: tokens of an answer; 0 for the official number of each data set.
     """
 

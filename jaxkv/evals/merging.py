@@ -27,8 +27,8 @@ def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
         The whole evaluation.
 
     Raises:
-        ValueError: for shards that are missing, there twice, not finished, or of different evaluations.
-        TypeError: for one folder that is in no list.
+        ValueError: for shards that are missing, given twice, not finished, or of different evaluations.
+        TypeError: for one folder instead of a list.
         OSError: where `out` cannot be written.
     """
     if isinstance(folders, (str, os.PathLike)):

@@ -103,7 +103,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
     """1 / n if the right class is among the n class names that the prediction contains, else 0."""
     named = [each for each in classes if each in prediction]
-    # The official loop takes out of the list that it walks along, and so passes over what follows each.
+    # As in the official code: removing from the list during iteration skips the element after each removed one.
     for each in named:
         if each in answer and each != answer:
             named.remove(each)
@@ -175,7 +175,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
     Signs do not count, as in the official function.
     """
     right = json.loads(answer)
-    # Digits without end are what a model says that has come to repeat itself, and no number to Python.
+    # A model that repeats itself may draw more digits than Python converts to an int: no number.
     said = [_number(each) for each in re.findall(r"[0-9]+", prediction)]
     wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
     return next(wrong, len(right)) / len(right)

@@ -35,11 +35,11 @@ class Story(Recipe):
 
     Attributes:
         wording: the text.
-        depth: of the needle in the text, in [0, 1]; it stands at the last end of a sentence before.
+        depth: depth of the needle in the text, in [0, 1]; it stands at the last end of a sentence before it.
         needle: the sentence.
         question: the question about it.
         prefix: the answer's first words.
-        answer: the words behind the prefix.
+        answer: the words after the prefix.
     """
 
     wording: Official
@@ -72,23 +72,23 @@ class Needle(QuestionTask):
     """Needle in a haystack: one sentence in a long text, over lengths and depths, as in the papers' heat maps.
 
     The official wording is Kamradt's sentence and question in the template of PyramidKV's authors; a score is the share
-    of the answer's different words in the prediction, as their maps show: "a", "in" and the like give
-    some other answers a third. The small wording is RULER's needle among sentences of a few hundred words, and its
-    number has to occur. Lengths count template, question and answer.
+    of the answer's distinct words in the prediction, as their maps show: common words such as "a" and "in" give
+    some wrong answers a third. The small wording is RULER's needle among sentences made of a few hundred words, and
+    its number has to occur in the prediction. Lengths count template, question and answer.
 
     Attributes:
-        lengths: tokens of prompts, the answer's and a chat template's included; 512, 1024, 2048 and 4096 if not said,
-            or those of them that the model was made for.
+        lengths: tokens of prompts, answer and chat template included; by default those of 512, 1024, 2048 and 4096
+            that are within the model's positions.
         depths: places of the needle, from 0, the beginning, to 1, the end.
-        count: samples for each length and depth; those behind the first begin elsewhere in the text.
+        count: samples for each length and depth; all but the first take the text from a random word on.
         wording: "official", or "small" for models that know a few hundred words.
         needle: the sentence; another one has its own question, prefix and answer.
         question: the question about it.
-        prefix: the answer's first words, put into the model's mouth; "" for none.
-        answer: the words behind the prefix.
+        prefix: the answer's first words, which end the prompt; "" for none.
+        answer: the words after the prefix.
         haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
-        new_tokens: tokens of an answer of the official wording, of which the first line counts.
-        seed: of the draws.
+        new_tokens: tokens of an answer in the official wording; only its first line is scored.
+        seed: seed of all random choices.
 
     References:
         Kamradt 2023, "Needle In A Haystack - Pressure Testing LLMs"; PyramidKV, section 5.4 and appendix P.

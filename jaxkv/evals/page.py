@@ -22,18 +22,18 @@ PAGE = "report.html"
 def report(folder: str | os.PathLike[str], *, samples: int = 200) -> Path:
     """Writes a finished evaluation as one HTML page and returns its path: tables to sort, plots, settings, samples.
 
-    The page fetches nothing, and what models have said is shown as text, whatever it is.
+    The page loads nothing from elsewhere, and shows everything that models drew as text, never as markup.
 
     Args:
         folder: where `jaxkv.evaluate`, `jaxkv eval` or `jaxkv eval merge` wrote to.
-        samples: of each policy that are on the page, from the first on; 0 for none.
+        samples: number of samples of each policy on the page, from the first on; 0 for none.
 
     Returns:
-        The page, `report.html` in the folder; without pictures where matplotlib is not there.
+        Path of the page, `report.html` in the folder; it has no pictures if matplotlib is not installed.
 
     Raises:
-        ValueError: where there is no evaluation, or one that has not come to its end.
-        OSError: where the page cannot be written; an old one is then as it was.
+        ValueError: if the folder holds no evaluation, or an unfinished one.
+        OSError: if the page cannot be written; an older page then stays unchanged.
     """
     samples = checks.whole("samples", samples, "give how many to show of each policy; 0 for none", least=0)
     evaluation = Evaluation.read(folder)
@@ -64,7 +64,7 @@ def _page(evaluation: Evaluation, samples: int) -> str:
     environment.filters |= {"number": number, "shortened": shortened}
     script = data_file("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Nothing that a model has said runs, should it ever get past the escapes.
+    # Should a model's text ever get past the escapes, the browser still runs none of it.
     allowed = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return environment.from_string(data_file("report.html.jinja")).render(
         evaluation=evaluation,

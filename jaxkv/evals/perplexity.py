@@ -1,4 +1,4 @@
-"""Loss of true text over a compressed cache, read token by token: the tasks `perplexity` and `loss`."""
+"""The tasks `perplexity` and `loss`: loss of true text, read token by token over a compressed cache."""
 
 import dataclasses
 import gzip
@@ -31,17 +31,17 @@ _POINTS = 128
 class Perplexity(Task):
     """Loss by position over a long text under a fixed budget (D2O, figure 6, of PG-19), in nats a token.
 
-    A text's first tokens are prefilled, then its true tokens follow one by one, as if they had been drawn: policies
-    that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is that
-    of the logits before it is read. The curve is of the mean loss up to each position; rows are those held
-    in the end.
+    A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been drawn: policies
+    that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is
+    measured on the logits before it is read. The curve shows the mean loss up to each position; rows are those held
+    at the end.
 
     Attributes:
         data: a text, a folder of texts (.txt, as PG-19 has them), or a file of lines of JSON with a "text"; by default
             eight documents in the public domain, speeches and chapters of about 5,000 tokens.
-        count: texts, from the beginning; 0 for all.
-        prefix: tokens prefilled.
-        tokens: tokens behind them whose loss is measured.
+        count: number of texts, from the first on; 0 for all.
+        prefix: number of tokens prefilled.
+        tokens: number of tokens after the prefix whose loss is measured.
     """
 
     unit = "nats"
@@ -102,9 +102,9 @@ class Loss(Perplexity):
     Attributes:
         data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text"; by default eight documents in
             the public domain.
-        count: texts, from the beginning; 0 for all.
-        prefix: tokens prefilled.
-        tokens: tokens behind them whose loss is measured.
+        count: number of texts, from the first on; 0 for all.
+        prefix: number of tokens prefilled.
+        tokens: number of tokens after the prefix whose loss is measured.
     """
 
     prefix: int = 4096

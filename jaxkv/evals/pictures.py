@@ -15,7 +15,7 @@ from jaxkv.evals.summary import Evaluation
 
 _NAMES = ("scores", "groups", "lengths", "map")
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
-# More panels than this say nothing on a page.
+# More panels than this are too small to read.
 _MOST_PANELS = 30
 _MOST_TICKS, _MOST_BINS = 11, 25
 # Numbers on the axis of budgets that lie closer than this factor would cover one another.
@@ -25,9 +25,9 @@ _APART = 1.1
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     """Dict {file name: image bytes} of every plot that a complete evaluation has numbers for.
 
-    Names are `scores`, `groups`, `lengths` and `map`, and that of each figure that is a list of numbers, with `_curve`
-    behind it where it is one of these four. `kinds` are of svg, png and pdf. Without matplotlib it is refused, naming
-    the extra that brings it.
+    Names are `scores`, `groups`, `lengths` and `map`, and those of the entries of `Record.figures` that are lists of
+    numbers, with `_curve` appended if one is named as one of these four. `kinds` are file formats: svg, png and pdf.
+    Without matplotlib, an error names the extra that installs it.
     """
     makers: dict[str, Callable[[], Any]] = {"scores": functools.partial(_scores, evaluation, (None,))}
     if 1 < len(evaluation.groups) <= _MOST_PANELS:
@@ -39,7 +39,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     for name in _curves(evaluation):
         file = re.sub(r"[^\w.-]", "_", name)
         makers[f"{file}_curve" if file in _NAMES else file] = functools.partial(_curve, evaluation, name)
-    # A row's name is no formula, whatever is in it.
+    # A "$" in a row's name must not start a formula.
     with drawing().rc_context({"text.parse_math": False}):
         return {f"{name}.{kind}": saved(make(), kind) for name, make in makers.items() for kind in kinds}
 
@@ -90,7 +90,7 @@ def _scores(evaluation: Evaluation, groups: Sequence[str | None]) -> Any:
     sizes = sorted({size for policy in evaluation.policies if (size := _size(evaluation, policy)) is not None})
     for axes, group in zip(panels, groups, strict=True):
         for at, (label, policies) in enumerate(lines.items()):
-            # Beside those of the same budgets, so that no bar hides another.
+            # Points of the same budget are drawn side by side, so that no error bar hides another.
             _line(axes, evaluation, label, policies, group, at=at, shift=2 ** (0.02 * (at - len(lines) / 2)))
         if sizes:
             axes.set_xscale("log", base=2)
@@ -127,7 +127,7 @@ def _line(
         means = np.asarray([cell.mean for cell in cells])
         low = means - [cell.mean if cell.low is None else cell.low for cell in cells]
         high = np.asarray([cell.mean if cell.high is None else cell.high for cell in cells]) - means
-        # A hair below 0 by rounding is none.
+        # Rounding may give lengths slightly below 0.
         errors = scale * np.maximum([low, high], 0)
         xs = [size for size, _ in points]
         axes.errorbar(xs, scale * means, yerr=errors, label=label, markersize=4, capsize=2, linewidth=1.2, **style(at))
@@ -175,10 +175,10 @@ def _map(evaluation: Evaluation) -> Any:
     lines = list(_lines(evaluation).values())
     lengths = sorted({record.tags["length"] for record in evaluation.records})
     depths = sorted({record.tags["depth"] for record in evaluation.records})
-    if len(depths) > _MOST_BINS:  # drawn at random
+    if len(depths) > _MOST_BINS:  # depths were drawn at random: ten bins
         depths = [at / 10 for at in range(10)]
     across = max(map(len, lines))
-    if across == 1:  # as many beside one another as below
+    if across == 1:  # one map per policy: a square grid
         across = math.ceil(math.sqrt(len(lines)))
         every = [policies[0] for policies in lines]
         lines = [every[at : at + across] for at in range(0, len(every), across)]

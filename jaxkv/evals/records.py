@@ -1,7 +1,7 @@
-"""The files of an evaluation: `run.json` says what was asked, `samples.jsonl` has one line per policy and sample.
+"""The files of an evaluation: `run.json` has its settings, `samples.jsonl` one line per policy and sample.
 
-Lines stand policy by policy, and within each sample by sample; a whole line is never changed. A run that was killed
-therefore continues behind its last whole batch, and ends with the same bytes as one that was not.
+Lines are ordered by policy, then by sample, and a complete line is never changed. A run that was killed therefore
+continues after its last complete batch, and ends with the same bytes as a run that was not.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxkv._values import is_whole, shortened
 RUN, SAMPLES = "run.json", "samples.jsonl"
 _FORMAT = 1
 _REMEDY = "no evaluation's file, or one of another version: give another folder"
-# The same weights may lie elsewhere on another machine.
+# A model's name may be a path, which can differ between machines with the same weights.
 _NOT_COMPARED = ("model",)
 
 
@@ -30,18 +30,18 @@ class Run:
 
     Attributes:
         task: name of the task.
-        settings: its fields, as JSON has them.
-        unit: of scores: "%" for shares in [0, 1], or another such as "nats".
+        settings: the task's fields, as JSON values.
+        unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
         higher: True if a higher score is better.
         model: name of the model.
         fingerprint: hash of its weights.
-        dtype: of weights and cache.
+        dtype: dtype of weights and cache.
         policies: the policy's `repr` by row, such as "adakv@128".
         budgets: the policy's budget by row; None keeps everything.
         agnostic: True if contexts were compressed before questions were seen.
         raw: True if the chat template was left out.
-        seed: of policies that draw.
-        batch: samples that are run together.
+        seed: seed of policies that draw random numbers.
+        batch: number of samples that run together.
         shard: `(i, n)` for the i-th of n shards; None for the whole evaluation.
         samples: number of samples of the whole task.
         digest: hash of the samples.
@@ -84,7 +84,7 @@ class Run:
         first, step = (0, 1) if self.shard is None else self.shard
         batches = -(-self.samples // self.batch)
         mine = range(first, batches, step)
-        # The last batch may be a short one.
+        # The last batch may have fewer samples.
         short = batches * self.batch - self.samples if batches - 1 in mine else 0
         return len(self.policies) * (len(mine) * self.batch - short)
 
@@ -107,15 +107,15 @@ class Record:
         task: name of the task.
         policy: the row, such as "adakv@128".
         budget: the policy's budget.
-        id: of the sample.
+        id: id of the sample.
         group: row of the table that the sample counts in.
         tags: numbers and names that pictures are drawn over.
         prediction: the text drawn.
         answers: right answers.
         score: as the task gives it.
-        tokens: of the prompt; None where the task does not count them.
-        rows: kept of the prompt per kv head and layer, averaged; None likewise.
-        nbytes: of these rows, wherever they lie; None likewise.
+        tokens: number of tokens of the prompt; None if the task does not count them.
+        rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
+        nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
         figures: further numbers, and lists of numbers.
     """
 
@@ -214,7 +214,7 @@ def read_run(folder: Path) -> Run | None:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
     """List of texts such as "batch: 8, not 4", one for each entry in which two `Run.as_dict` differ.
 
-    Names in `but`, and in one of the two alone, are not compared.
+    Names in `but`, and names that only one of the two has, are not compared.
     """
     found = []
     for name in (name for name in one if name in other and name not in (*_NOT_COMPARED, *but)):

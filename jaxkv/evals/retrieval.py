@@ -55,7 +55,7 @@ def two_stage(count: int, *, seed: int = 0, sizes: tuple[int, ...] = SIZES, reas
 
     Args:
         count: number of questions.
-        seed: of the draws; the same questions every time.
+        seed: seed of the questions, which are the same for the same seed.
         sizes: entries of the dictionaries, used in turn.
         reason: True asks for the sum to be worked out first, step by step.
 
@@ -95,11 +95,11 @@ class TwoStage(QuestionTask):
     """2StageRetr (OmniKV, appendix A): a sum to work out, then its result to look up far above.
 
     Attributes:
-        count: samples.
+        count: number of samples.
         sizes: entries of the dictionaries, used in turn.
-        reason: ask for the sum to be worked out first.
+        reason: True asks for the sum to be worked out first.
         new_tokens: tokens of an answer.
-        seed: of the draws.
+        seed: seed of the questions.
     """
 
     count: int = 34

@@ -53,28 +53,28 @@ def evaluate(
 ) -> Evaluation:
     """Runs every policy over every sample of a task; writes one line per policy and sample, and returns all results.
 
-    A run that was ended goes on with the same call, behind its last whole batch, and ends with the same bytes.
+    The same call continues a run that was interrupted, after its last complete batch, and ends with the same bytes.
 
     Args:
         params: from `jaxkv.load`.
         task: `Ruler(lengths=(4096,))`, say, or a name of `jaxkv.evals.TASKS` for one with its defaults.
-        policies: by row of the table; `at_budgets` makes such rows of names and budgets.
-        out: the folder, which is made: `run.json`, `samples.jsonl`, `table.md`, and pictures where matplotlib is there.
+        policies: policies by row of the table; `at_budgets` makes such a dict from names and budgets.
+        out: folder to make, for `run.json`, `samples.jsonl`, `table.md`, and pictures if matplotlib is installed.
         how: whether policies see questions, and other settings that belong to no task; `How()` by default.
-        batch: samples that are run together.
-        shard: `(i, n)` runs every n-th batch from the i-th on, another machine the others; `merge` joins them.
-        mesh: devices with the axes "data" and "model" to run on, all of this process.
-        progress: True for a bar on stderr with the time left; by default where stderr is a terminal.
+        batch: number of samples that run together.
+        shard: `(i, n)` runs every n-th batch from the i-th on; other machines run the others, and `merge` joins them.
+        mesh: devices of this process to run on, with the axes "data" and "model".
+        progress: True for a bar on stderr with the time left; by default only if stderr is a terminal.
 
     Returns:
         The finished evaluation.
 
     Raises:
-        ValueError: for a folder of another evaluation, naming what differs, for one that another process is at, for
-            settings that cannot be honoured.
+        ValueError: for a folder of another evaluation (naming what differs) or that another process has locked, and
+            for settings that cannot be honoured.
         TypeError: for an argument of the wrong kind.
-        Failed: where a batch could not be run; whole batches before it stay.
-        OSError: where the folder takes no more.
+        Failed: if a batch could not be run; complete batches before it stay.
+        OSError: if the folder cannot be written, as on a full disk.
     """
     params, task, how = as_model(params, mesh), as_task(task), How() if how is None else how
     rows = as_rows(params, policies)
@@ -222,7 +222,7 @@ class _Job:
             unit=" samples",
             disable=not shown,
             file=sys.stderr,
-            # In a file, a line now and then.
+            # If stderr is a file, few lines.
             mininterval=0.1 if sys.stderr.isatty() else 30.0,
         ) as bar:
             before = None

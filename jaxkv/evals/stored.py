@@ -1,4 +1,4 @@
-"""Benchmarks of others: rows of JSONL files in a folder or on the hub, as prompts cut to a model's length."""
+"""Base of published benchmarks: rows of JSONL files, local or on the hub, as prompts cut to a model's length."""
 
 import abc
 import dataclasses
@@ -16,7 +16,7 @@ from jaxkv.evals.asking import QuestionTask
 from jaxkv.evals.task import Sample, tokenizer_of
 from jaxkv.loading import LanguageModel
 
-# A text that was cut and put together may take a few tokens more than its parts.
+# Cut texts, joined and tokenized again, may take a few tokens more than their parts.
 _SPARE = 16
 _LEAST = 64
 
@@ -54,8 +54,8 @@ class StoredTask(QuestionTask):
     Attributes:
         data: folder with the official files; by default they are fetched from the hub.
         tasks: parts of the benchmark; by default all.
-        count: samples of each, from its beginning; 0 for all.
-        longest: tokens of a prompt, above which its middle goes; 0 for what the model's positions leave.
+        count: samples of each part, from its beginning; 0 for all.
+        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave.
         new_tokens: tokens of an answer; 0 for the official number of each part.
         benchmark: name of the benchmark's `table`.
         hub: the data set on the hub.

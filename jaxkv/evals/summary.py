@@ -30,11 +30,11 @@ class Cell:
         group: samples that count together; "mean" for the mean of all groups, each of the same weight.
         n: number of samples.
         mean: mean score.
-        low: lower end of the mean's 95% interval; None where one sample gives none.
+        low: lower end of the mean's 95% interval; None if it has none, as for one sample that is no share.
         high: its upper end.
-        tokens: of a prompt, averaged; None where the task does not count them.
-        rows: kept of a prompt per kv head and layer, averaged; None likewise.
-        nbytes: of these rows, wherever they lie, averaged; None likewise.
+        tokens: mean number of tokens of a prompt; None if the task does not count them.
+        rows: mean number of rows kept of a prompt per kv head and layer; None if the task does not count them.
+        nbytes: mean bytes of these rows, on the device or in host memory; None if the task does not count them.
     """
 
     policy: str
@@ -53,11 +53,11 @@ class Difference:
     """Mean difference of two policies' scores on the same samples, its 95% interval, and counts of wins.
 
     Attributes:
-        mean: of the differences; above 0 the first policy has the higher scores.
+        mean: mean of the differences; above 0 if the first policy has the higher scores.
         low: lower end of the mean's 95% interval; None for one sample.
         high: its upper end.
         above: number of samples at which the first policy has the higher score.
-        below: number of samples at which the second has.
+        below: number of samples at which the second policy has the higher score.
         n: number of samples.
     """
 
@@ -73,7 +73,7 @@ def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[f
     """95% confidence interval (low, high) of the mean of independent scores, Wilson's or Student's; may be None.
 
     Args:
-        scores: n of them.
+        scores: the n scores.
         shares: True if scores lie in [0, 1], and so their mean.
 
     Returns:
@@ -144,8 +144,8 @@ class Evaluation:
     """Finished evaluation of a task, or of one shard: its folder, run and records, with mean scores and tables.
 
     Attributes:
-        folder: that holds its files.
-        run: what was asked.
+        folder: the folder of its files.
+        run: its settings.
         records: outcome of every sample under every policy.
     """
 
@@ -158,14 +158,14 @@ class Evaluation:
         """Reads a finished evaluation from the folder that `jaxkv.evaluate` or `jaxkv eval` wrote.
 
         Args:
-            folder: the one that was given to it.
+            folder: the folder that was given as `out`.
 
         Returns:
             The evaluation.
 
         Raises:
-            ValueError: where there is none, or one that has not come to its end.
-            TypeError: for what is no path.
+            ValueError: if the folder holds no evaluation, or an unfinished one.
+            TypeError: for a folder that is no path.
         """
         if not isinstance(folder, (str, os.PathLike)):
             raise TypeError(f"folder={folder!r}: give the folder of an evaluation")
@@ -217,8 +217,8 @@ class Evaluation:
 
         Args:
             policy: name of a row.
-            group: only of this group; all by default.
-            **tags: only with these tags, such as `length=4096`.
+            group: only records of this group; of all groups by default.
+            **tags: only records with these tags, such as `length=4096`.
 
         Returns:
             The records.
@@ -243,8 +243,8 @@ class Evaluation:
 
         Args:
             policy: name of a row.
-            group: only of this group; by default the mean of all groups, each of the same weight.
-            **tags: only of samples with these tags, such as `length=4096`.
+            group: only samples of this group; by default the mean of all groups, each of the same weight.
+            **tags: only samples with these tags, such as `length=4096`.
 
         Returns:
             The cell.
@@ -274,7 +274,7 @@ class Evaluation:
         Args:
             first: name of a row.
             second: name of another row.
-            group: only of this group; by default the mean of all groups, each of the same weight, as in `cell`.
+            group: only samples of this group; by default the mean of all groups, each of the same weight, as in `cell`.
 
         Returns:
             The difference, first minus second.

@@ -1,4 +1,4 @@
-"""The nouns of evaluations: samples, the tasks that make and score them, and the outcome of each."""
+"""Base classes of evaluations: samples, the tasks that make and score them, and their outcomes."""
 
 import abc
 import dataclasses
@@ -33,10 +33,10 @@ class Sample:
         id: unique within the task; the same for the same settings.
         group: row of the table that the sample counts in, such as "niah_single_1".
         context: text that a question-agnostic run compresses before it has seen the question.
-        question: text behind the context.
+        question: text after the context.
         answers: right answers, as the task's metric takes them.
-        new_tokens: tokens to draw at most.
-        prefix: the answer's first words, put into the model's mouth.
+        new_tokens: largest number of tokens to draw.
+        prefix: the answer's first words, which end the prompt.
         stop: strings that end an answer.
         raw: True for no chat template, whatever `How` says: few-shot prompts and code are continued as they are.
         tags: numbers and names that pictures are drawn over, such as length and depth.
@@ -59,7 +59,7 @@ class Sample:
                 raise TypeError(f"{name}={getattr(self, name)!r}: give a text")
         for name in ("answers", "stop"):
             texts = getattr(self, name)
-            # A text is a sequence of texts too: its letters.
+            # A str is a sequence of str too, so it is refused here.
             if not isinstance(texts, (tuple, list)) or not all(isinstance(each, str) for each in texts):
                 raise TypeError(f"{name}={texts!r}: give a tuple of texts")
             object.__setattr__(self, name, tuple(texts))
@@ -80,9 +80,9 @@ class Outcome:
         score: a share in [0, 1], or a number of the task's `unit`.
         prediction: the text drawn, if any was.
         figures: further numbers, and lists of numbers, for the task's pictures.
-        tokens: of the prompt, its question included; None where the task does not count them.
-        rows: kept of the prompt per kv head and layer, averaged; None likewise.
-        nbytes: of these rows, wherever they lie; None likewise.
+        tokens: number of tokens of the prompt, its question included; None if the task does not count them.
+        rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
+        nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
     """
 
     score: float
@@ -101,8 +101,8 @@ class How:
         agnostic: True compresses the context before the question is seen, as Ada-KV's harder setting does. A sample
             without a question is the same in both settings.
         raw: True leaves the chat template out.
-        seed: of policies that draw. `evaluate` makes a seed of this one and the sample's id for each sample, which
-            then runs alone: otherwise all prompts of a batch would share their draws.
+        seed: seed of policies that draw random numbers. `evaluate` hashes it with each sample's id and runs these
+            samples one by one: in a batch, all prompts would share their draws.
     """
 
     agnostic: bool = False
@@ -123,9 +123,9 @@ class Task(abc.ABC):
     are refused. A task with a `__post_init__` of its own calls this one's first.
 
     Attributes:
-        unit: of scores: "%" for shares in [0, 1], or another such as "nats".
+        unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
         higher: True if a higher score is better.
-        asks: True if samples have a question, which can be kept from the policy.
+        asks: True if samples have a question, which a question-agnostic run keeps from the policy.
     """
 
     unit: ClassVar[str] = "%"
@@ -162,11 +162,11 @@ class Task(abc.ABC):
         Args:
             params: the model.
             policy: the compression.
-            samples: some of this task's.
+            samples: a batch of this task's samples.
             how: settings of the run.
 
         Returns:
-            An outcome for each sample.
+            One outcome per sample, in order.
         """
 
 
@@ -234,7 +234,7 @@ def task(name: str) -> Callable[[_Task], _Task]:
         mine = TASKS.setdefault(name, cls)
         same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
         require(same, "name", name, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
-        # A notebook's cell that is run again makes its class anew.
+        # Running a notebook's cell again defines its class again: the new one replaces the old.
         TASKS[name] = cls
         return cls
 

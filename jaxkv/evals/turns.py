@@ -20,7 +20,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
 
-# Between the turns of a sample's context: no text has it.
+# Separates the turns in a sample's context; texts that contain it are refused.
 _NEXT = "\x1e"
 JUDGES = ("substring", "rouge-l")
 
@@ -54,11 +54,11 @@ _FACTS = (
 class Turns(Task):
     """Conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are reported turn by turn.
 
-    Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. The others compress the
-    first turn alone, and hold all rows behind it: give them `every=n`, which compresses again as tokens come.
+    Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. Others compress only the
+    first turn, and keep all rows of later ones: give them `every=n`, which compresses again every n tokens.
 
-    By default conversations are made: the user states facts in the first turns, quotes passages in those between, and
-    asks for the facts in the last ones. The score is the share of asked turns whose answer has the fact.
+    By default conversations are made up: the user states facts in the first turns, quotes passages in the middle ones,
+    and asks for the facts in the last ones. The score is the share of asking turns whose answer has the fact.
 
     MT-bench's own questions are read from its `question.jsonl`. Its judge, a large language model, is out of reach:
     turns with a reference are scored, and conversations without any are left out.
@@ -66,12 +66,12 @@ class Turns(Task):
     Attributes:
         data: a file of lines of JSON as MT-bench's question.jsonl has them: "turns", and for each of them a
             "reference", empty where none is asked for; by default conversations are made.
-        count: conversations; 0 for all of the file.
-        turns: of each conversation that is made.
-        words: of each passage that is quoted.
+        count: number of conversations; 0 for all of the file.
+        turns: turns of each made conversation.
+        words: words of each quoted passage.
         new_tokens: tokens of an answer.
-        judge: how an answer is held against its reference: "substring", whatever the case, or "rouge-l".
-        seed: of the draws.
+        judge: how an answer is scored against its reference: "substring", in any case, or "rouge-l".
+        seed: seed of made conversations.
     """
 
     asks = False
@@ -117,7 +117,7 @@ class Turns(Task):
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
         """Holds a batch of conversations; returns one Outcome each: mean score, answers, and rows after each turn."""
         outcomes: dict[int, Outcome] = {}
-        # Conversations of one length keep step.
+        # Conversations with equally many turns run as one batch.
         lengths = [sample.context.count(_NEXT) for sample in samples]
         for length in dict.fromkeys(lengths):
             at = [number for number, each in enumerate(lengths) if each == length]

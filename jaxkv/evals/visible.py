@@ -36,13 +36,13 @@ from jaxkv.sharding.mesh import host, missing, place
 class Visible(Task):
     """Share of full attention's probability that falls on rows which a policy can see, on prompts of 2StageRetr.
 
-    The tokens that full attention draws are fed to every policy, so that a model which fails at the task still says
-    what each policy would let it see.
+    The tokens that full attention draws are fed to every policy, so that the share can be measured even with a model
+    that answers wrongly.
 
     Attributes:
-        count: samples, with dictionaries of all sizes.
-        steps: first tokens of each answer at which attention is measured.
-        seed: of the draws.
+        count: number of samples, with dictionaries of all sizes.
+        steps: number of answer tokens, from the first on, at which attention is measured.
+        seed: seed of the questions.
     """
 
     asks: ClassVar[bool] = False

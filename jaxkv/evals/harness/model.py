@@ -63,19 +63,20 @@ class JaxKVLM(TemplateLM):
         """Takes a model or loads a named one, and checks policy and batch size.
 
         Args:
-            model: a model, or what `jaxkv.load` takes.
+            model: a model, or a name or path for `jaxkv.load`.
             policy: the compression, or its name.
-            dtype: of weights and cache; by default `jaxkv.load` chooses.
-            batch_size: requests run together; contexts of a policy that draws run one by one.
-            max_gen_toks: tokens of an answer where the harness' task does not say.
-            seed: for policies and samplings that draw.
-            max_batch_size: ignored: no batch size is searched for.
+            dtype: dtype of weights and cache; by default `jaxkv.load` chooses.
+            batch_size: number of requests that run together; with a policy that draws random numbers, contexts run one
+                by one.
+            max_gen_toks: most tokens of an answer if the harness' task gives no number.
+            seed: seed of policies and samplings that draw random numbers.
+            max_batch_size: ignored: jaxkv does not search for a batch size.
             device: ignored: JAX chooses, by JAX_PLATFORMS.
-            options: fields of a policy that is only named, such as budget=256 and window=16.
+            options: fields of a policy given by name, such as budget=256 and window=16.
 
         Raises:
             ValueError: for a batch size that is no number, for unknown options, or a model without a tokenizer.
-            TypeError: for options beside a policy that is made already.
+            TypeError: for options if `policy` is a policy, not a name.
         """
         super().__init__()
         fits = str(batch_size).isdigit() and int(batch_size) >= 1
@@ -184,7 +185,7 @@ class JaxKVLM(TemplateLM):
             require(bool(continuation), "continuation", text, "it adds no token to its context")
             room = self.max_length - len(continuation) + 1
             require(room >= 1, "continuation", text[:40], f"longer than the model's {self.max_length} positions")
-            # A context of spaces alone is the continuation's.
+            # The harness moves a context's trailing spaces to the continuation, so a context may be empty.
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
         results = self._judge(pairs, disable_tqdm)
         for (texts, *_), result in zip(requests, results, strict=True):

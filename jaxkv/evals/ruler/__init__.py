@@ -1,4 +1,4 @@
-"""RULER's tasks: prompts of any length, made here, whose answers stand somewhere in them.
+"""RULER's tasks: synthetic prompts of any length that contain the answers to their questions.
 
 References:
     Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?", and

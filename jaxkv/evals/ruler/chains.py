@@ -38,8 +38,8 @@ class Chains(Recipe):
     """Recipe of RULER's variable tracking: prompts that hide one chain of assignments in lines of noise.
 
     Attributes:
-        hops: assignments of a variable to another.
-        shot: size of the haystack of the solved example in front; 0 for none.
+        hops: number of assignments of one variable to another.
+        shot: haystack size of the solved example that comes first; 0 for no example.
     """
 
     hops: int = 4

@@ -23,7 +23,7 @@ _FREQUENT = (
     " Answer: According to the coded text above, the three most frequently appeared words are:",
 )
 TEMPLATES = (*_COMMON, *_FREQUENT)
-# Noise: the most frequent word, which is no answer.
+# The most frequent word of coded texts: noise, not an answer.
 DOTS = "..."
 # Counts of the second, third and fourth word differ from the next one's from here on.
 _LEAST_CODED = 74
@@ -44,7 +44,7 @@ class Common(Recipe):
         often: occurrences of each common word.
         seldom: occurrences of each other word.
         words: number of common words.
-        shot: different words, `often` and `seldom` of a solved example; None for none.
+        shot: (distinct words, `often`, `seldom`) of a solved example; None for no example.
     """
 
     often: int = 30

@@ -61,7 +61,7 @@ class Needles(Recipe):
         keys: needles with a key of their own.
         values: needles for each key.
         queries: keys that are asked for.
-        depth: of the needles, in [0, 1]; None draws it.
+        depth: depth of the needles, in [0, 1]; None draws it.
     """
 
     haystack: str = "noise"

@@ -1,4 +1,4 @@
-"""RULER's questions over documents: those with the answer among others of the same data set."""
+"""RULER's question answering: documents with the answer among other documents of the same data set."""
 
 import dataclasses
 import functools

@@ -16,12 +16,12 @@ class Prompt(NamedTuple):
     """One prompt, in three parts (context, question and the answer's first words), and its right answers.
 
     Attributes:
-        context: text up to the end of the haystack.
+        context: the user's text up to the end of the haystack.
         question: the rest of the user's text.
         prefix: the answer's first words.
         answers: right answers.
-        target: continuation of a right answer behind the prefix.
-        depth: of the answer in the haystack, in [0, 1], the mean of several places; None if it is everywhere.
+        target: text of a right answer, as it continues the prefix.
+        depth: mean depth of the answer in the haystack, in [0, 1]; None if it has no place.
     """
 
     context: str
@@ -82,7 +82,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
     )
     high = low + 1
     while taken(high) <= length:
-        # Making a prompt above the largest size names the words that are missing.
+        # Above the largest size, `make` refuses with an error that names the missing words.
         low, high = high, int(recipe.most) if high < recipe.most < 2 * high else 2 * high
     # A four-hundredth part is less than the difference between samples.
     while high - low > max(1, low // 400):

@@ -24,21 +24,21 @@ from jaxkv.loading import LanguageModel
 class Ruler(QuestionTask):
     """RULER's 13 tasks: needles in a haystack, variable tracking, words to count, questions over documents.
 
-    Made here with RULER's templates, counts and metrics, as long as the model's tokenizer says. `niah_single_*` have 1
-    needle, `niah_multikey_*` others with another key (4 in all, or a haystack of nothing else), `niah_multivalue` has
+    Made here with RULER's templates, counts and metrics, at lengths in the model's tokens. `niah_single_*` have 1
+    needle, `niah_multikey_*` others with another key (4 in all, or a haystack of needles alone), `niah_multivalue` has
     4 values of one key, `niah_multiquery` asks for 4 keys; `vt` is a chain of 5 variables, `cwe` a list of words of
     which 10 occur 10 times as often (6 below 4096 tokens), `fwe` words of a zeta distribution; `qa_1` is SQuAD 2.0
     and `qa_2` HotpotQA, from files.
 
     Attributes:
-        tasks: some of the 13; all but qa_1 and qa_2, which take files, if not said.
-        lengths: tokens of prompts, the answer's and a chat template's included; 4096 if not said, or as many as the
-            model was made for.
+        tasks: some of the 13; by default all but qa_1 and qa_2, which need files.
+        lengths: tokens of prompts, answer and chat template included; by default 4096, or the model's positions if
+            there are fewer.
         count: samples for each task and length; RULER takes 500.
         wording: "official", or "small" for models that know a few hundred words.
         haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
         data: the folder with squad.json and hotpotqa.json, for qa_1 and qa_2.
-        seed: of the draws.
+        seed: seed of all random choices.
 
     References:
         Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?"
@@ -101,7 +101,7 @@ def check_grid(settings: Any) -> None:
 def lengths_for(params: LanguageModel, given: Sequence[int] | None, *, usual: Sequence[int]) -> tuple[int, ...]:
     """Prompt lengths in tokens: `given`, or if that is None the `usual` ones within the model's positions.
 
-    Where the model is shorter than all usual lengths, its number of positions. Longer lengths are refused.
+    If all usual lengths are longer, the model's number of positions. Given lengths that are longer are refused.
     """
     most = params.config.max_positions
     if given is None:

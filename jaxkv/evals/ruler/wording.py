@@ -1,4 +1,4 @@
-"""The words of prompts: RULER's own, and a few hundred that a tiny model can be trained on."""
+"""Wordings of prompts: RULER's own words, and a few hundred nouns that a tiny model can be trained on."""
 
 import abc
 import functools
@@ -60,7 +60,7 @@ def pieces(text: str) -> list[str]:
 def sentences(text: str) -> list[str]:
     """Splits a text into sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
 
-    RULER uses NLTK's Punkt, whose parameters are data of their own; on English prose nearly all of these are its too.
+    RULER uses NLTK's Punkt, which needs a data file; on English prose, nearly all sentences are the same.
     """
     ends = [each.end() for each in _SENTENCE.finditer(text)]
     return [text[begin:end].rstrip() for begin, end in itertools.pairwise([0, *ends, len(text)])]
@@ -73,7 +73,7 @@ class Wording(abc.ABC):
         name: the wording's value in settings.
         tight: True leaves out spaces and empty parts that carry no meaning.
         noise: units of the haystack of noise, used in turn.
-        words_to_count: number of different words that `plain` has.
+        words_to_count: number of distinct words that `plain` can draw.
     """
 
     name: ClassVar[str]
