@@ -135,7 +135,7 @@ class KVCache:
 
     @property
     def state(self) -> State | None:
-        """Policy state; None for policies that only compress the prompt."""
+        """Policy state (`State` arrays); None for policies that only compress the prompt."""
         return self.tables.state
 
     def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "KVCache":

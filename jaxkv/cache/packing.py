@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes, inside, where
 
 
 class Unpacked(NamedTuple):
-    """Keys, values and positions of one layer before packing, padded to S slots per kv head.
+    """Keys, values, positions and scores of one layer's rows before packing, padded to S slots per kv head.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.

@@ -235,7 +235,7 @@ def merged(
     merge: Merger,
     axes: Axes | None = None,
 ) -> Unpacked:
-    """One layer's rows with the dropped ones merged into the `kept` ones, and the merging thresholds updated.
+    """Copy of one layer's rows with dropped rows merged into those of mask `kept`, and new merging thresholds.
 
     Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
     and dtype is refused with a TypeError.

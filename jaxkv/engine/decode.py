@@ -169,7 +169,7 @@ def read_on_top(
     *,
     size: int,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Runs prompts on top of a cache, `size` tokens at a time; returns each one's last logits, and the donated cache.
+    """Runs prompts on top of a cache (donated), `size` tokens at a time; returns last tokens' logits and new cache.
 
     `run` is `extend` of a model and spec, called with `size` tokens of every prompt at a time; tokens are padded on the
     right to a multiple of `size`.

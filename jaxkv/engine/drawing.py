@@ -76,7 +76,7 @@ class Drawing:
 
     @property
     def final(self) -> bool:
-        """True if decoding evicts or rescores, so that a step cannot be rolled back."""
+        """True if drawing evicts rows or updates their scores, so that drawn tokens cannot be rolled back."""
         return self._spec.evicts or self._spec.scored
 
     @property

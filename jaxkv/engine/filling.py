@@ -20,8 +20,8 @@ class Batch:
     """Encoded prompts with copies of the last one that fill up the batch, and prefill plans with and without copies.
 
     Attributes:
-        encoded: the prompts, copies of the last one behind them.
-        copies: number of the copies, fewer than there are prompts.
+        encoded: the prompts, followed by copies of the last one.
+        copies: number of copies, less than that of the prompts.
         needed: the plan of all, copies included.
         asked: the plan of the prompts alone.
     """
@@ -36,9 +36,9 @@ def planned(session: Session, encoded: Encoded, new: int) -> Batch:
     """Makes a `Batch`; copies fill a new batch size up to a compiled one if they cost less time than compiling.
 
     The time that copies take is estimated from the last run of the larger size, the time of compiling from its first. A
-    size is filled once: when it comes again, programs are compiled for it. On a mesh, where prompts are read in chunks
-    or wait in host memory, and where memory is short, nothing is filled. Raises MemoryError, naming the plan's bytes,
-    if those of the prompts alone are not there.
+    size is filled once: when it comes again, programs are compiled for it. Nothing is filled on a mesh, if prompts are
+    read in chunks or rows are offloaded, or if memory is short. Raises MemoryError, naming the plan's bytes, if the
+    prompts alone do not fit.
     """
     needed, flat, read = session.plan(encoded.lengths, new), session.params.flat, session.policy.parts().read
     batch = Batch(encoded=encoded, copies=0, needed=needed, asked=needed)
@@ -77,7 +77,7 @@ def remember(session: Session, batch: Batch) -> None:
 
 
 def _signature(session: Session, batch: Batch) -> tuple:
-    """Dictionary key of the batch's compiled prefill programs."""
+    """Dictionary key (tuple) of the compiled prefill programs that a batch runs, copies included."""
     implementation = session.implementations.prefill
     flat, size = session.params.flat, len(batch.encoded.ids)
     return signature_of(flat, size, session.policy, batch.asked, implementation=implementation)

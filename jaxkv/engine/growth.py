@@ -85,12 +85,12 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 
 
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Cache (donated) with room for more tokens: due sequences compressed again, or rows copied to larger buffers.
+    """Returns the cache (donated) with room for more tokens: compresses due sequences, or copies to larger buffers.
 
     The cache is donated; at least one of the `new` tokens can be drawn on the result.
     """
     parts, grow_by = cache.policy.parts(), _to_limit(cache).max(axis=(1, 2))
-    # Rows below a limit, and of layers without one, have all come one by one.
+    # If the policy evicts, any row of a segment may have been added one by one while drawing.
     grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
     wanted = room_for(parts, grow_by, new, grown=grown)
     if due(cache).any():

@@ -299,7 +299,7 @@ def _attend_with_tail(spec: Spec, token: Token, rows: LayerRows, new: NewTokens,
         one = row[:, :, 0].astype(leaf.dtype)
         return leaf.at[each, :, at].set(one, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    # Without the barrier the update is fused into its reader as well as into the loop's state: done twice, by copies.
+    # Without the barrier XLA fuses the update into its reader and into the loop's state, and copies the tail twice.
     tail = lax.optimization_barrier(Tail(k=put(tail.k, token.stored), v=put(tail.v, token.v)))
     keys = tail.k if rows.by.tail is None else rotate(tail.k, rows.by.tail)
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * size, (batch, heads))

@@ -52,10 +52,10 @@ class Running:
     loader: Loader | None = None
 
     def rewound(self, rows: Int[Array, " B"]) -> "Running":
-        """State without the last `rows[b]` rows of sequence b, at most those that the last `decode` added."""
+        """Loop state without the last `rows[b]` rows of sequence b, at most those that the last `decode` added."""
         if self.beside is not None:
             return dataclasses.replace(self, beside=self.beside._replace(written=self.beside.written - rows))
-        # Rows behind a stop string are the last ones of their segments: nothing is dropped between two looks.
+        # Rows behind a stop string are the last ones of their segments: none is dropped between two reads of the text.
         tables = self.cache.tables
         length, seen = tables.length - rows[None, :, None], tables.seen - rows
         return dataclasses.replace(self, cache=self.cache.updated(length=length, seen=seen))
@@ -132,7 +132,7 @@ class Draw:
     ends: Int[Array, "B n"]
 
     def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "Draw":
-        """Sampling state after a step: new logits and `done` mask, one token less; ended sequences keep old logits.
+        """Sampling state after a step: new logits and `done` mask, `left` less one; ended sequences keep old logits.
 
         A token that ends a sequence becomes no row: the logits stay those of the last row.
         """
@@ -272,7 +272,7 @@ def _loop(
 
     def going(carry):
         index, _, draw, _ = carry
-        # Stops at the requested number of steps, or as soon as more sequences have ended than may.
+        # Stops at the requested number of steps, or once more than `idle` sequences have ended.
         return (index < steps) & (count_of_all(draw.done, spec.axes) <= idle)
 
     def body(carry):

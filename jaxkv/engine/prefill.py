@@ -38,7 +38,7 @@ from jaxkv.policies.scorer import Needs, Observed, Scorer, future_of, norms_of
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 
-# The device never waits for the host with that many; more would only hold memory.
+# With this many layers dispatched the device never waits for the host; more would only hold memory.
 _MOST_AHEAD = 4
 
 
@@ -262,7 +262,7 @@ class Prompts(Source):
         self.indices, self.axes = range(layers), flat.axes
         self.length = place(lengths, "B", flat.axes, jnp.int32)
         self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
-        # Rows of every layer before it is scored; and of layers that keep everything.
+        # Rows of a layer that is not scored yet; and rows of a layer that keeps all.
         self.unscored = of_prompt(None, self.forced, self.length)
         heads = flat.config.kv_heads // (flat.axes.size("K") if flat.axes is not None and inside() else 1)
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, needed.slots))
@@ -288,7 +288,7 @@ class Prompts(Source):
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]
             self.rings.append(_ring(last, length, rows=ring_rows(self.remembered[index]), axes=self.axes))
         if self.reading is not None and index in self.reading.offloaded:
-            # Before the next but one begins: two layers' rows are on their way at most.
+            # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
             self.banked.append(put_away(k, out.v, self.axes))
             self.held[index] = rows

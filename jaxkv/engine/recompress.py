@@ -184,7 +184,7 @@ class _Held(Source):
 
         length, takes = host(kept).astype(np.int64), self.cache.layout.takes
         rows = share(-(-int(takes(length).max()) // stretches))
-        # A sequence that is not due may hold more where another mesh made the cache.
+        # A sequence that is not due may hold more than that if the cache was made on another mesh.
         rows = max(rows, int(takes(length.reshape(len(length), -1, heads)).max()))
         target = share(int(heads * self.wants[part].sum(axis=0).max()))
         size = heads * bucket(-(-rows // heads))
@@ -219,7 +219,7 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
     """Rows `[L, B]` per kv head to keep in each layer: mean of its limits, or its schedule's rows for the text."""
     limit, traced = _numbers(cache.limit), is_traced(cache.limit)
     if parts.evicts or parts.layers.from_scores or cache.state is None:
-        # Heads of different budgets share their layer's rows, or those of all layers.
+        # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
         of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
         if parts.layers.joint:
             layers, _, heads = of_all.shape

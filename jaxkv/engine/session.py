@@ -94,7 +94,7 @@ class Session:
             new: tokens that will be drawn.
 
         Raises:
-            MemoryError: naming the plan's bytes, if so many are not free.
+            MemoryError: if the plan's bytes, which it names, are not free.
         """
         config, policy, axes = self.params.config, self.policy, self.params.axes
         needed = self.planned(lengths, first_room(policy.parts(), config.layers, lengths, new) if new else 0)
@@ -154,7 +154,7 @@ class Session:
 
         Raises:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-            MemoryError: naming the plan's bytes, if so many are not free.
+            MemoryError: if the plan's bytes, which it names, are not free.
         """
         walk = self.prefilling(ids, new=new, needed=needed, key=key)
         return finished(walk, lambda layers: tick(layers) if layers else None)
@@ -184,7 +184,7 @@ class Session:
 
         Raises:
             ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-            MemoryError: naming the plan's bytes, if so many are not free.
+            MemoryError: if the plan's bytes, which it names, are not free.
         """
         with own_settings():
             self._require_same("prefill", ids, new=new, needed=needed, key=key)
@@ -221,7 +221,7 @@ class Session:
             if signature in params.flat.compiled:
                 return
             prompts, lengths = tokens.reshape(batch, -1), np.full(batch, needed.slots)
-            # Spans may protect more of prompts of a whole bucket than of those that were planned: none is refused.
+            # Spans may protect more rows of prompts that fill a bucket than of those planned: refuse none.
             walk = prefilling.prefill(
                 params.flat, prompts, lengths, self.policy, needed, key=self.key, implementation=chosen, strict=False
             )
@@ -385,7 +385,7 @@ class Session:
             hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
-        """Encodes prompts as token ids unless they are; plain text continues the cache's conversation."""
+        """Prompts as `Encoded` token ids, given encoded or not; plain text continues the cache's conversation."""
         if isinstance(ids, Encoded):
             return ids
         turn = Turn.START if cache is None else cache.turn

@@ -105,7 +105,7 @@ class Slots:
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
-        # Of each slot, known without asking the device: rows beside the pools, and rows beyond the limit.
+        # Known for each slot without reading the device: rows in its tails, and rows beyond its limit.
         self._waiting, self._beyond = np.zeros(self.count, np.int64), np.zeros(self.count, np.int64)
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Sequences

@@ -58,7 +58,7 @@ def new_tokens(
 def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
     """Offset in each segment, `i32[L, B, K]`, of the row from which on sparse layers read all rows, chosen or not."""
     assert spec.reading is not None and tables.state is not None and tables.state.choosable is not None
-    # All rows before the new one have to be chosen where generated ones do.
+    # If generated tokens must be chosen too, no row before the new one is read without being chosen.
     return tables.length if spec.reading.include_generated else tables.state.choosable
 
 
@@ -225,6 +225,6 @@ def over_rest(
     """
     reading, choosable = _filtered(spec, segments)
     first = segments.length if reading.include_generated else choosable
-    # Few rows at a place that data decides: a walk reads them and no others.
+    # Few rows at places known only at run time: a walk in windows reads them and no others.
     attend = partial(spec.backend.attend, walk=Walk.WINDOWS)
     return in_blocks(lambda part: attend(part, pool.k, pool.v, segments.start + first, length - first), q)

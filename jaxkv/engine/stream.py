@@ -36,7 +36,7 @@ def first_stream(x: Float[Array, "B N E"], spec: Spec) -> Stream:
 
 
 def attention_input(block: Block, stream: Stream, spec: Spec) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-    """Hidden states after any pending addition, in the model's dtype, and their RMS norm for attention."""
+    """Hidden states after any pending addition, in the model's dtype, and the same RMS-normalised for attention."""
     norm = block.attention_norm
     if stream.added is None:
         return stream.x, norm(stream.x)
@@ -78,5 +78,5 @@ def _padded(a: Array, rows: int) -> Array:
 
 
 def _joined(x: Array, added: Array, norm: RMSNorm, dtype: jnp.dtype, spec: Spec) -> tuple[Array, Array]:
-    """Sum of hidden states and partial sums, and its RMS norm, by the backend's fused kernel."""
+    """Sum of hidden states and partial sums, and that sum RMS-normalised, by one fused kernel of the backend."""
     return spec.backend.add_norm(x, added, norm.scale[...], eps=norm.eps, dtype=dtype)

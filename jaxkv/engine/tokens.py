@@ -19,7 +19,7 @@ from jaxkv.models.values import LayerSpec
 
 
 class Candidates(NamedTuple):
-    """Filter layers may choose positions less than `below`, and choose `budget` of them per sequence."""
+    """Positions that filter layers may choose from (those less than `below`), and number to choose, per sequence."""
 
     below: Int[Array, " B"]
     budget: Int[Array, " B"]
