@@ -72,7 +72,7 @@ def readme_text() -> str:
         about = (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".")
         first, _, rest = about.partition(" ")
         rows.append(f"| `{name}` | {first.lower() if first.istitle() else first} {rest} | {papers.get(name, '')}|")
-    head = "| Class | What stays | Paper |\n|---|---|---|\n"
+    head = "| Class | What it does | Paper |\n|---|---|---|\n"
     return re.sub(re.escape(head) + r"(\|.*\n)*", lambda _: head + "\n".join(rows) + "\n", text)
 
 

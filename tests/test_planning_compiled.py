@@ -129,7 +129,7 @@ def test_what_is_printed_of_a_plan():
     decode = compiled.CompiledProgram(name="decode", sent=(sent,), **program)
     layer = compiled.CompiledProgram(name="layer", beside=10**9, **program)
     assert (decode.peak, layer.peak) == (1_150_000_000, 2_150_000_000)
-    given = {"programs": (decode, layer), "weights": 9 * 10**8, "notes": (), "jaxlib": "0.10.2", "seconds": 12.0}
+    given = {"programs": (decode, layer), "weights": 9 * 10**8, "jaxlib": "0.10.2", "seconds": 12.0}
     spilled = compiled.CompiledPlan(decode=decode, prefill=layer, kernels=7, spills=(("flash", 1300),), **given)
     text = str(spilled)
     assert "nothing has run on a GPU" in text and "prefill, at its layer: peak 2.15 GB" in text

@@ -96,7 +96,6 @@ class CompiledPlan:
         weights: bytes of a GPU's parameters, which are part of both peaks.
         kernels: number of kernels that ptxas assembled; None without ptxas.
         spills: (kernel, bytes) of the kernels that spill registers.
-        notes: lines of text on parts that are left out.
         jaxlib: version of the compiler.
         seconds: total time, the start of the child process included.
     """
@@ -107,7 +106,6 @@ class CompiledPlan:
     weights: int
     kernels: int | None
     spills: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
     jaxlib: str
     seconds: float
 
@@ -122,7 +120,7 @@ class CompiledPlan:
         else:
             lines.append(f"  spills: {len(self.spills)} of {self.kernels} kernels")
             lines += [f"    {name} spills {count:,} bytes" for name, count in self.spills]
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        return "\n".join(lines)
 
 
 def plugin() -> str:
@@ -177,7 +175,6 @@ def compile_plan(setting: Setting) -> CompiledPlan:
         weights=made["weights"],
         kernels=None if found is None else len(found),
         spills=_spills(found or []),
-        notes=made["notes"],
         jaxlib=jaxlib,
         seconds=made["seconds"],
     )

@@ -98,7 +98,7 @@ def programs_of(setting: Setting) -> dict[str, Any]:
                 prefill.append(made)
     except jax.errors.JaxRuntimeError as error:
         return {"program": name, "error": str(error).strip().splitlines()[0]}
-    return {"decode": decode, "prefill": tuple(prefill), "weights": weights, "notes": ()}
+    return {"decode": decode, "prefill": tuple(prefill), "weights": weights}
 
 
 def main(given: IO[bytes]) -> None:
