@@ -21,7 +21,7 @@ _FIRST_LABEL = ("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng
 @task("infinitebench")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfiniteBench(StoredTask):
-    """InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
+    """Task InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 
     Prompts are the official ones for open models (those of YaRN-Mistral, Yi and ChatGLM3), which begin the answer and
     have no chat template. A question-agnostic run keeps from the policy the text after the document; the official
@@ -40,7 +40,7 @@ class InfiniteBench(StoredTask):
     keys = ("context", "input", "answer")
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Texts for the prompt's fields by name: question, options, ...; refuses rows of another format."""
+        """Dict {field: text} for the prompt template: question, options, ...; refuses rows of another format."""
         asked, options = str(row["input"]), row.get("options") or ()
         fields = {f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)}
         fields |= {"question": asked, "input": asked}

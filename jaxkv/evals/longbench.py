@@ -18,7 +18,7 @@ _FIRST_LINE = ("trec", "triviaqa", "samsum")
 @task("longbench")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongBench(StoredTask):
-    """LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
+    """Task LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
     A question-agnostic run keeps from the policy the text after the document in the official prompt, such as the
     question; the text before the document never names the question.

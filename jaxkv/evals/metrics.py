@@ -31,7 +31,7 @@ def words_of(text: str) -> list[str]:
 
 
 def f1(said: Sequence[str], right: Sequence[str]) -> float:
-    """F1 of two lists of words, in [0, 1]: harmonic mean of precision and recall of the words in common."""
+    """F1 of two lists of words (or of characters), in [0, 1]: harmonic mean of precision and recall of common ones."""
     common = (Counter(said) & Counter(right)).total()
     if common == 0:
         return 0.0
@@ -194,7 +194,7 @@ def faulty_function(prediction: str, answers: Sequence[str]) -> float:
 
 
 def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the option that comes first, or after "answer is", or as first lone letter is right, else 0."""
+    """1 if the right option is given first, else after "answer is", else as first lone letter A to D; 0 if not."""
     said = prediction.strip()
     if not said:
         return 0.0
@@ -211,7 +211,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """Text from one character after the first of `prefixes` that occurs, or NUL at its end; None if none occurs."""
+    """Text after the first of `prefixes` found, less its first character (NUL if none is left); None if none is found."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

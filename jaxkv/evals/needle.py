@@ -69,7 +69,7 @@ class Story(Recipe):
 @task("needle")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(QuestionTask):
-    """Needle in a haystack: one sentence in a long text, over lengths and depths, as in the papers' heat maps.
+    """Task: find one sentence in a long text, over lengths and depths, as in the papers' needle heat maps.
 
     The official wording is Kamradt's sentence and question in the template of PyramidKV's authors; a score is the share
     of the answer's distinct words in the prediction, as their maps show: common words such as "a" and "in" give
@@ -147,7 +147,7 @@ class Needle(QuestionTask):
         return len(wanted & set(line.lower().split())) / len(wanted)
 
     def _recipe(self, wording: Wording, depth: float) -> Recipe:
-        """Recipe of prompts whose needle stands at `depth`, from 0 (the beginning) to 1 (the end)."""
+        """Recipe of prompts whose needle stands at `depth` of the text, from 0 (the beginning) to 1 (the end)."""
         if not isinstance(wording, Official):
             return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
         return Story(

@@ -29,7 +29,7 @@ _POINTS = 128
 @task("perplexity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity(Task):
-    """Loss by position over a long text under a fixed budget (D2O, figure 6, of PG-19), in nats a token.
+    """Task: loss by position over a long text under a fixed budget (D2O, figure 6, of PG-19), in nats a token.
 
     A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been drawn: policies
     that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is
@@ -97,7 +97,7 @@ class Perplexity(Task):
 @task("loss")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(Perplexity):
-    """Loss of true continuations of compressed prompts (D2O, table 6, as loss), in nats a token.
+    """Task: loss of the true continuations of compressed prompts (D2O, table 6, as loss), in nats a token.
 
     Attributes:
         data: a text, a folder of texts (.txt), or a file of lines of JSON with a "text"; by default eight documents in
@@ -123,7 +123,7 @@ class Read(NamedTuple):
 def losses_of(
     params: LanguageModel, policy: Method, ids: Int[np.ndarray, "B N"], prefix: int, *, seed: int = 0
 ) -> Read:
-    """Reads each token after `prefix` one by one over the prefix's compressed cache; returns losses, rows and bytes."""
+    """`Read` of texts: losses of the tokens after `prefix`, read one by one over the prefix's compressed cache."""
     session, losses = Session(params, policy, key=seed), []
     cache = session.prefill(ids[:, :prefix], new=ids.shape[1] - prefix)
     before = cache.kept.mean(axis=(0, 2))

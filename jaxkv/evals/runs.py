@@ -96,7 +96,7 @@ def evaluate(
 
 
 def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Refuses a folder whose `run.json` differs from `asked`, a `Run.as_dict` or part of one; it need not exist."""
+    """Refuses a folder whose `run.json` differs from `asked` (`Run.as_dict` or part of it); it may have none yet."""
     there = read_run(folder)
     found = [] if there is None else differences(there.as_dict(), asked)
     remedy = f"another evaluation has begun there ({'; '.join(found)}): give it as it was, or another folder"
@@ -104,7 +104,7 @@ def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
 
 
 def begin(folder: Path, run: Run) -> Run:
-    """Writes `run.json` to a locked folder and returns `run`, or the same run that has begun there; refuses another."""
+    """Writes `run.json` to a locked folder; returns `run`, or the equal run that has begun there; refuses another."""
     require_same(folder, run.as_dict())
     there = read_run(folder)
     if there is None:

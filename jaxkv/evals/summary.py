@@ -70,7 +70,7 @@ class Difference:
 
 
 def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[float, float] | None:
-    """95% confidence interval (low, high) of the mean of independent scores, Wilson's or Student's; may be None.
+    """95% confidence interval (low, high) of the mean of independent scores; None for one score that is no share.
 
     Args:
         scores: the n scores.
@@ -121,7 +121,7 @@ def _of_differences(apart: Float[np.ndarray, " n"], *, shares: bool) -> tuple[fl
 
 
 def _of_mean(means: Sequence[float], ends: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    """Interval of the mean of independent means, from their intervals (Zou and Donner 2008); None if one is None."""
+    """95% interval of a mean of independent means, from theirs (Zou and Donner 2008, "MOVER"); None if any is None."""
     known = [each for each in ends if each is not None]
     if len(known) < len(ends):
         return None
@@ -199,7 +199,7 @@ class Evaluation:
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Distinct prompt lengths (tag "length"), ascending; empty if a sample lacks it, or for 1 or more than 25."""
+        """Distinct prompt lengths (tag "length"), ascending; empty if any is missing, or if there are not 2 to 25."""
         given: list[Any] = [record.tags.get("length") for record in self.records]
         found = sorted(set(given)) if all(isinstance(each, int) for each in given) else []
         return tuple(found) if 1 < len(found) <= _MOST_LENGTHS else ()
@@ -316,7 +316,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def sections(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Rows of the tables "group" and "length": for each, {row label: keyword arguments of `cell`}."""
+        """Rows of the score tables by group and length: {table: {row label: keyword arguments of `cell`}}."""
         tables: dict[str, dict[str, dict[str, Any]]] = {}
         if len(self.groups) > 1:
             tables["group"] = {**{group: {"group": group} for group in self.groups}, "mean": {}}
@@ -346,7 +346,7 @@ class Evaluation:
         return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
     def blocks(self) -> list[list[str]]:
-        """Policies of each score table, a list per budget: all without a budget, then those of this budget."""
+        """Policies of each score table, one list per budget: all without a budget, then those of this budget."""
         budgets = list(dict.fromkeys(b for b in map(_budget, self.policies) if b))
         free = [policy for policy in self.policies if not _budget(policy)]
         return [free + [each for each in self.policies if _budget(each) == budget] for budget in budgets] or [free]

@@ -52,7 +52,7 @@ _FACTS = (
 @task("turns")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Task):
-    """Conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are reported turn by turn.
+    """Task: conversations on one cache (D2O, appendix, MT-bench's setting), whose rows are reported by turn.
 
     Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. Others compress only the
     first turn, and keep all rows of later ones: give them `every=n`, which compresses again every n tokens.
@@ -132,7 +132,7 @@ class Turns(Task):
         return [outcomes[number] for number in range(len(samples))]
 
     def _outcome(self, sample: Sample, spoken: Sequence[str], kept: Sequence[np.ndarray]) -> Outcome:
-        """Outcome of one conversation, from its answers and its rows `[L, K]` after each turn."""
+        """Outcome of one conversation: mean score of its answers, and numbers of rows after each turn as figures."""
         scores = [self._score(text, right) for text, right in zip(spoken, sample.answers, strict=True) if right]
         rows = [float(each.mean()) for each in kept]
         return Outcome(
@@ -188,7 +188,7 @@ class _Talk(NamedTuple):
 
 
 def _made(turns: int, words: int, seed: int) -> Iterator[_Talk]:
-    """Yields made-up conversations without end; each depends on its number, not on how many are taken."""
+    """Yields made-up conversations without end, of `turns` turns each; the n-th depends on `seed` and n alone."""
     passages = [text.split() for text in texts_of(None).values()]
     facts = max(1, turns * 3 // 10)
     for number in itertools.count():

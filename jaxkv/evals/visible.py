@@ -34,7 +34,7 @@ from jaxkv.sharding.mesh import host, missing, place
 @task("visible")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visible(Task):
-    """Share of full attention's probability that falls on rows which a policy can see, on prompts of 2StageRetr.
+    """Task on 2StageRetr's prompts: share of full attention's probability on rows that a policy can see.
 
     The tokens that full attention draws are fed to every policy, so that the share can be measured even with a model
     that answers wrongly.
@@ -81,7 +81,7 @@ class Visible(Task):
 def visible_attention(
     params: LanguageModel, policy: Method, prompt: Sequence[int], answer: Sequence[int], *, key: int = 0
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """Share of full attention's probability on the rows that a policy can see, per answer token; and rows kept.
+    """Share of full attention's probability on rows that a policy can see, per answer token; and mean rows kept.
 
     Args:
         params: from `jaxkv.load`.

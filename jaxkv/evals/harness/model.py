@@ -125,7 +125,7 @@ class JaxKVLM(TemplateLM):
         return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Draws a text for each request's context, up to a stop string or the token limit; in request order."""
+        """Draws one text per request's context, up to a stop string or token limit; returns them in request order."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
         # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.

@@ -68,7 +68,7 @@ class Common(Recipe):
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
     def draw(self, size: int, often: int, seldom: int, rng: np.random.Generator) -> Listed:
-        """Draws a shuffled list of `size` distinct words: the common ones `often` times, the others `seldom` times."""
+        """Draws a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[: self.words], drawn[self.words :]
         entries = common * often + others * seldom
@@ -113,7 +113,7 @@ class Frequent(Recipe):
         return _LEAST_CODED
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Prompt with a coded text of `size` words or a few less."""
+        """Prompt with a coded text of at most `size` words, a few less by rounding."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: np.random.Generator) -> Coded:

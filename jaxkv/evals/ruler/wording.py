@@ -95,7 +95,7 @@ class Wording(abc.ABC):
 
     @abc.abstractmethod
     def uuids(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Draws `count` UUIDs, or shorter random strings in their place."""
+        """Draws `count` random identifiers as texts: UUIDs, or shorter ones in the small wording."""
 
     @abc.abstractmethod
     def plain(self, rng: np.random.Generator, count: int) -> list[str]:
