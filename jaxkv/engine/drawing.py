@@ -40,7 +40,7 @@ class Drawing:
         new: int,
         traffic: Traffic,
     ):
-        """Takes over a cache with logits, its buffers donated, and compiles the loop for `new` tokens.
+        """Makes a `Drawing`: takes over a cache with logits (donated) and compiles the loop for `new` tokens.
 
         No sequence of the cache may be due to be compressed again. `eos` are the ids that end a sequence; `key` is for
         the sampling, and for policies that draw when they compress again; `traffic` counts transfers from host memory.
@@ -71,7 +71,7 @@ class Drawing:
         self._held, self._fit = 0, steps_that_fit(cache)
 
     def _settled(self) -> KVCache:
-        """`KVCache` with all rows drawn so far in its pools, those of the tails included."""
+        """`KVCache` with all rows drawn so far in its pools, those of the tails included; the old pools are donated."""
         return dataclasses.replace(self._cache, arrays=loop.settle(self._running, spec=self._spec))
 
     @property

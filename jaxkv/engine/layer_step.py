@@ -123,7 +123,7 @@ def run_layers(
     new: NewTokens,
     chosen: Chosen | None = None,
 ) -> list[Stepped]:
-    """Runs consecutive blocks over N new tokens; returns one `Stepped` (hidden states, updated rows) per block.
+    """Runs consecutive blocks over N new tokens; returns a list of `Stepped` (hidden states, rows), one per block.
 
     `chosen` are the positions that sparse layers read below the first filter.
     A filter's choice goes to the sparse layers above it, and a shared pool from layer to layer.
@@ -139,7 +139,7 @@ def run_layers(
 
 
 def layer_step(block: Block, spec: Spec, stream: Stream, rows: LayerRows, new: NewTokens) -> Stepped:
-    """Runs one block over N new tokens: appends their rows, attends to all rows; returns hidden states and rows."""
+    """Runs one block over N new tokens: appends their rows, attends to the layer's; returns hidden states and rows."""
     x, normed = attention_input(block, stream, spec)
     parts = None if rows.dealt is None else block.parts(normed)
     if parts is None:

@@ -254,7 +254,7 @@ class Prompts(Source):
         key: PRNGKeyArray,
         implementation: Implementation,
     ):
-        """Places the prompts on the device, embeds them, and prepares masks and angles; runs no layer yet."""
+        """Makes the source: places prompts on the device, embeds them, prepares masks and angles; runs no layer yet."""
         layers = flat.config.layers
         self.flat, self.parts, self.needed, self.lengths, self.numbers = flat, parts, needed, lengths, numbers
         self.implementation = implementation

@@ -135,7 +135,7 @@ class _Held(Source):
     """Source of layers for `compress` that reads rows from an existing cache, to compress it again."""
 
     def __init__(self, flat: Flat, cache: KVCache, key: PRNGKeyArray, room: Int[np.ndarray, " L"], fixed: Fixed | None):
-        """Computes the rows to keep in each layer, the most recent ones among them, and the largest segment size."""
+        """Makes the source: computes rows and most recent rows to keep in each layer, and the largest segment size."""
         parts, state = cache.policy.parts(), cache.state
         assert parts.scorer is not None and parts.ongoing is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed

@@ -65,7 +65,7 @@ class Session:
         implementation: Implementation | str | None = Implementation.AUTO,
         key: PRNGKeyArray | int | None = None,
     ):
-        """Checks the arguments, and chooses attention backends; compiles nothing.
+        """Makes a session: checks the arguments and chooses attention backends; compiles nothing.
 
         Args:
             params: from `jaxkv.load`.
