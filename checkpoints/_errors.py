@@ -1,4 +1,4 @@
-"""Refusals: ValueErrors that name the field, its value and the remedy."""
+"""ValueErrors that name the field, its value and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fetch`: from a path, a named model or a hub id to files on this machine."""
+"""`fetch`: finds or downloads a model's files, given a path, a model's name or a hub id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of GGUF's binary format: metadata and where tensors lie; every length in it is checked before it is used."""
+"""Reader of GGUF's binary format: metadata, and the locations of tensors; every length is validated before use."""
 
 from __future__ import annotations
 

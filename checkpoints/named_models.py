@@ -1,4 +1,4 @@
-"""Named models: their manifests say where each comes from and what its files must hash to."""
+"""Named models: manifests with the source, hashes and licence of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Script of the process that renders chat templates, where untrusted code can do no harm.
+"""Script of the process that renders chat templates, isolated because templates are untrusted code.
 
-`chat_template` runs it and names Jinja's folders. Each line of standard input asks for one text, each line of standard
-output answers it, both as JSON. Too much memory is an error; too much time ends the process.
+`chat_template` starts it with Jinja's folders as arguments. Each line of standard input is a request for one text, each
+line of standard output its answer, both as JSON. Too much memory is an error; too much time ends the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`StoredTensor`: a tensor of a checkpoint, whichever file format it lies in."""
+"""`StoredTensor`: a tensor of a checkpoint in any file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear on disk whole or not at all: written under another name, then renamed."""
+"""Atomic writes of files: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where `checkpoints` and `pallas_kernels` lie: inside this package in a wheel, beside it in a checkout.
+"""Locates `checkpoints` and `pallas_kernels`: inside this package in a wheel, beside it in a checkout.
 
-Both are imported as `jaxkv.checkpoints` and `jaxkv.pallas_kernels` only. So nobody's own folder or module of such a
-name is taken for ours, wherever it lies on the path, and ours takes the name from nobody.
+Both are imported as `jaxkv.checkpoints` and `jaxkv.pallas_kernels` only, so that they neither are confused with nor
+hide a user's own folder or module of such a name.
 """
 
 import sys

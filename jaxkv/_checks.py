@@ -1,6 +1,6 @@
-"""The one family of checks for values that users give: each returns plain Python, or refuses with what to give.
+"""Validation of user-given values: each function returns a plain Python value or raises ValueError with the remedy.
 
-Every public door and every frozen config calls these, once; code behind a door trusts what it is handed.
+Public functions and frozen configs call these once for each argument; internal code does not check again.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""Matplotlib, an optional dependency, and the look of all pictures."""
+"""Matplotlib, an optional dependency, and the common style of all pictures."""
 
 import io
 import os

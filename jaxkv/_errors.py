@@ -1,4 +1,4 @@
-"""One way to refuse: name the field, the value and the remedy."""
+"""`require`: raises a ValueError that names the field, the value and the remedy."""
 
 from jaxkv.checkpoints._errors import require
 

@@ -1,4 +1,4 @@
-"""JAX settings for jaxkv's own arithmetic, whatever a process has chosen for its other work."""
+"""JAX settings that jaxkv runs under, independent of those that the process has set."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

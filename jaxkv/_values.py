@@ -1,4 +1,4 @@
-"""Frozen values that compare with the types of their numbers, so that 1 row is no share of 1.0; plain numbers."""
+"""Dataclasses whose equality includes number types (1 row is not a share of 1.0), and conversion to plain numbers."""
 
 import dataclasses
 import math

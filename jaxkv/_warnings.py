@@ -1,4 +1,4 @@
-"""Warnings once per process and subject, at the user's own line."""
+"""Warnings that are given once per process and subject, at the user's own line of code."""
 
 import contextlib
 import sys

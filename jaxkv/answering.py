@@ -1,4 +1,4 @@
-"""The way of one `generate` call: prompts are prefilled or read on top of a cache, tokens drawn block by block."""
+"""Runs one `generate` call: prefills prompts or reads them on top of a cache, then draws tokens block by block."""
 
 import dataclasses
 import sys

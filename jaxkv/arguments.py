@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate`, `prefill` and their like: converted to what the engine takes, or refused."""
+"""Validates and converts the arguments of `generate`, `prefill` and similar functions."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk for later processes, and clocks that tell compiling from running."""
+"""JAX's compilation cache on disk, and clocks that separate compile time from run time."""
 
 import dataclasses
 import hashlib

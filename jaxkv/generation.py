@@ -1,4 +1,4 @@
-"""`prefill` and `generate`: prompts in, a compressed cache and text out."""
+"""`prefill` and `generate`: from prompts to a compressed cache and generated text."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
-"""Meshes of several processes: they compare their arguments, and tell one another of failures, before they compute.
+"""Meshes over several processes: compares their arguments and shares their failures before they compute.
 
-Such processes wait for one another in every compiled program. Where one of them has failed, or was given other
-arguments, the others would wait for ever. Comparing costs a small program a call, and nothing where a mesh lies in one
-process.
+Such processes wait for one another in every compiled program. If one of them has failed, or was called with other
+arguments, the others would wait for ever. A comparison costs one small program per call, and nothing for a mesh within
+one process.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is placed or refused by name."""
+"""`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is used, or refused by name."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Free bytes of devices and of the machine, and the refusal of allocations that do not fit."""
+"""Free memory of devices and of the machine, and MemoryErrors for allocations that do not fit."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Moves a cache to other devices: compressed on one mesh, used on another."""
+"""`reshard`: moves a cache between meshes or devices."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`Rows`, the compressed cache of a model of another library; `append` and `attend`, for each new token."""
+"""`Rows`: compressed cache for models outside jaxkv; `append` and `attend`: its use for each new token."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""Samplers that draw the next token from logits: frozen dataclasses that are called.
+"""Samplers that draw the next token from logits: callable frozen dataclasses.
 
 Their numbers are arguments of the compiled loop, not part of it: ten temperatures are one program.
 """
@@ -132,7 +132,7 @@ class TopK(Temperature):
         _checks.field(self, "k", _checks.whole, "draw from at least 1 token")
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with all but the k largest, and those tied with the k-th, set to minus infinity."""
+        """Logits with those below the k-th largest set to minus infinity; ties with the k-th are kept."""
         keys = sortable(logits)
         k = jnp.minimum(jnp.asarray(self.k, jnp.int32), logits.shape[-1])
         return jnp.where(keys >= kth_largest(keys, k.reshape(-1)), logits, -jnp.inf)
@@ -153,7 +153,7 @@ class TopP(Temperature):
         _checks.field(self, "p", _checks.real, "give a probability in (0, 1]", high=1.0, open_low=True)
 
     def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits with all but the fewest likeliest tokens that together reach probability p set to minus infinity."""
+        """Logits with those outside the fewest likeliest tokens that together reach probability p set to -infinity."""
         ordered = jnp.sort(logits, axis=-1, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
         least = jnp.where(before < self.p, ordered, jnp.inf).min(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Tests for policies that users write: a tiny model, and the properties that every policy of jaxkv has.
+"""Tests for user-written policies: a tiny model, and checks of the properties that every jaxkv policy has.
 
 ```python
 jaxkv.testing.check_policy(Policy(budget=24, scorer=MyScorer()))

@@ -1,4 +1,4 @@
-"""The transform: keys and values of anybody's model, compressed, appended to and attended to. Pure, under any `jit`.
+"""`compress`: compresses keys and values of models outside jaxkv. Pure functions, usable under any `jit`.
 
 ```
 rows = jaxkv.compress(k, v, queries=q, length=length, policy=AdaKV(budget=256), room=64)     # once, behind the prompt

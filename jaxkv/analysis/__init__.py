@@ -1,4 +1,4 @@
-"""Figures of papers about attention and about the rows that policies keep, measured on any model and texts."""
+"""Measurements of attention and of the rows that policies keep, as in papers' figures, for any model and texts."""
 
 from jaxkv.analysis.budgets import Budgets, budgets
 from jaxkv.analysis.density import Density, density

@@ -1,4 +1,4 @@
-"""How many rows policies give to each layer and head."""
+"""`budgets`: number of rows that policies keep in each layer and kv head."""
 
 import dataclasses
 import textwrap

@@ -1,4 +1,4 @@
-"""Rows of a prompt that policies keep, for many policies and budgets from one run of the model, without a cache."""
+"""Masks of the prompt rows that policies keep: many policies and budgets from one forward pass, without a cache."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

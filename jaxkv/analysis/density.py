@@ -1,4 +1,4 @@
-"""How evenly layers attend: variances of what keys receive, dense weights, and maps (D2O, figures 1 and 4)."""
+"""`density`: how evenly each layer's attention is spread over keys (D2O, figures 1 and 4)."""
 
 import dataclasses
 from collections.abc import Sequence

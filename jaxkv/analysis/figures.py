@@ -1,4 +1,4 @@
-"""Bases of all figures: arrays, table records and a picture; and means and standard errors over texts."""
+"""Base classes of measurement results: arrays, table rows and a picture; mean and standard error over texts."""
 
 import abc
 import dataclasses

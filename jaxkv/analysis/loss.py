@@ -1,4 +1,4 @@
-"""What dropping rows changes in a layer's attention, and Ada-KV's bound on it (figure 2, theorem 3.1)."""
+"""`eviction_loss`: L1 change of a layer's attention output by evicted rows, and Ada-KV's bound (theorem 3.1)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Runs texts through the model, each once, layer by layer, and lets the measures of figures look at each layer.
+"""`measured`: runs each text through the model once, layer by layer, and passes each layer's output to measurements.
 
 Alive at once: hidden states and one layer's queries, keys and values. The rows that policies keep are found before,
 from each text's beginning; the measures look at the whole text.

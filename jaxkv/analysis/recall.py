@@ -1,4 +1,4 @@
-"""How much of full attention falls on the rows that policies keep (PyramidKV, figure 8)."""
+"""`recall`: share of full attention that falls on the rows that policies keep (PyramidKV, figure 8)."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How much of a head's attention a few of its keys hold (Ada-KV, figures 1a and 11)."""
+"""`retained`: share of a kv head's attention that its top keys hold (Ada-KV, figures 1a and 11)."""
 
 import dataclasses
 from collections.abc import Sequence

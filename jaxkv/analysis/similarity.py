@@ -1,4 +1,4 @@
-"""Which layers attend to the same tokens, and which of them choose best what the others read."""
+"""`similarity`: attention that layers share (OmniKV); `filter_layers`: the best layers to choose tokens for others."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""`jaxkv analyze`: looks at attention in some texts, prints tables, saves arrays and pictures."""
+"""`jaxkv analyze`: measures attention in texts, prints tables, saves arrays and pictures."""
 
 import argparse
 import contextlib

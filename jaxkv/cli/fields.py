@@ -1,4 +1,4 @@
-"""Fields of policies and tasks as command-line options: how words are read, by the field's annotation."""
+"""Dataclass fields as command-line options: how an option's words are parsed, by the field's type annotation."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Files of the command line: bounded UTF-8 texts in; results out, checked before the work, written whole after it."""
+"""Files of the command line: reads UTF-8 texts of bounded size, checks output files early, writes them atomically."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Meshes of `--mesh`: devices by data and model."""
+"""Parses `--mesh`: a JAX mesh with the axes data and model."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Numbers as text on a command line: each reader returns a plain number, or raises a ValueError with the remedy."""
+"""Parsers of numbers on the command line: text to a Python number, or a ValueError that says what to give."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""`jaxkv plan`: whether a model, a policy and prompts fit on GPUs that need not be there."""
+"""`jaxkv plan`: whether a model, a policy and prompts fit on GPUs, which need not be present."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Policies of `--policies`: names with commas between them, each with its options behind it."""
+"""Parses `--policies`: comma-separated policies, each followed by its own options."""
 
 import argparse
 import dataclasses

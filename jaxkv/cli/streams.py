@@ -1,4 +1,4 @@
-"""Standard streams of the command line, whether closed, full, of another encoding, or with a reader that has gone."""
+"""Writes to stdout and stderr, which may be closed, full, in a limited encoding, or a pipe whose reader has exited."""
 
 import contextlib
 import errno

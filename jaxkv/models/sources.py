@@ -1,4 +1,4 @@
-"""Where the numbers of each parameter lie in a family's checkpoints: which tensors, and which part of each."""
+"""Maps each model parameter to the checkpoint tensors, or parts of them, that hold its values, by model family."""
 
 import dataclasses
 import itertools

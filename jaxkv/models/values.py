@@ -1,4 +1,4 @@
-"""What `ModelConfig` is made of: RoPE variants, the spec of a layer, mixtures of experts."""
+"""Static configs within `ModelConfig`: RoPE variants, layer specs, mixtures of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids: text, messages, ids, one or many; each with the conversation's turn after it."""
+"""Encodes prompts (text, chat messages or ids, one or many) to token ids, with the conversation's turn after each."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""`Text`: a checkpoint's tokenizer and chat template; `StreamDecoder`: token ids to text as they come."""
+"""`Text`: a checkpoint's tokenizer and chat template; `StreamDecoder`: incremental decoding of token ids to text."""
 
 from __future__ import annotations
 
