@@ -53,8 +53,8 @@ class TemplateTimeout(ValueError):
 class ChatTemplate:
     """Chat template from Jinja source, rendered in a separate process with bounded time, memory and output.
 
-    A template is untrusted code. The process starts at the first text, serves the later ones, and ends with this object
-    or after it has been idle; copies and pickles have none.
+    A template is untrusted code. The process is started for the first text, reused for later ones, and ended with this
+    object or when idle; copies and pickles start without one.
     """
 
     def __init__(self, source: str):

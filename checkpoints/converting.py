@@ -55,8 +55,8 @@ def convert(
 ) -> Path:
     """Writes any checkpoint as an Orbax folder that `jaxkv.load` can read, and returns its path.
 
-    One tensor is in memory at a time. Until the last one is written everything lies in `target` + ".partial", which
-    nothing loads; a conversion that was stopped resumes there, after checking what it finds.
+    One tensor is in memory at a time. Until the last one is written, all files are in `target` + ".partial", which
+    cannot be loaded; a conversion that was stopped resumes there, after verifying the files it finds.
 
     Args:
         source: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, a hub id, or an Orbax folder.

@@ -31,7 +31,7 @@ _PAPER = {
 def drawing() -> Any:
     """Imports and returns matplotlib; ImportError with the extra to install if it is missing.
 
-    Without pyplot: its backend is the user's, whose notebook may show figures.
+    pyplot is not imported: its backend is the user's choice, and notebooks would show the figures.
     """
     try:
         import matplotlib

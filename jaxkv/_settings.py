@@ -11,7 +11,7 @@ import jax
 def own_settings() -> Iterator[None]:
     """Context manager and decorator that sets JAX to 32-bit numbers, allowed rank promotion and no current mesh.
 
-    It holds for the calling thread until the block ends, and for users' scorers and samplers called in it.
+    The settings hold for the calling thread until the block ends, also in users' scorers and samplers.
     """
     with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), _no_mesh():
         yield

@@ -19,8 +19,8 @@ ENDLESS = 2**30
 class Value:
     """Base class of frozen dataclasses whose equality also compares the types of their numbers (1 is not 1.0 or True).
 
-    Programs and sizes are cached by such values; plain dataclasses would take 1 row for 100 %, and True for 1. A class
-    that writes its own `__eq__` keeps it.
+    Such values are keys of caches of programs and sizes; in plain dataclasses 1 row would equal 1.0 (all rows), and
+    True 1. A class that defines `__eq__` keeps its own.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -67,7 +67,7 @@ def typed(value: Any) -> Any:
 def plain(value: Any) -> Any:
     """Converts a numpy or JAX scalar to a Python bool, int, float or str; returns any other value unchanged.
 
-    A float32 becomes the decimal that it is written as: 0.2, not 0.20000000298.
+    A float32 becomes the decimal that it prints as: 0.2, not 0.20000000298.
     """
     if isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0:
         value = np.asarray(value)[()]

@@ -18,7 +18,7 @@ class UnseenQuestionWarning(UserWarning):
 def warn_once(category: type[Warning], subject: str, message: str) -> None:
     """Issues a warning at the user's line of code, once per process for each category and subject.
 
-    The subject is a policy class' name, say; the message names the remedy.
+    `subject` is, for example, a policy class's name; the message should name the remedy.
     """
     if (category, subject) in _told:
         return

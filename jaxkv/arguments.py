@@ -93,7 +93,7 @@ def as_stops(given: Any) -> tuple[str, ...]:
 def as_key(given: Any) -> PRNGKeyArray | None:
     """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed; None for None.
 
-    A longer seed, of which JAX would drop bits, is refused.
+    Longer seeds, whose upper bits JAX would drop, are refused with a ValueError.
     """
     remedy = "give jax.random.key(0), or a seed such as 0"
     if given is None:
@@ -154,7 +154,7 @@ def require_fits(
 def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
     """Warns, once per process and policy class, if documents lose rows before a question is seen.
 
-    That is so where rows are scored by the attention of a document's end. `budget` is rows per kv head.
+    Only for policies that score rows by the attention of the document's end. `budget` is in rows per kv head.
     """
     scorer = policy.parts().scorer
     lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)

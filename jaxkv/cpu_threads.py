@@ -26,7 +26,7 @@ def threads_for(devices: int) -> int:
 def client_threads(devices: int) -> int:
     """Number of threads per pool in XLA's CPU client, derived from the environment as XLA does.
 
-    The client reads the environment once, when it begins.
+    The client reads the environment once, when it starts.
     """
     found = (_number(os.environ.get(name)) for name in _VARIABLES)
     return max(devices, next((each for each in found if each is not None), _cores()))
@@ -35,7 +35,8 @@ def client_threads(devices: int) -> int:
 def warn_of_few_threads(mesh: Mesh) -> None:
     """Warns, once per process, if XLA has too few threads for a mesh's CPU devices and might deadlock.
 
-    The RuntimeWarning names NPROC, its value and the line that sets it. A mesh of other devices, or of one, is fine.
+    The RuntimeWarning names NPROC, its value and the line that sets it. Other meshes, and those of a single device,
+    give no warning.
     """
     first = mesh.devices.flat[0]
     if first.platform != "cpu" or len(mesh.local_devices) < 2:

@@ -73,7 +73,7 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
 def together(what: str, mesh: Any) -> Iterator[None]:
     """Context manager for work that may fail in one process of a mesh: then all of its processes raise.
 
-    Nothing inside may wait for another process. `what` names the work; a mesh of None is one process.
+    The block must not wait for another process. `what` names the work in errors; with mesh None there is one process.
     """
     if not spans(mesh):
         yield

@@ -175,7 +175,7 @@ def _dtype(given: Any) -> np.dtype:
 def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
     """Reads a checkpoint's tensors into a decoder's parameters, one at a time, and checks that all fit.
 
-    With `mesh`, a mesh of `model_mesh`, each device gets its part; otherwise the default device gets all.
+    With `mesh` (from `model_mesh`) each device gets its shard; otherwise the default device gets whole parameters.
 
     Raises:
         ValueError: naming the tensor that is missing, left over, misshapen or not finite.

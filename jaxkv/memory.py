@@ -11,7 +11,7 @@ def check_bytes(
 ) -> None:
     """Raises MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
 
-    The MemoryError names `what` needs them, the bytes and `detail`, those available, and `remedy`.
+    The MemoryError names `what`, the bytes needed, `detail`, the bytes available and `remedy`.
     """
     device = default_device() if device is None else device
     available = available_bytes(device)

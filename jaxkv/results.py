@@ -160,7 +160,7 @@ class Answers:
     def take(self, drawn: Int[np.ndarray, "B n"]) -> tuple[Int[np.ndarray, " B"], list[str]]:
         """Adds drawn ids; returns the number of ids after a stop string, and the new text to show, per sequence.
 
-        Ids behind a sequence's end are -1.
+        Ids after a sequence's end are -1.
         """
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(drawn.tolist()):

@@ -123,8 +123,8 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
     """Attention output of the last appended tokens' queries over a layer's rows, each seeing no later row.
 
     Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D). Reverse-mode
-    gradients go through it but where layers share a pool, or 48 query heads and more a kv head: there segments are
-    walked, in as many steps as the longest takes.
+    gradients are supported, except if layers share a pool or a kv head has 48 query heads or more: there a loop walks
+    the segments, with as many steps as the longest needs.
 
     Args:
         q: `[B, H, N, D]` queries after RoPE of the last N tokens, whose rows are the last N of each segment: `append`
@@ -194,7 +194,7 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
 def as_grouped(field: str, q: Any, batch: int, heads: int, rows: Array) -> Float[Array, "B K G N D"]:
     """Validates queries `[B, H, N, D]` and returns them grouped by kv head, `[B, K, G, N, D]`.
 
-    `field` is the argument's name in refusals, `rows` the keys.
+    `field` is the argument's name in errors, `rows` are the keys.
     """
     q = jnp.asarray(q)
     dim, shape = rows.shape[-1], list(q.shape)

@@ -22,7 +22,7 @@ from jaxkv.policies.topk import kth_largest, sortable
 class Sampling(Protocol):
     """Protocol of samplers: callables that draw one token id per sequence from logits.
 
-    Any hashable callable of this signature is one; it is compiled into the loop.
+    Any hashable callable with this signature is a sampler; it is compiled into the decoding loop.
     """
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
@@ -32,7 +32,7 @@ class Sampling(Protocol):
 class Sampler:
     """Base class of jaxkv's samplers: dataclasses that are pytrees with their numbers as leaves.
 
-    Classes that users derive are compiled in as static values: theirs may need Python's own numbers.
+    Subclasses by users are compiled in as static values instead, since they may need Python numbers.
     """
 
     def __init_subclass__(cls, **options: Any):

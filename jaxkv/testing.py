@@ -153,11 +153,11 @@ class _Case:
 def check_policy(policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0) -> None:
     """Checks that a policy has the properties that every jaxkv policy must have; AssertionError if not.
 
-    Kept rows are the prompt's, in order and each once; rows that must stay do; as many rows stay as the plan says, and
-    the cache has the bytes that it says; neither another sequence beside it nor padding changes the rows kept of a
-    sequence; a budget of the whole prompt changes no token; another random key changes nothing, unless a part says that
-    it draws; the cache grows, or does not grow, as the policy says while tokens are drawn; and equal policies make
-    equal caches.
+    Kept rows are the prompt's own, in order and each once; sinks, window and protected spans are kept; the number of
+    rows and the cache's bytes are those of the plan; neither other sequences in the batch nor padding change a
+    sequence's kept rows; a budget of the whole prompt changes no token; another random key changes nothing, unless a
+    part declares that it draws; during decoding the cache grows as the policy declares; and equal policies make equal
+    caches.
 
     Args:
         policy: a policy, or its name or class. Prompts are longer than a budget in rows, so that rows are dropped.

@@ -108,8 +108,8 @@ def compress_layers(
 ) -> Rows:
     """Compresses all layers' keys and values by a policy, as `Rows`; for budgets that depend on several layers.
 
-    Where budgets follow from what every layer saw, all layers share one pool; in a trace such budgets are computed on
-    the host, by a pure callback.
+    If budgets depend on all layers' scores, all layers share one pool; while tracing, such budgets are computed on the
+    host by a pure callback.
 
     Args:
         k: each layer's keys, as for `compress`.

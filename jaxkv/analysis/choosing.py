@@ -91,7 +91,8 @@ def kept_rows(
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
     """Masks `bool[L, K, n]` of the prompt rows that each policy's prefill keeps, by policy, from one forward pass.
 
-    `prompt` holds one prompt, repeated for each data group of a mesh; `key` is for policies that draw, seed 0 for None.
+    `prompt` holds one prompt, repeated for each data group of a mesh. `key` is the random key of policies that draw;
+    None means seed 0.
     """
     flat, axes = params.flat, params.axes
     slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])

@@ -130,8 +130,8 @@ def eviction_loss(
 ) -> EvictionLoss:
     """Measures the L1 change of each layer's attention output that evicted rows cause, as an `EvictionLoss`.
 
-    Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Rows that a
-    policy drops while tokens are drawn are not dropped: it keeps the rows chosen at the prompt's end.
+    Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Eviction
+    during decoding is not applied: the rows chosen at the prompt's end stay.
 
     Args:
         params: from `jaxkv.load`.

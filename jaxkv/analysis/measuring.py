@@ -146,8 +146,8 @@ def measured(
 ) -> list[Any]:
     """Runs each text once under full attention and returns the `Figure` of each measurement.
 
-    Where measures have policies, each text's beginning, all but its `following` last tokens, is run once more for all
-    policies. `key` is for those that draw; `begin` is called before each text with its index and number of tokens.
+    If measurements have policies, each text without its `following` last tokens is run once more, for all policies
+    together. `key` is for policies that draw; `begin` is called before each text with its index and number of tokens.
     """
     params = as_model(params)
     least = max((measure.least_following for measure in measures), default=0)
@@ -217,7 +217,7 @@ def _encoded(params: LanguageModel, texts: Sequence[Prompt], following: int) -> 
 def by_head(function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]) -> Any:
     """Calls `function` for one kv head of one sequence at a time, to save memory; stacks the results `[B, K, ...]`.
 
-    Its arguments are the arrays `[B, K, ...]` and then the arrays `[B, ...]`, without those axes.
+    `function` takes the arrays `[B, K, ...]`, then the arrays `[B, ...]`, each without its batch and head axes.
     """
     batch, heads = per_head[0].shape[:2]
     spread = [jnp.broadcast_to(a[:, None], (batch, heads, *a.shape[1:])) for a in per_sequence]

@@ -113,9 +113,9 @@ def recall(
 ) -> Recall:
     """Measures the share of full attention that falls on the rows policies keep, as a `Recall`.
 
-    Policies see each text but for its last tokens, whose attention is then measured. Rows that a policy drops while
-    tokens are drawn are not dropped: it keeps the rows chosen at the prompt's end. Of merged rows the positions count,
-    not what was merged.
+    Policies see each text but for its last tokens, whose attention is then measured. Eviction during decoding is not
+    applied: the rows chosen at the prompt's end stay. Merged rows count by the positions they are kept at, not by what
+    was merged into them.
 
     Args:
         params: from `jaxkv.load`.

@@ -65,8 +65,8 @@ def _stdin() -> bytes:
 class Target:
     """Output file `name` given by option `flag`: `check` it before the work, `write` it once afterwards.
 
-    Links are followed. A regular file is replaced by a new one with its mode and owner, or written in place where
-    it cannot be replaced. A FIFO or character device is opened and written to, and only once the result is there.
+    Links are followed. A regular file is replaced by a new one with its mode and owner, or written in place where it
+    cannot be replaced. A FIFO or character device is opened and written to only when the result is ready.
     """
 
     flag: str

@@ -16,8 +16,8 @@ _LEAST, _MOST = 8, 1024
 def mesh_of(given: str, platform: str | None = None) -> jax.sharding.Mesh:
     """JAX mesh with axes data and model over this machine's devices, parsed from text such as 1x8.
 
-    A CPU has as many devices as the mesh needs, if no array was made yet. `platform` is whose devices are taken: "cpu",
-    say; by default those that arrays lie on.
+    On a CPU, as many devices as the mesh needs are created if JAX is not yet initialised. `platform`, such as "cpu",
+    selects the devices; by default JAX's default platform.
     """
     sizes = given.split("x")
     fine = len(sizes) == 2 and all(each.isdecimal() and len(each) < 10 and int(each) for each in sizes)

@@ -71,7 +71,7 @@ def _drops_rows(cls: type[Method]) -> bool:
 def _takes_base(cls: type[Method]) -> bool:
     """True if a policy class wraps a base policy and has that policy's budget, as AdaKV does.
 
-    OmniKV may have a base, and then two budgets: that is said in Python.
+    OmniKV may also wrap a base, with a second budget; that is only available in Python.
     """
     return any(field.name == "base" for field in dataclasses.fields(cls)) and _drops_rows(cls)
 
@@ -118,8 +118,8 @@ def _pooling(word: str) -> MaxPool | NoPool:
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--policy`, `--base` and all registered policies' options to a parser, after its other options.
 
-    An option of the name of another one is called --policy-NAME. Policies that disagree on how many words follow an
-    option raise a TypeError.
+    An option whose name is taken is called --policy-NAME. Raises TypeError if policies disagree on how many words
+    follow an option.
     """
     group = parser.add_argument_group("policy", "An option that the policy does not have is refused.")
     group.add_argument("--policy", default="full", metavar="NAME", help=f"{', '.join(POLICIES)} (default: full)")

@@ -67,7 +67,7 @@ def spelled(given: str) -> Iterator[Spelled]:
 def rows_of(given: str, budgets: Sequence[int | float]) -> dict[str, Method]:
     """Policies of an evaluation by row name: each policy of `--policies` at each budget.
 
-    A policy that takes no budget, or whose options are one, has one row.
+    A policy that takes no budget, or whose options set one, has a single row.
     """
     rows: dict[str, Method] = {}
     for each in spelled(given):

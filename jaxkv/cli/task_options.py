@@ -17,7 +17,7 @@ _PREFIX = "task "
 def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
     """Adds an option for each field of a task class to a parser, after its other options.
 
-    A field of the name of another option is called --task-NAME; --seed is shared with policies that draw.
+    A field whose name is taken by another option is called --task-NAME; --seed is shared with policies that draw.
     """
     group = parser.add_argument_group("settings of the task")
     hints, about = typing.get_type_hints(cls), documented(cls)

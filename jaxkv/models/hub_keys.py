@@ -96,7 +96,7 @@ class _Keys:
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values.
 
-    Keys that are left out mean what `DEFAULTS` says.
+    Keys that are left out have the value in `DEFAULTS`.
 
     Raises:
         ValueError: for what jaxkv does not build, by name.

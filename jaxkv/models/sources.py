@@ -64,7 +64,7 @@ class Source:
     def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
         """(first, end) index spans that a part of the parameter occupies on each axis of the checkpoint tensor.
 
-        `part` gives it as one range for each of the parameter's axes behind `at`.
+        `part` has one range for each of the parameter's axes after those in `at`.
         """
         sizes = [size for axis in self.axes for size in axis]
         rest, there = iter(part), []
@@ -91,8 +91,8 @@ def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, in
 def sources_of(decoder: Decoder, family: str, names: frozenset[str]) -> dict[str, tuple[Source, ...]]:
     """Checkpoint tensors (`Source`s) that fill each parameter of a decoder, by the parameter's path.
 
-    `names` are the tensors that the checkpoint has, since mixtures are written in more than one way. All sources of one
-    parameter have an `at` of the same length.
+    `names` are the checkpoint's tensors, which decide how mixtures are stored. All sources of one parameter have an
+    `at` of the same length.
     """
     ends = _FALCON_ENDS if family == "falcon" else _LLAMA_ENDS
     found: dict[str, tuple[Source, ...]] = {}
