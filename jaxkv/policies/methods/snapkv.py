@@ -55,7 +55,7 @@ class WindowMethod(Method):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(WindowMethod):
-    """Keeps the rows that the prompt's last queries attend to most, pooled over neighbours; as many in every head.
+    """Keeps the rows that the prompt's last queries attend to most, pooled over neighbours; equally many per head.
 
     References:
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.
