@@ -199,7 +199,7 @@ class Backend(abc.ABC):
     def packed(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
     ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-        """Gathers one layer's chosen keys, values and positions into a pool.
+        """Gathers the rows `source` of one layer's keys and values; returns a pool's keys, values and positions.
 
         Args:
             k: keys as the pool stores them.

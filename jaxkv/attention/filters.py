@@ -34,7 +34,7 @@ class Asking:
 def by_row(
     asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` of positions, where row p of every segment holds position p: maximum attention over heads.
+    """Scores `f32[B, n]` of positions: attention of `asked` to `k`, maximum over heads; row p holds position p.
 
     The maximum is summed over the queries by their weights, float32. Positions from `candidates` on are not scored. On
     a mesh the maximum is taken over all devices' heads.
@@ -93,7 +93,7 @@ def by_position(
     slots: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Scores `f32[B, S]` of positions, where heads hold different ones: maximum attention over heads; 0 if none.
+    """Scores `f32[B, S]` of positions: attention of `asked` to `k`, maximum over the heads that hold it, 0 if none does.
 
     The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
     of each segment are scored; `slots` exceeds all positions.

@@ -164,7 +164,7 @@ def _equal(q, k, v, length):
 
 
 def _weighted(weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]) -> Float[Array, "B K R D"]:
-    """Sum of value rows by attention weights, `f32[B, K, R, D]`; split into chunks for a CPU's cores."""
+    """Sum of value rows by unnormalised attention weights, `f32[B, K, R, D]`; long sums in chunks for a CPU's cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:

@@ -23,7 +23,7 @@ from jaxkv.sharding.parameters import spec_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes of one GPU of a setting: weights, cache, and activations of prefill and of decoding.
+    """Sizes of a setting: bytes of one GPU's weights, cache and activations, host bytes, kept rows, full cache.
 
     Attributes:
         weights: its part of the parameters.

@@ -50,7 +50,7 @@ class Launches:
     step: float
 
     def of(self, layers: int) -> float:
-        """Number of kernel launches in a decode step of a model with `layers` layers."""
+        """Estimated number (float) of kernel launches in a decode step of a model with `layers` layers."""
         return layers * self.layer + self.step
 
 

@@ -297,7 +297,7 @@ def most_rows(capacity: float, even: Numbers) -> Numbers:
 
 
 def _part(share: Fraction, rows: Numbers) -> Numbers:
-    """`share * rows` as integers, rounded down; exact in int32 at any length."""
+    """`share * rows` as integers, rounded down; exact in int32 whenever the result fits."""
     # Split by the denominator first: exact in int32 at any length.
     part, rest = rows // share.denominator, rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator

@@ -84,7 +84,7 @@ class FutureAttention(Scorer, Value):
 
     @property
     def future(self) -> FutureQueries:
-        """Settings of the queries' mean and covariance that `observe` reads."""
+        """Settings (`FutureQueries`) of the mean and covariance of queries after the text, which `observe` reads."""
         return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:

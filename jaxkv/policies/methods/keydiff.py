@@ -12,7 +12,7 @@ from jaxkv.policies.unseen import KeyDifference
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(Method):
-    """Keeps the rows whose keys are least like their head's mean key, the same number in every layer and head.
+    """Keeps the rows whose keys are least like the mean of their head's unit keys; equally many per layer and head.
 
     It looks at keys alone: no question has to be known, and no attention is computed.
 
