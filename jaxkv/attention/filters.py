@@ -93,7 +93,7 @@ def by_position(
     slots: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Scores `f32[B, S]` of positions: attention of `asked` to `k`, maximum over the heads that hold it, 0 if none does.
+    """Scores `f32[B, S]` of positions: attention of `asked` to `k`, maximum over heads that hold it, 0 if none does.
 
     The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
     of each segment are scored; `slots` exceeds all positions.

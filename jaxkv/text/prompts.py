@@ -88,7 +88,7 @@ def encode(
     single, items = _split(prompt)
     require(bool(items), "prompt", prompt, "give at least one prompt")
     turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
-    held = f"the cache holds {len(turns)}: give as many, or 1 cache"
+    held = f"the cache holds {len(turns)} sequences: give as many prompts, or a cache of 1"
     require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
     results = [_encode_one(item, text, turn=at, raw=raw, close=close) for item, at in zip(items, turns, strict=True)]
     for row, (ids, _) in enumerate(results):
