@@ -97,7 +97,7 @@ class GgufTokenizer:
         return tokenizer
 
     def _added(self, *, special: bool) -> list[Any]:
-        """List of `AddedToken`s that are matched whole in text: special tokens, or user-defined ones."""
+        """`AddedToken`s to match whole in text: the special tokens if `special`, else the user-defined ones."""
         from tokenizers import AddedToken
 
         chosen = {each for each in (self.bos, self.eos, self.eot, self.pad, self.unk) if each is not None}

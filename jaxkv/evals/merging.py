@@ -17,7 +17,7 @@ _OWN = ("device", "devices")
 
 
 def merge(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Evaluation:
-    """Joins an evaluation's finished shards in one folder, and returns it; lines equal those of an unsharded run.
+    """Joins an evaluation's finished shards in a new folder; returns the `Evaluation`, as of an unsharded run.
 
     Args:
         folders: all shards of one evaluation, each finished, in any order.

@@ -50,7 +50,7 @@ class Story(Recipe):
     answer: str
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a prompt from `size` words of the text: its first ones for `index` 0, else from a random word on."""
+        """Prompt with the needle at `depth` in `size` words of the text: its first for `index` 0, else random ones."""
         start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]

@@ -79,7 +79,7 @@ class Speed:
 
 
 def estimate(setting: Setting, weights: int) -> Speed | None:
-    """Estimates step and prefill seconds from the bytes of one GPU's weights; None if rows are offloaded."""
+    """Estimates a setting's speed, as a `Speed`, from one GPU's bytes of weights; None if rows are offloaded."""
     parts, local, gpu = setting.policy.parts(), setting.local, setting.gpu
     reading = parts.reading(setting.config.layers, bucket(setting.context))
     if reading is not None and reading.offloaded:
