@@ -182,7 +182,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction starts with the right letter ("B.", "B:"), or gives it or the name after "is:" or "answer:"."""
+    """1 if the prediction starts with the right letter ("B."), or gives it or the name after "is:" or "answer:"."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):

@@ -72,7 +72,7 @@ class Perplexity(Task):
         ]
 
     def run(self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How) -> list[Outcome]:
-        """Scores a batch of texts, tokens after a prefilled `prefix` read one by one; one Outcome (mean loss) per text."""
+        """Scores a batch of texts, tokens after the `prefix` read one by one; one Outcome (mean loss) per text."""
         tokenizer, need = tokenizer_of(params), self.prefix + self.tokens
         ids = np.asarray([tokenizer.encode(each.context, bos=True)[:need] for each in samples], np.int32)
         found = losses_of(params, policy, ids, self.prefix, seed=how.seed)
