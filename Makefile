@@ -312,8 +312,9 @@ $(LATEST_STAMP): pyproject.toml
 	touch $@
 
 # Old packages warn of newer ones: there, what is deprecated is no error.
+# pytest-xdist 3.6 has fewer options than PYTEST_FLAGS takes.
 test-lowest: $(LOWEST_STAMP)
-	@$(LOWEST)/python -m pytest $(PYTEST_FLAGS) -m "not real" -W default::DeprecationWarning $(LOWEST_TESTS)
+	@$(LOWEST)/python -m pytest -q -n auto --dist loadfile -m "not real" -W default::DeprecationWarning $(LOWEST_TESTS)
 
 # Every `name>=version` of pyproject.toml as `name==version`; what these packages need in turn comes as pip chooses it.
 $(LOWEST_STAMP): pyproject.toml
