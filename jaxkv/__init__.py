@@ -65,6 +65,9 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     """Imports a public name or a submodule at its first use and returns it."""
+    # Threads that ask for different names at once would import JAX from its middle, each waiting for the others' locks.
+    import jax  # noqa: F401
+
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name.startswith("_") or not name.isidentifier() or importlib.util.find_spec(f"jaxkv.{name}") is None:

@@ -5,7 +5,7 @@ Public functions and frozen configs call these once for each argument; internal 
 
 import enum
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from jaxkv._errors import require
@@ -32,9 +32,8 @@ def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int 
     """
     given = plain(value)
     require(is_whole(given, least), name, given, remedy or f"give an integer from {least} to {most}")
-    if given > most:
-        require(False, name, given, f"give at most {most}" + (": no text is longer" if most == FARTHEST else ""))
-    return given
+    require(given <= most, name, given, f"give at most {most}")
+    return int(given)
 
 
 def real(
@@ -65,7 +64,7 @@ def real(
     number = as_real(value)
     fits = number is not None and low <= number <= high and not (open_low and number == low)
     require(fits, name, value, remedy or f"give a number {'above' if open_low else 'from'} {low} to {high}")
-    return float(number or 0.0)
+    return 0.0 if number is None else number
 
 
 def flag(name: str, value: Any) -> bool:
@@ -111,7 +110,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; text, bytes and classes are refused.
+        value: what was given; text, bytes, mappings and classes are refused.
         remedy: what to give instead.
 
     Returns:
@@ -122,7 +121,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
     """
     # A 0-d array counts as Iterable by its type, but cannot be iterated.
     given = plain(value)
-    iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, type))
+    iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping, type))
     elements = tuple(given) if iterable else ()
     require(bool(elements), name, given, remedy)
     return elements

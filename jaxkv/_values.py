@@ -102,7 +102,7 @@ def as_real(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):  # too large, or a signalling NaN
         return None
     return None if math.isnan(number) else number
 

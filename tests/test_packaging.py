@@ -94,6 +94,26 @@ def test_importing_every_public_name_imports_no_reader_of_rare_formats(tmp_path)
     run(tmp_path, code + f"late = {late!r} & sys.modules.keys()\nassert not late, late\n")
 
 
+def test_threads_may_import_jaxkv_at_once(tmp_path):
+    names = ["plan", "generate", "SnapKV", "compress", "Session", "export", "evaluate", "load"]
+    code = f"""
+import threading
+failed = []
+begin = threading.Barrier({len(names)})
+def run(name):
+    begin.wait()
+    try:
+        import jaxkv
+        getattr(jaxkv, name)
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=run, args=(name,)) for name in {names}]
+[each.start() for each in threads], [each.join() for each in threads]
+assert not failed, failed
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_type_checkers_and_python_find_the_same_public_names():
     tree = ast.parse((ROOT / "jaxkv" / "__init__.py").read_text("utf-8"))
     block = next(each for each in tree.body if isinstance(each, ast.If))

@@ -1,6 +1,9 @@
 """Policies and scorers that users write: what is missing, misspelt or of the wrong kind is said, by name."""
 
+import copy
 import dataclasses
+from decimal import Decimal
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -123,7 +126,7 @@ def test_what_a_class_says_in_vain_is_refused():
         (made(unnoted), r"Unnoted\.budget: it is no field's default: write `budget: \.\.\. = 64` in the class"),
         (made(type("Kept", (Policy,), {"keep": Keep(sinks=4)})), r"Kept\.keep: it is no field's default: write `keep"),
         (unmade, r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it"),
-        (made(type("Below", (unmade,), {})), r"Below\.budget: it is no field's default"),
+        (made(type("Below", (unmade,), {})), r"Unmade\.budget: it is no field's default"),
     ):
         with pytest.raises(TypeError, match=message):
             cls()
@@ -398,3 +401,82 @@ def test_a_wrapper_of_ones_own_keeps_its_own_parts():
     cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(5, (40,)), policy=policy)
     for layer in tiny.kept(cache):
         assert all({*range(6)} <= set(head) for head in layer[0])
+
+
+class Mixed:
+    """No policy itself; says a part, and a field, of policies derived from it."""
+
+    scorer = KeyNorm()
+
+
+class Narrow:
+    window = 4
+
+
+def test_what_a_mixin_says_of_a_policy_is_refused_by_its_name():
+    with pytest.raises(TypeError, match=r"Mixed\.scorer: nobody reads it: write `parts`"):
+        type("Mine", (Mixed, SnapKV), {})
+    mine = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (Narrow, SnapKV), {}))
+    with pytest.raises(TypeError, match=r"Narrow\.window: it is no field's default: write `window: \.\.\. = 4`"):
+        mine(budget=64)
+
+
+def test_copies_keep_what_a_policy_has_beside_its_fields():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Noted(SnapKV):
+        words: tuple = dataclasses.field(default_factory=tuple)
+
+        def __post_init__(self):
+            super().__post_init__()
+            object.__setattr__(self, "noted", 3)
+
+    policy = Noted(budget=64)
+    assert copy.copy(policy).noted == copy.deepcopy(policy).noted == 3 and copy.copy(policy) == policy
+
+    class Worded(Noted):
+        words = ("one",)
+
+    with pytest.raises(TypeError, match=r"Worded\.words: it is no field's default"):
+        Worded(budget=64)
+
+
+def test_parts_come_from_any_callable_and_may_have_their_own_budget():
+    class Static(Method):
+        parts = staticmethod(SnapKV(budget=64).parts)
+
+    class Less(SnapKV):
+        def parts(self):
+            return self.compose(scorer=KeyNorm(), budget=40)
+
+    class Without(Method):
+        parts = None
+
+    assert Static().parts().budget == 64 and Less(budget=64).parts().budget == 40
+    with pytest.raises(TypeError, match=r"Without\.parts=None: make it a method that returns Parts"):
+        Without()
+
+
+@pytest.mark.parametrize("queries", (None, "1", [], {}, Decimal("NaN"), -1, True))
+def test_a_scorer_that_reads_no_number_of_queries_is_refused(queries):
+    class Odd(KeyNorm):
+        pass
+
+    Odd.queries = queries
+    with pytest.raises(TypeError, match=r"scorer\.queries=.*: give a number of last queries, 0 or more"):
+        Policy(budget=64, scorer=Odd())
+
+
+@pytest.mark.parametrize("decay", (Decimal("0.5"), Fraction(1, 2), 1.5, "1"))
+def test_a_rank_that_decays_by_no_float_is_refused(decay):
+    class Odd(ByAge):
+        pass
+
+    Odd.decay = decay
+    with pytest.raises(ValueError, match=r"evict\.decay=.*: give a share between 0 and 1|rank\.decay"):
+        Policy(budget=64, scorer=KeyNorm(), evict=Odd())
+
+
+@pytest.mark.parametrize("layers", (bytearray(b"ab"), memoryview(b"ab"), {0: 4}, "01", 3))
+def test_filter_layers_are_a_list_of_numbers(layers):
+    with pytest.raises(ValueError, match=r"filter_layers=.*: give one or more layers, ascending"):
+        jaxkv.OmniKV(filter_layers=layers)

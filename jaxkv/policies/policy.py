@@ -17,11 +17,14 @@ from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.scorer import Scorer
 
 _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
+# How names of attributes begin in which a policy keeps its parts.
+_KEPT = "_parts_of_"
 
 
 def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
     """Wraps a class's method `parts` so that each instance computes it once and caches it in its `__dict__`."""
-    kept = f"_parts_of_{make.__qualname__}"
+    # By the function, which this one keeps alive: a class made again in a notebook has the same name.
+    kept = f"{_KEPT}{id(make)}"
 
     @functools.wraps(make)
     def parts(self: Any) -> Parts:
@@ -58,27 +61,33 @@ class Method(Value):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "parts" in vars(cls):
+        if inspect.isfunction(vars(cls).get("parts")):
             cls.parts = _made_once(cls.parts)  # type: ignore[assignment,method-assign]
-        elif "wrap" not in vars(cls):
-            fields = {field.name for field in dataclasses.fields(cls)}  # its base's: it is not decorated yet
-            for name in sorted(_PARTS & (vars(cls).keys() | inspect.get_annotations(cls).keys()) - fields):
+        fields = {field.name for field in dataclasses.fields(cls)}  # its base's: it is not decorated yet
+        # Bases that are policies were looked at when they were made; those that are none, mixins, were not.
+        for each in (cls, *(base for base in cls.__mro__[: cls.__mro__.index(Method)] if not issubclass(base, Method))):
+            said = vars(each).keys() | inspect.get_annotations(each).keys()
+            unread = set() if {"parts", "wrap"} & said else _PARTS & said - (fields if each is cls else set())
+            for name in sorted(unread):
                 remedy = f"nobody reads it: write `parts`, returning dataclasses.replace(super().parts(), {name}=...)"
-                raise TypeError(f"{cls.__name__}.{name}: {remedy}")
+                raise TypeError(f"{each.__name__}.{name}: {remedy}")
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in dataclasses.fields(self):
-            default = getattr(type(self), field.name, field.default)
-            if field.default is not dataclasses.MISSING and default is not field.default:
+            default = getattr(type(self), field.name, dataclasses.MISSING)
+            if default is not field.default:
+                owner = next(each.__name__ for each in type(self).__mro__ if field.name in vars(each))
                 remedy = f"it is no field's default: write `{field.name}: ... = {default!r}` in the class, and "
                 remedy += "@dataclasses.dataclass(frozen=True, kw_only=True) above it"
-                raise TypeError(f"{name}.{field.name}: {remedy}")
+                raise TypeError(f"{owner}.{field.name}: {remedy}")
         normalise(self)
         object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "protect", as_spans(self.protect))
         check_merger("merge", self.merge)
         self._check()
+        if not callable(self.parts):
+            raise TypeError(f"{name}.parts={self.parts!r}: make it a method that returns Parts(...)")
         parts = self.parts()
         if not isinstance(parts, Parts):
             raise TypeError(f"{name}.parts()={parts!r}: return Parts(...), or self.compose(scorer=...)")
@@ -90,7 +99,7 @@ class Method(Value):
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts are recomputed from the fields.
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in vars(self).items() if not name.startswith(_KEPT)}
 
     def _check(self) -> None:
         """Checks and normalises fields at construction, before `parts` is called; a hook of subclasses, empty here."""
@@ -134,9 +143,14 @@ class Method(Value):
             remedy = "this policy drops a row for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
             after = Again(every=self.every, rank=None if scorer is None else scorer.rank)
-        usual: dict[str, Any] = {"merge": self.merge, "after": after, "min_budget": self.min_budget}
-        keep = dataclasses.replace(keep, protect=self.protect)
-        return Parts(budget=self.budget, scorer=scorer, keep=keep, **(usual | parts))
+        usual: dict[str, Any] = {
+            "budget": self.budget,
+            "min_budget": self.min_budget,
+            "merge": self.merge,
+            "keep": dataclasses.replace(keep, protect=self.protect),
+            "after": after,
+        }
+        return Parts(scorer=scorer, **(usual | parts))
 
     def meaning(self) -> dict[str, Any]:
         """Dict by which policies compare and hash: their parts, so that two spellings of one policy are equal."""

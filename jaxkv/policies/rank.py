@@ -1,12 +1,15 @@
 """What follows the prompt: `Append`, `Evict` or `Again`; and the protocol `Rank`, by which rows are evicted."""
 
 import dataclasses
+from decimal import Decimal
+from fractions import Fraction
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import field, flag, real, whole
+from jaxkv._errors import require
 from jaxkv._values import ENDLESS, Value
 from jaxkv.policies.checks import checked
 
@@ -149,4 +152,6 @@ def check_rank(label: str, rank: object) -> None:
         raise TypeError(f"{label}={rank!r}: give a rank such as ByAttention(), or a subclass of jaxkv.policies.Rank")
     if rank.decay is not None:
         remedy = "give a share between 0 and 1, or None where attention changes nothing"
+        # The rank's own value enters programs, which know no Decimal.
+        require(not isinstance(rank.decay, (Decimal, Fraction)), f"{label}.decay", rank.decay, remedy)
         real(f"{label}.decay", rank.decay, remedy, high=1.0)

@@ -245,9 +245,11 @@ def check_scorer(label: str, scorer: Any) -> None:
         raise TypeError(f"{label}={scorer!r}: {remedy}")
     if type(scorer) is Scorer or getattr(type(scorer), "observe", None) is Scorer.observe:
         raise TypeError(f"{label}={type(scorer).__name__}: it says nothing of rows: write its method `observe`")
+    if not is_whole(scorer.queries):
+        raise TypeError(f"{label}.queries={scorer.queries!r}: give a number of last queries, 0 or more")
+    # Only now: by default `looks_at_end` compares `queries`.
     flags = {name: getattr(scorer, name, False) for name in ("sums", "draws", "norms", "looks_at_end")}
     for name, value, fits, wanted in (
-        ("queries", scorer.queries, is_whole(scorer.queries), "a number of last queries, 0 or more"),
         *((name, value, isinstance(value, bool), "True or False") for name, value in flags.items()),
         ("rank", scorer.rank, isinstance(scorer.rank, (Rank, type(None))), "a Rank, or None"),
         ("observe", scorer.observe, callable(scorer.observe), "a method"),
