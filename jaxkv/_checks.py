@@ -5,7 +5,7 @@ Public functions and frozen configs call these once for each argument; internal 
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from jaxkv._errors import require
@@ -110,7 +110,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; text, bytes, mappings and classes are refused.
+        value: what was given; text, bytes and classes are refused.
         remedy: what to give instead.
 
     Returns:
@@ -121,7 +121,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
     """
     # A 0-d array counts as Iterable by its type, but cannot be iterated.
     given = plain(value)
-    iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, Mapping, type))
+    iterable = isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray, memoryview, type))
     elements = tuple(given) if iterable else ()
     require(bool(elements), name, given, remedy)
     return elements

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
@@ -172,6 +173,7 @@ class FilteredReads(Value):
         given = self.filter_layers
         if given is not None:
             remedy = "give one or more layers, ascending, such as (2, 8, 18)"
+            require(not isinstance(given, Mapping), "filter_layers", given, remedy)
             layers = tuple(
                 whole("filter_layers", each, remedy, least=0) for each in several("filter_layers", given, remedy)
             )
