@@ -1,1 +1,1 @@
-"""What a model, a policy and prompts take on GPUs that need not be there: memory, and estimates of time."""
+"""Plans memory and estimates time of a model, a policy and prompts on GPUs that need not be there."""

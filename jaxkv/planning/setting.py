@@ -1,4 +1,4 @@
-"""What is planned for: a model, a policy and prompts (`Request`), on GPUs (`Setting`) or on this machine."""
+"""Inputs of a plan: model, policy and prompts (`Request`), on GPUs (`Setting`) or on this machine (`HostSetting`)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What follows the prompt: `Append`, `Evict` or `Again`; and the protocol `Rank`, by which rows are evicted."""
+"""Cache updates after the prompt (`Append`, `Evict`, `Again`), and the protocol `Rank` that orders rows for eviction."""
 
 import dataclasses
 from decimal import Decimal

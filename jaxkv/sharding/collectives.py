@@ -25,7 +25,7 @@ def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
 
 
 def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """Whole array, gathered from the devices' parts along `axis`, which is named `letter`."""
+    """Gathers the devices' parts along `axis`, which is named `letter`, into the whole array on each device."""
     return x if axes is None or axes.size(letter) == 1 else lax.all_gather(x, LETTERS[letter], axis=axis, tiled=True)
 
 

@@ -124,7 +124,7 @@ def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
 
 
 def host(value: Any) -> np.ndarray:
-    """Whole array as numpy, gathered from all processes if it is spread over several."""
+    """Copies an array to the host as numpy; gathers its parts if several processes hold them."""
     if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         from jax.experimental import multihost_utils
 
