@@ -1,4 +1,4 @@
-"""Inputs of a plan: model, policy and prompts (`Request`), on GPUs (`Setting`) or on this machine (`HostSetting`)."""
+"""Inputs of a plan: model, policy and prompts (`Request`) on GPUs (`Setting`) or here (`HostSetting`)."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Cache updates after the prompt (`Append`, `Evict`, `Again`), and the protocol `Rank` that orders rows for eviction."""
+"""Cache updates after the prompt: `Append`, `Evict`, `Again`; and the protocol `Rank` that orders evictions."""
 
 import dataclasses
 from decimal import Decimal
