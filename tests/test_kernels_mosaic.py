@@ -15,7 +15,8 @@ from jaxkv.pallas_kernels import mosaic
 
 # Under pytest the simulators of JAX 0.11 and 0.12 stand still; in a script of its own the kernel passes in both.
 simulated = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="hangs under pytest from JAX 0.11 on; runs on 0.10"
+    jax.__version_info__ >= (0, 11),
+    reason="the simulator of JAX 0.11 and later hangs under pytest; the lock, and so CI, has 0.10",
 )
 TILES = mosaic.HopperTiles(queries=16, keys=16, stages=2)
 

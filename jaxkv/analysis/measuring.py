@@ -117,6 +117,20 @@ class Measure(abc.ABC):
         """The `Figure`, computed from the arrays of all texts; each `Text` comes without its masks."""
 
 
+class QueryMeasure(Measure):
+    """Base class of measurements of attention by each text's last `queries` queries, or all of a shorter text."""
+
+    queries: int
+
+    def needs(self, text: Text) -> Needs:
+        """`Needs` that request each layer's last queries."""
+        return Needs(queries=min(self.queries, text.count))
+
+    def last(self, text: Text, layer: Layer) -> tuple[Float[Array, "B K G w D"], Int[Array, "B w"]]:
+        """The layer's last queries `[B, K, G, w, D]`, as many as were requested, and their positions `[B, w]`."""
+        return layer.last(min(self.queries, text.count))
+
+
 class PolicyMeasure(Measure):
     """Base class of measurements of policies, each at every budget of a `Grid`."""
 

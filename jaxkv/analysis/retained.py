@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv import _checks
 from jaxkv._drawing import COLUMN, paper
 from jaxkv.analysis.figures import Figure, mean_of
-from jaxkv.analysis.measuring import Arrays, Layer, Measure, Text, measured
+from jaxkv.analysis.measuring import Arrays, Layer, QueryMeasure, Text, measured
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host
@@ -108,7 +107,7 @@ def retained(
     return measured(params, texts, [RetainedMeasure(shares=shares, queries=queries)])[0]
 
 
-class RetainedMeasure(Measure):
+class RetainedMeasure(QueryMeasure):
     """`Measure` class behind `retained`: uses the last queries of each layer."""
 
     def __init__(self, *, shares: Sequence[float] = SHARES, queries: int = 32):
@@ -117,13 +116,9 @@ class RetainedMeasure(Measure):
         self.shares = tuple(sorted(_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in given))
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
-    def needs(self, text: Text) -> Needs:
-        """`Needs` that request each layer's last queries."""
-        return Needs(queries=min(self.queries, text.count))
-
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
         """Share of attention that the top keys hold in one layer, `[K, n]`: by kv head and share of keys."""
-        q, positions = layer.last(min(self.queries, text.count))
+        q, positions = self.last(text, layer)
         mine = host(_mean_weights(q, layer.out.k, positions, axes=text.axes))[0, :, : text.count]
         running = np.cumsum(-np.sort(-mine.astype(np.float64), axis=-1), axis=-1)
         keys = [max(1, int(share * text.count + 1e-9)) for share in self.shares]

@@ -16,12 +16,11 @@ from jaxkv import _checks
 from jaxkv._drawing import COLUMN, paper
 from jaxkv._errors import require
 from jaxkv.analysis.figures import BELOW_ONE, Figure, mean_of
-from jaxkv.analysis.measuring import Arrays, Layer, Measure, Text, measured
+from jaxkv.analysis.measuring import Arrays, Layer, QueryMeasure, Text, measured
 from jaxkv.arguments import as_model
 from jaxkv.attention import window_mass
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
-from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host
@@ -125,7 +124,7 @@ def similarity(
     return measured(params, texts, [SimilarityMeasure(share=share, queries=queries)])[0]
 
 
-class SimilarityMeasure(Measure):
+class SimilarityMeasure(QueryMeasure):
     """`Measure` class behind `similarity`: uses the last queries of each layer."""
 
     def __init__(self, *, share: float = 0.067, queries: int = 64):
@@ -133,13 +132,9 @@ class SimilarityMeasure(Measure):
         self.share = _checks.real("share", share, remedy, high=BELOW_ONE, open_low=True)
         self.queries = _checks.whole("queries", queries, "give at least 1 query")
 
-    def needs(self, text: Text) -> Needs:
-        """`Needs` that request each layer's last queries."""
-        return Needs(queries=min(self.queries, text.count))
-
     def of_layer(self, text: Text, layer: Layer) -> Arrays:
         """Attention weight of each query on each token in one layer, `[w, S]`."""
-        q, positions = layer.last(min(self.queries, text.count))
+        q, positions = self.last(text, layer)
         return (host(_weights(q, layer.out.k, positions, axes=text.axes))[0],)
 
     def of_text(self, text: Text, layers: list[Arrays]) -> Arrays:

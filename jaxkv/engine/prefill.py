@@ -31,7 +31,7 @@ from jaxkv.engine.spec import reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
 from jaxkv.models.values import Rope
-from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.parts import Ongoing
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
 from jaxkv.policies.scorer import Needs, Observed, Scorer, future_of, norms_of
@@ -181,8 +181,8 @@ def prefill(
         return (yield from chunked.prefill(flat, tokens, lengths, policy, needed, implementation=implementation))
     numbers = by_length(policy.parts(), lengths, flat.config.layers, strict=strict)
     lengths = np.asarray(lengths, np.int64)
-    walk = read(flat, tokens, lengths, numbers, policy, needed, key=key, implementation=implementation)
-    prompts, cache = yield from walk
+    prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
+    cache = yield from read(prompts)
     prompts.require_ordered()
     if prompts.banked and prompts.reading is not None:
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
@@ -192,26 +192,14 @@ def prefill(
     return cache, logits
 
 
-def read(
-    flat: Flat,
-    tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
-    lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
-    numbers: ByLength,
-    policy: Method,
-    needed: PrefillPlan,
-    *,
-    key: PRNGKeyArray,
-    implementation: Implementation = Implementation.XLA,
-) -> Walk[tuple["Prompts", KVCache]]:
-    """Generator: prefills and compresses prompts, lengths traced or not; returns the `Prompts` source and the cache.
+def read(prompts: "Prompts") -> Walk[KVCache]:
+    """Generator: runs and compresses all layers of prompts, their lengths traced or not; returns the cache.
 
-    Unlike `prefill` it computes no logits, and leaves the check for NaN scores to its caller. `numbers` are the
-    policy's numbers for the lengths; of the plan only slots, pools and room are read.
+    Unlike `prefill` it computes no logits, and leaves the check for NaN scores to its caller.
     """
-    parts = policy.parts()
-    prompts = Prompts(flat, tokens, lengths, parts, needed, numbers, key, implementation)
+    flat, needed, numbers, parts = prompts.flat, prompts.needed, prompts.numbers, prompts.parts
     room = np.asarray(needed.room, np.int32)
-    made = yield from compress(prompts, parts, key=key, room=room, implementation=implementation)
+    made = yield from compress(prompts, parts, key=prompts.merge_key, room=room, implementation=prompts.implementation)
     limit, state = jnp.copy(made.length), None
     if parts.ongoing is not None:
         limit, state = _going_on(prompts, made)
@@ -224,12 +212,12 @@ def read(
         arrays=Cache(pools=made.pools, tables=tables),
         moved=made.moved,
         layout=needed.layout,
-        policy=policy,
+        policy=prompts.policy,
         config=flat.config,
         slots=needed.slots,
         axes=flat.axes,
     )
-    return prompts, settle_down(cache, flat.axes)
+    return settle_down(cache, flat.axes)
 
 
 class Prompts(Source):
@@ -248,15 +236,19 @@ class Prompts(Source):
         flat: Flat,
         tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
         lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
-        parts: Parts,
+        policy: Method,
         needed: PrefillPlan,
         numbers: ByLength,
         key: PRNGKeyArray,
         implementation: Implementation,
     ):
-        """Makes the source: places prompts on the device, embeds them, prepares masks and angles; runs no layer yet."""
-        layers = flat.config.layers
-        self.flat, self.parts, self.needed, self.lengths, self.numbers = flat, parts, needed, lengths, numbers
+        """Places right-padded prompts on the device, embeds them, prepares masks and angles; runs no layer yet.
+
+        `numbers` are the policy's numbers for the lengths; of the plan only slots, pools and room are read.
+        """
+        layers, parts = flat.config.layers, policy.parts()
+        self.flat, self.needed, self.lengths, self.numbers = flat, needed, lengths, numbers
+        self.policy, self.parts, self.merge_key = policy, parts, key
         self.implementation = implementation
         self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
         self.indices, self.axes = range(layers), flat.axes

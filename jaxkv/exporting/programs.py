@@ -19,7 +19,7 @@ from jaxkv.engine.decode import Beside, extend
 from jaxkv.engine.lengths import ByLength
 from jaxkv.engine.loop import Running
 from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.prefill import logits_of, read
+from jaxkv.engine.prefill import Prompts, logits_of, read
 from jaxkv.engine.recompress import Fixed, recompress
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, Leaves
@@ -105,8 +105,8 @@ def prompt(
 ) -> After:
     """Exported program that prefills and compresses prompts; returns the cache and the next tokens' logits."""
     flat = spec.flat.around(ends, blocks)
-    walk = read(flat, tokens, length, told, spec.policy, spec.needed, key=_key(key), implementation=spec.implementation)
-    prompts, cache = finished(walk)
+    prompts = Prompts(flat, tokens, length, spec.policy, spec.needed, told, _key(key), spec.implementation)
+    cache = finished(read(prompts))
     logits = logits_of(ends, prompts.x, graphs=flat.graphs)
     begun = loop.begin(cache.arrays, spec=spec.decoding, size=spec.steps)
     return After(cache.pools, cache.tables, logits, prompts.ordered(), begun.beside)

@@ -18,7 +18,7 @@ from jaxkv.engine.compress import finished
 from jaxkv.engine.growth import first_room
 from jaxkv.engine.lengths import BLOCK, by_length
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.prefill import logits_of, read
+from jaxkv.engine.prefill import Prompts, logits_of, read
 from jaxkv.engine.spec import spec_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
@@ -101,10 +101,8 @@ class Work:
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
             """Runs prefill; returns the cache, logits and prompt arrays, all of which live to the end of prefill."""
-            walked = read(
-                flat, tokens, lengths, numbers, self.policy, needed, key=key, implementation=self.implementation
-            )
-            prompts, cache = finished(walked)
+            prompts = Prompts(flat, tokens, lengths, self.policy, needed, numbers, key, self.implementation)
+            cache = finished(read(prompts))
             logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
             return cache, logits, [leaf for leaf in jax.tree.leaves(vars(prompts)) if is_traced(leaf)]
 
