@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from test_policy_values import Mine
 
 import jaxkv
 from jaxkv import D2O, TOVA, AdaKV, KNorm, OmniKV, SnapKV
