@@ -115,10 +115,11 @@ def with_received(pool: Pool, received: Received, start: Int[Array, "B K"], coun
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
     """Pools with each score averaged over the devices that share a kv head's query heads; unchanged off a mesh."""
+    if not spec.scored:
+        return pools
 
     def averaged(pool: Pool) -> Pool:
-        if pool.score is None or not spec.scored:
-            return pool
+        assert pool.score is not None
         return dataclasses.replace(pool, score=mean_of_devices(pool.score, "G", spec.axes))
 
     return [averaged(pool) for pool in pools]
@@ -142,12 +143,13 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple
     decay = decay_of(spec)
     if decay is None or decay == 1:
         return pools
-
     some, share = (count > 0)[:, None], decay ** count[:, None].astype(jnp.float32)
-    return tuple(
-        pool if pool.score is None else dataclasses.replace(pool, score=jnp.where(some, pool.score * share, pool.score))
-        for pool in pools
-    )
+
+    def less(pool: Pool) -> Pool:
+        assert pool.score is not None
+        return dataclasses.replace(pool, score=jnp.where(some, pool.score * share, pool.score))
+
+    return tuple(map(less, pools))
 
 
 def decay_of(spec: Spec) -> float | None:

@@ -66,10 +66,10 @@ def step(
         x = behind(x, likely.sum(axis=(0, 2, 3))[:, None, None])
     stream, kinds = first_stream(x, spec), [spec.config.spec_of(layer) for layer in range(len(blocks))]
     turned = step_angles(spec, kinds, new.positions, cache, tail=tails[0].k.shape[2] if tails else 0)
-    rings, dealt = [spec.ring_of(layer) for layer in range(len(blocks))], _dealt(cache, spec, new)
+    dealt = _dealt(cache, spec, new)
 
     def rows_of(layer: int) -> LayerRows:
-        at, ring, state = spec.layout.pool_of(layer), rings[layer], tables.state
+        at, ring, state = spec.layout.pool_of(layer), spec.ring_of(layer), tables.state
         return LayerRows(
             pool=pools[at],
             segments=segments_of(tables, layer),

@@ -87,7 +87,7 @@ def ready_to_draw(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 def make_room(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
     """Returns the cache (donated) with room for more tokens: compresses due sequences, or copies to larger buffers.
 
-    The cache is donated; at least one of the `new` tokens can be drawn on the result.
+    At least one of the `new` tokens can be drawn on the result.
     """
     parts, grow_by = cache.policy.parts(), _to_limit(cache).max(axis=(1, 2))
     # If the policy evicts, any row of a segment may have been added one by one while drawing.

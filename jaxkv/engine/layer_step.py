@@ -183,8 +183,9 @@ def attend(
         some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
         return attention.merge(*some, *over_rest(spec, token.q, pool, rows.segments, length)), rows, None
     start = rows.segments.start
-    if pool.score is None or not spec.scored:
+    if not spec.scored:
         return pool_attention(token.q, rows.keys, pool.v, start, length, spec)[0], rows, None
+    assert pool.score is not None
     out, scores = spec.backend.attend_scored(
         token.q[..., 0, :],
         rows.keys,
@@ -231,7 +232,8 @@ def _attend_fused(
         picks=picks,
     )
     scores = score[0] if scored else pool.score
-    if begun is not None and scores is not None and not scored:
+    if scores is not None and not scored:
+        assert begun is not None
         end = jnp.where(new.count[:, None] > 0, rows.end, pool.rows)
         scores = put_cells(scores, end, begun[..., 0])
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=scores)
@@ -248,7 +250,8 @@ def _attend_several(spec: Spec, token: Token, rows: LayerRows, new: NewTokens) -
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
     own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
-    if pool.score is not None and spec.scored:
+    if spec.scored:
+        assert pool.score is not None
         score, scores = _several_scores(spec, token, rows, new.count, jnp.logaddexp(lse, own_lse), pool.score)
         pool = dataclasses.replace(pool, score=score)
     pool = append(pool, token.stored, token.v, new.positions, rows.end, new.count, scores)
@@ -331,7 +334,9 @@ def _over_older(
     return attention.merge_with_lse(*over_rest(spec, token.q, pool, segments, segments.length), *some)
 
 
-def remembered(ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens) -> Array:
+def remembered(
+    ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
+) -> Float[Array, "B K G R D"]:
     """Ring of last queries with the real new tokens' queries written in, position p at slot p % R."""
     batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
     offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count

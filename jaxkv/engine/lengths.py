@@ -20,7 +20,7 @@ _SMALLEST_BUCKET = 16
 _OCTAVE_FROM = 1024
 QUERY_BLOCK = 256
 # Tokens, of all prompts together, that a GPU's prefill takes through the projections and the MLP at once.
-TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE = 2048
 # Tokens drawn by one call of the compiled loop, or read at once on top of a cache, at most.
 BLOCK = 256
 # Tokens drawn between two reads of the text, for stop strings, streams and progress bars.
@@ -62,7 +62,7 @@ def block_size(slots: int, sizes: Iterable[int]) -> int:
 def long_block(slots: int, batch: int) -> int:
     """Block length, a divisor of `slots`, for projections and MLP when all `batch` prompts are computed together."""
     # Long blocks fill a GPU; the MLP's float32 product of a block, 2 F wide, bounds them.
-    sizes = [size for size in (2048, 1024, 512) if size * batch <= TOKENS_AT_ONCE]
+    sizes = [size for size in (2048, 1024, 512) if size * batch <= _TOKENS_AT_ONCE]
     return block_size(slots, [*sizes, QUERY_BLOCK])
 
 

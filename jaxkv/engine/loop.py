@@ -44,7 +44,7 @@ class Running:
     Attributes:
         cache: arrays of the cache.
         beside: float rows beside pools that are only read; None if new rows join the pools.
-        loader: source of rows that wait in host memory, no array; None if all rows are on the device.
+        loader: source of rows in host memory, a leaf that no program takes; None if all rows are on the device.
     """
 
     cache: Cache
@@ -175,7 +175,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None) -> Drawn:
-    """Samples the next token of every sequence; returns the ids and a mask of sequences that have ended."""
+    """Samples the next token of every sequence; returns `Drawn`: ids, ids to show, mask of ended ones, tokens to run."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
     token = sampling(logits, keys)
@@ -192,7 +192,7 @@ def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | N
 
 @program(static=("axes",))
 def _drawn(draw: Draw, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None) -> Drawn:
-    """Compiled `drawn`: samples the next token of every sequence; returns ids and a mask of ended sequences."""
+    """Compiled `drawn`: samples the next token of every sequence; returns `Drawn` (ids, mask of ended ones, ...)."""
     return drawn(draw, seen, sampling, axes)
 
 
@@ -207,15 +207,13 @@ def decode(
     size: int,
     idle: int | None = None,
 ) -> tuple[Running, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """Draws up to `steps` tokens per sequence; returns loop and sampling state, ids `[B, size]`, number of steps run.
+    """Draws up to `steps` tokens per sequence; returns loop and sampling state, ids `[B, size]`, count of steps run.
 
+    Ids are -1 after a sequence's end; the pools or tails of `running` are donated.
     Runs one compiled loop, or a loop in Python if `running` has a loader.
     A drawn token runs through the model before the next one is drawn, so that the cache holds all that was said; a
     token that ends a sequence does not. Drawing stops early once more than `idle` sequences have ended, by default all.
     `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
-
-    Returns what `running` has become, its pools or tails donated; the sampling state; the tokens, -1 after a sequence's
-    end, in `size` columns; and the number of steps run.
     """
     # On a mesh, sequences that fill up its groups have ended, too.
     many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
@@ -231,7 +229,7 @@ def decode(
 
 
 def loop_arguments(
-    flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int = 0
+    flat: Flat, running: Running, draw: Draw, steps: int | Int[Array, ""], sampling: Sampling, idle: int
 ) -> tuple[Any, ...]:
     """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
     cache, beside = running.cache, running.beside
@@ -304,7 +302,8 @@ def _decode_staged(
     cache, batch, axes, loader = running.cache, draw.done.shape[0], spec.axes, running.loader
     draw = settle_down(draw, axes) if axes else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
     out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)
-    if steps == 0 and loader is not None:
+    assert loader is not None
+    if steps == 0:
         new = _drawn(draw, cache.tables.seen, argument(sampling), axes=axes)
         uncounted = dataclasses.replace(loader, traffic=Traffic())
         logits, cache = extend(flat, cache, new.token[:, None], new.fed * 0, spec=spec, loader=uncounted)

@@ -184,7 +184,8 @@ def prefill(
     prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
     cache = yield from read(prompts)
     prompts.require_ordered()
-    if prompts.banked and prompts.reading is not None:
+    if prompts.banked:
+        assert prompts.reading is not None
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
     logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)

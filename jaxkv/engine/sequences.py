@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
+from jaxkv._errors import refusal
 from jaxkv.cache import Cache, KVCache
-from jaxkv.checkpoints._errors import refusal
 from jaxkv.engine.loop import Draw
 from jaxkv.sampling import Mixed, Sampling, mixed
 from jaxkv.sharding.mesh import settle_down

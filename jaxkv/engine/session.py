@@ -93,6 +93,9 @@ class Session:
             lengths: `[B]` tokens of each prompt.
             new: tokens that will be drawn.
 
+        Returns:
+            The plan.
+
         Raises:
             MemoryError: if the plan's bytes, which it names, are not free.
         """
@@ -112,7 +115,16 @@ class Session:
     ) -> PrefillPlan:
         """Plan of a prefill with `room` free rows behind each segment; does not check memory.
 
-        On a mesh, if given, bytes are those of one device.
+        Args:
+            lengths: `[B]` tokens of each prompt.
+            room: rows to leave behind every segment; one number, or one for each layer.
+            mesh: counts the bytes of one of its devices; by default those of all devices together.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: for a budget the policy cannot honour.
         """
         config, dtype, chosen = self.params.config, self.params.dtype, self.implementations.prefill
         return plan_prefill(
@@ -211,7 +223,12 @@ class Session:
 
     @settled
     def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
-        """Compiles the programs of a planned `prefill` by running made-up prompts, unless they are compiled."""
+        """Compiles the programs of a planned `prefill` by running made-up prompts, unless they are compiled.
+
+        Args:
+            needed: the prefill's plan.
+            batch: number of prompts.
+        """
         params, chosen = self.params, self.implementations.prefill
         with self.clocks.making:
             copies = missing(batch, params.axes)

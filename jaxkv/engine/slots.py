@@ -19,7 +19,7 @@ from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
 from jaxkv.engine.decode import Beside, extend, read_on_top
 from jaxkv.engine.layer_step import Tail
-from jaxkv.engine.lengths import QUERY_BLOCK, bucket, buckets
+from jaxkv.engine.lengths import bucket, buckets, tokens_per_call
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sequences import Paused, Sequences, sequences_of
 from jaxkv.engine.session import Session
@@ -142,7 +142,7 @@ class Slots:
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
-        size = min(QUERY_BLOCK, bucket(longest))
+        size = tokens_per_call(longest)
         tokens, copy = every.padded(-(-longest // size) * size), jax.tree.map(jnp.copy, cache)
         run = partial(extend, params.flat, spec=self._spec)
         logits, copy = read_on_top(run, copy, tokens, every.lengths, size=size)

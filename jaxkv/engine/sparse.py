@@ -14,7 +14,7 @@ from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import Candidates, NewTokens, in_blocks
+from jaxkv.engine.tokens import Choosable, NewTokens, in_blocks
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.topk import sortable, top
 
@@ -48,9 +48,9 @@ def new_tokens(
     reading, state, candidates = spec.reading, tables.state, None
     if reading is not None and state is not None:
         if tokens > 1:
-            candidates = Candidates(tables.seen, jnp.full_like(tables.seen, reading.width))
+            candidates = Choosable(tables.seen, jnp.full_like(tables.seen, reading.width))
         else:
-            candidates = Candidates(tables.seen if reading.include_generated else state.prompt, state.budget)
+            candidates = Choosable(tables.seen if reading.include_generated else state.prompt, state.budget)
     ahead = jnp.arange(tokens, dtype=jnp.int32) if written is None else written[:, None]
     return NewTokens(positions=tables.seen[:, None] + ahead, count=count, written=written, candidates=candidates)
 
@@ -105,7 +105,7 @@ def chosen_at(
 
 def choose(
     scores: Float[Array, "B S"],
-    candidates: Candidates,
+    candidates: Choosable,
     reading: Reading,
     *,
     now: Int[Array, " B"] | None = None,

@@ -174,7 +174,8 @@ def step(
             # Whole layers are large: no more of them are on the device than the plan says.
             jax.block_until_ready(x)
             loaded = next(layers)
-        elif part.loaded and chosen is not None:
+        elif part.loaded:
+            assert chosen is not None
             # Waits for the choice only: meanwhile the device runs the filter's own stretch.
             loaded = loader.rows(part.layers, chosen.positions)
         every = part.layers if part.ask is None else (*part.layers, part.ask)

@@ -18,7 +18,7 @@ from jaxkv.models.rope import Angles, angles, rotate
 from jaxkv.models.values import LayerSpec
 
 
-class Candidates(NamedTuple):
+class Choosable(NamedTuple):
     """Positions that filter layers may choose from (those less than `below`), and number to choose, per sequence."""
 
     below: Int[Array, " B"]
@@ -36,7 +36,7 @@ class NewTokens:
     positions: Int[Array, "B N"]
     count: Int[Array, " B"]
     written: Int[Array, " B"] | None = None
-    candidates: Candidates | None = None
+    candidates: Choosable | None = None
 
 
 @jax.tree_util.register_dataclass

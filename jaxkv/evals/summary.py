@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._errors import require
-from jaxkv.checkpoints._errors import refusal
+from jaxkv._errors import refusal, require
 from jaxkv.evals.records import Record, Run, read_record, read_run, whole_lines
 
 # More lengths than these are the samples' own, not lengths that samples were made for.

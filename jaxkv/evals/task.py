@@ -14,9 +14,8 @@ from typing import Any, ClassVar, TypeVar, Union
 import numpy as np
 
 from jaxkv import _checks as checks
-from jaxkv._errors import require
+from jaxkv._errors import refusal, require
 from jaxkv._values import FARTHEST, is_whole, plain
-from jaxkv.checkpoints._errors import refusal
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.text.tokenizer import Text

@@ -17,7 +17,7 @@ from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
 from jaxkv.engine.sparse import choose
-from jaxkv.engine.tokens import Candidates
+from jaxkv.engine.tokens import Choosable
 from jaxkv.evals.asking import ids_of
 from jaxkv.evals.perplexity import feed
 from jaxkv.evals.retrieval import TwoStage
@@ -187,7 +187,7 @@ class _Choice:
         k = out.k.reshape(1, -1, out.k.shape[-1])
         below = jnp.asarray([now if reading.include_generated else self.prompt], jnp.int32)
         scores = by_row(Asking(q=q, positions=at, weights=weights), k, below, None)
-        candidates = Candidates(below, jnp.asarray([self.budget], jnp.int32))
+        candidates = Choosable(below, jnp.asarray([self.budget], jnp.int32))
         found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
         mask = np.zeros(self.slots, bool)
         mask[host(found.positions)[0, : int(found.count[0])]] = True

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import require
-from jaxkv.checkpoints._errors import refusal
+from jaxkv._errors import refusal, require
 from jaxkv.checkpoints.orbax_files import require_free
 
 

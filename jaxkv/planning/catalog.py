@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jaxkv._errors import refusal
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
-from jaxkv.checkpoints._errors import refusal
 from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.models.config import ModelConfig
