@@ -175,7 +175,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(draw: Draw, seen: Int[Array, " B"], sampling: Sampling, axes: Axes | None = None) -> Drawn:
-    """Samples the next token of every sequence; returns `Drawn`: ids, ids to show, mask of ended ones, tokens to run."""
+    """Samples the next token of every sequence; returns `Drawn`: ids, ids to show, mask of ended ones, counts."""
     logits = gathered(draw.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(draw.key, draw.row, seen)
     token = sampling(logits, keys)
