@@ -1,5 +1,7 @@
 """`jaxkv eval`: options from tasks' fields, refusals before anything is loaded, tables, shards, pages."""
 
+import argparse
+import dataclasses
 import json
 import re
 
@@ -12,7 +14,7 @@ from evaluating import POLICIES, Told, words
 from jaxkv import AdaKV, FullKV, KNorm, OmniKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
 from jaxkv.cli.meshes import mesh_of
-from jaxkv.cli.task_options import task_from
+from jaxkv.cli.task_options import add_task_options, task_from
 from jaxkv.evals import TASKS, page, runs
 
 RUN = ("--policies", "full,knorm,streamingllm", "--budgets", "9", "--batch", "3")
@@ -64,6 +66,19 @@ def test_fields_are_options(told, tmp_path):
     expected = Told(count=3, sizes=(4, 5, 6), share=0.25, name="x", loud=True, seed=9, batch="y")
     assert task_from(options, Told) == expected and options.batch == 3
     assert task_from(cli._parser().parse_args(["eval", "told", *RUN, "--out", "o"]), Told) == Told()
+
+
+def test_fields_of_pairs_are_options():
+    """Of a task of one's own: those that come with jaxkv have none."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Spanned(Told):
+        spans: tuple[tuple[int, int], ...] = ()
+
+    parser = argparse.ArgumentParser()
+    add_task_options(parser, Spanned)
+    options = parser.parse_args(["--spans", "1:2", "--spans", "3:4,5:6"])
+    assert task_from(options, Spanned).spans == ((1, 2), (3, 4), (5, 6))
     out = tmp_path / "out"
     assert cli.main(["eval", "told", *RUN, "--out", str(out), "--seed", "9", "--question-agnostic", "--raw"]) == 0
     said = json.loads((out / "run.json").read_text())

@@ -248,6 +248,8 @@ def test_models_are_made_of_the_harness_arguments(lm_class):
         lm.loglikelihood(requests(("a", "b" * 600)), disable_tqdm=True)
     with pytest.raises(ValueError, match="adds no token"):
         lm.loglikelihood(requests(("a", "")), disable_tqdm=True)
+    with pytest.raises(ValueError, match="continuation='': it adds no token"):
+        lm.loglikelihood(requests(("", "")), disable_tqdm=True)
     assert math.isfinite(lm.loglikelihood(requests(("a" * 600, "b")), disable_tqdm=True)[0][0])
 
 

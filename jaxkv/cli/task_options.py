@@ -27,7 +27,7 @@ def add_task_options(parser: argparse.ArgumentParser, cls: type[Task]) -> None:
             continue
         dashed, default = field.name.replace("_", "-"), _default(field)
         text = about.get(field.name, "").rstrip(".").replace("%", "%%")
-        several = words.arity is Arity.SEVERAL
+        several = words.arity in (Arity.SEVERAL, Arity.REPEATED)
         words.add_to(
             group,
             [f"--task-{dashed}" if f"--{dashed}" in parser._option_string_actions else f"--{dashed}"],

@@ -94,7 +94,7 @@ def seed_of(seed: int, name: str) -> int:
 
 def settings_of(task: Task) -> dict[str, Any]:
     """Dict of a task's fields as JSON values."""
-    return as_json({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+    return {field.name: as_json(getattr(task, field.name), field.name) for field in dataclasses.fields(task)}
 
 
 def require_how(task: Task, how: How) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv._errors import require
-from jaxkv.evals.task import How, Outcome, Sample, Task, tokenizer_of
+from jaxkv.evals.task import How, Outcome, Sample, Task, require_text, tokenizer_of
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -78,8 +77,7 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
     Raises:
         ValueError: without a tokenizer.
     """
-    require(text is not None, "params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
-    assert text is not None
+    text = require_text(text)
     chat = text.has_template and not (raw or sample.raw)
     before, after = (text.turns.opening, text.turns.closing) if chat else ("", "")
     context = text.encode(before + sample.context, bos=True)

@@ -52,7 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise ValueError(f"out={str(folder)!r}: {remedy}") from None
     except (OSError, NotImplementedError) as error:
         reason = f"{getattr(error, 'strerror', None) or error}: it cannot be locked, and two runs would mix their lines"
-        raise OSError(f"out={str(folder)!r}: {reason}; give a folder on another file system") from error
+        raise OSError(f"out={str(folder)!r}: {reason}; give another folder, perhaps on another file system") from error
     try:
         for left in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp"):  # of a process that was killed while it wrote one
             left.unlink(missing_ok=True)
@@ -79,22 +79,24 @@ class Lines:
 
     def add(self, records: Sequence[Record]) -> None:
         """Appends the lines of one batch and syncs them to disk; on an error, truncates the file to its old end."""
-        lines, end = [record.line() for record in records], self._ends[-1]
-        file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+        lines, end, file = [record.line() for record in records], self._ends[-1], None
         try:
+            file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
             os.lseek(file, end, os.SEEK_SET)
             rest = memoryview(b"".join(lines))
             while rest:
                 rest = rest[os.write(file, rest) :]
             os.fsync(file)
         except BaseException as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(file, end)
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, end)
             if not isinstance(error, OSError):
                 raise
             there = f"{len(self.records)} lines are whole: make room, and the same command goes on from there"
             raise OSError(f"{self._path}: {error.strerror or error}; {there}") from error
         finally:
-            os.close(file)
+            if file is not None:
+                os.close(file)
         self.records += records
         self._ends += itertools.islice(itertools.accumulate(map(len, lines), initial=end), 1, None)

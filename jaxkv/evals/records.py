@@ -176,7 +176,7 @@ def _key(key: Any, name: str) -> str:
     """Key of a mapping as a text: a text unchanged, a number, bool or None as its JSON; refuses other types."""
     if not (key is None or isinstance(key, (str, int, float))):
         raise TypeError(f"{name}: a key of type {type(key).__name__}: give numbers, texts, lists and mappings")
-    return key if isinstance(key, str) else json.dumps(key)
+    return key if isinstance(key, str) else json.dumps(as_json(key, name))
 
 
 def dumped(value: Any, *, indent: int | None = None) -> str:
@@ -226,8 +226,9 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], but: Sequence[
             found.append(f"{name}: {', '.join(mine)}, not {', '.join(theirs)}")
         else:
             for key in dict.fromkeys([*mine, *theirs]):
-                first, second = (shortened(dumped(each[key])) if key in each else "nothing" for each in (mine, theirs))
                 if (key in mine) != (key in theirs) or mine.get(key) != theirs.get(key):
+                    pair = (mine, theirs)
+                    first, second = (shortened(dumped(each[key])) if key in each else "nothing" for each in pair)
                     found.append(f"{name}.{key}: {first}, not {second}")
     return found
 

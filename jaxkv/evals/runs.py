@@ -95,18 +95,18 @@ def evaluate(
     return evaluation
 
 
-def require_same(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Refuses a folder whose `run.json` differs from `asked` (`Run.as_dict` or part of it); it may have none yet."""
+def require_same(folder: Path, asked: Mapping[str, Any]) -> Run | None:
+    """Refuses a folder whose `run.json` differs from `asked`, a `Run.as_dict` or part of it; returns its `Run`."""
     there = read_run(folder)
     found = [] if there is None else differences(there.as_dict(), asked)
     remedy = f"another evaluation has begun there ({'; '.join(found)}): give it as it was, or another folder"
     require(not found, "out", str(folder), remedy)
+    return there
 
 
 def begin(folder: Path, run: Run) -> Run:
     """Writes `run.json` to a locked folder; returns `run`, or the equal run that has begun there; refuses another."""
-    require_same(folder, run.as_dict())
-    there = read_run(folder)
+    there = require_same(folder, run.as_dict())
     if there is None:
         write_whole(folder / RUN, (dumped(run.as_dict(), indent=2) + "\n").encode())
     return there or run

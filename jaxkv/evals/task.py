@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv import _checks as checks
 from jaxkv._errors import refusal, require
-from jaxkv._values import FARTHEST, is_whole, plain
+from jaxkv._values import FARTHEST, plain
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.text.tokenizer import Text
@@ -171,9 +171,14 @@ class Task(abc.ABC):
 
 def tokenizer_of(params: LanguageModel) -> Text:
     """The model's tokenizer; refuses a model that has none."""
-    if params.text is None:
+    return require_text(params.text)
+
+
+def require_text(text: Text | None) -> Text:
+    """The tokenizer; refuses None, which a model without one has."""
+    if text is None:
         raise refusal("params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
-    return params.text
+    return text
 
 
 def _setting(hint: Any, value: Any, name: str) -> Any:
@@ -190,9 +195,10 @@ def _setting(hint: Any, value: Any, name: str) -> Any:
     if hint is bool:
         return checks.flag(name, value)
     if hint is int and name == "seed":  # numpy's generators take no others, however large
-        require(is_whole(value), name, value, "give 0 or more")
+        require(isinstance(value, int) and not isinstance(value, bool), name, value, "give a whole number")
+        require(value >= 0, name, value, "give 0 or more")
     elif hint is int:
-        return checks.whole(name, value, "give a whole number", least=-FARTHEST)
+        return checks.whole(name, value, f"give a whole number, from {-FARTHEST} on", least=-FARTHEST)
     elif hint is float:
         return checks.real(name, value, "give a number", low=-sys.float_info.max, high=sys.float_info.max)
     elif hint is str:

@@ -173,6 +173,12 @@ class JaxKVLM(TemplateLM):
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
         return list(map(make_disjoint_window, windows))
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For each request: its continuation's log-probability, and True if greedy decoding would draw it."""
+        for request in requests:  # The harness looks at the first token of an empty continuation after no context.
+            require(bool(request.args[1]), "continuation", request.args[1], "it adds no token to its context")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
