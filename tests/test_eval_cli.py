@@ -66,6 +66,11 @@ def test_fields_are_options(told, tmp_path):
     expected = Told(count=3, sizes=(4, 5, 6), share=0.25, name="x", loud=True, seed=9, batch="y")
     assert task_from(options, Told) == expected and options.batch == 3
     assert task_from(cli._parser().parse_args(["eval", "told", *RUN, "--out", "o"]), Told) == Told()
+    out = tmp_path / "out"
+    assert cli.main(["eval", "told", *RUN, "--out", str(out), "--seed", "9", "--question-agnostic", "--raw"]) == 0
+    said = json.loads((out / "run.json").read_text())
+    assert (said["seed"], said["settings"]["seed"], said["agnostic"], said["raw"]) == (9, 9, True, True)
+    assert list(said["policies"]) == list(POLICIES)
 
 
 def test_fields_of_pairs_are_options():
@@ -76,14 +81,10 @@ def test_fields_of_pairs_are_options():
         spans: tuple[tuple[int, int], ...] = ()
 
     parser = argparse.ArgumentParser()
+    parser.add_argument("--seed")
     add_task_options(parser, Spanned)
     options = parser.parse_args(["--spans", "1:2", "--spans", "3:4,5:6"])
     assert task_from(options, Spanned).spans == ((1, 2), (3, 4), (5, 6))
-    out = tmp_path / "out"
-    assert cli.main(["eval", "told", *RUN, "--out", str(out), "--seed", "9", "--question-agnostic", "--raw"]) == 0
-    said = json.loads((out / "run.json").read_text())
-    assert (said["seed"], said["settings"]["seed"], said["agnostic"], said["raw"]) == (9, 9, True, True)
-    assert list(said["policies"]) == list(POLICIES)
 
 
 def test_options_go_behind_a_policy(told, tmp_path, capsys):
