@@ -65,15 +65,15 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     """Imports a public name or a submodule at its first use and returns it."""
+    public = name in _MODULES
+    found = public or (name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"jaxkv.{name}"))
+    if not found:
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     # Threads that ask for different names at once would import JAX from its middle, each waiting for the others' locks.
     import jax  # noqa: F401
 
-    if name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
-    elif name.startswith("_") or not name.isidentifier() or importlib.util.find_spec(f"jaxkv.{name}") is None:
-        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
-    else:
-        value = importlib.import_module(f"jaxkv.{name}")
+    module = importlib.import_module(_MODULES.get(name, f"jaxkv.{name}"))
+    value = getattr(module, name) if public else module
     globals()[name] = value
     return value
 

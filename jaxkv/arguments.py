@@ -176,7 +176,7 @@ def _require_places(config: ModelConfig, policy: Method, lengths: np.ndarray, ne
     if cache is None:
         read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())
         assert needed.rows is not None
-        now, target = int(needed.rows.max()), int(parts.may_hold(lengths, needed.budget).max())
+        now, target = int(needed.rows.max()), int(parts.may_hold(needed.budget).max())
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
         target = int(host(cache.limit).max())

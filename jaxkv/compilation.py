@@ -18,8 +18,14 @@ from jaxkv.checkpoints import cache_dir
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
     """Turns on JAX's compilation cache on disk for the whole process and returns its folder.
 
-    The default is a folder for this processor type in jaxkv's cache folder. The setting applies to the whole process:
-    every JAX program compiled after the call is stored. The command line calls this; library users may call it.
+    Every JAX program that the process compiles after the call is stored. The command line calls this; library users
+    may call it.
+
+    Args:
+        path: the folder; by default one for this processor type in jaxkv's cache folder.
+
+    Returns:
+        The folder.
     """
     folder = cache_dir() / "compiled" / _processor() if path is None else Path(path).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))

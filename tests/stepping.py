@@ -79,7 +79,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     forced = parts.keep.mask(lengths, SLOTS)
     anyway = forced.sum(axis=1)
     rows = parts.budgets(lengths, anyway)[None]
-    limit = parts.may_hold(lengths, rows[0])
+    limit = parts.may_hold(rows[0])
     recent = parts.recents(rows, lengths, anyway)[0]
     sums = agreement.all_sums(drawn.q, drawn.k, lengths)
     mass = sums.mean(axis=2)

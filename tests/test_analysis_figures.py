@@ -205,6 +205,8 @@ def test_budgets_go_to_bases_and_names():
     assert with_budget(AdaKV(base=PyramidKV(budget=64, window=8)), 32) == AdaKV(base=PyramidKV(budget=32, window=8))
     assert with_budget(AdaKV(budget=64), 0.5) == with_budget(AdaKV(), 0.5) == AdaKV(budget=0.5)
     assert with_budget(FullKV(), 32) == FullKV()
+    omni = OmniKV(base=SnapKV(budget=64), filter_layers=(1,))
+    assert with_budget(omni, 48) == OmniKV(base=SnapKV(budget=48), filter_layers=(1,))
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,12 @@ def test_parts_come_from_any_callable_and_may_have_their_own_budget():
 def test_filter_layers_are_a_list_of_numbers(layers):
     with pytest.raises(ValueError, match=r"filter_layers=.*: give one or more layers, ascending"):
         jaxkv.OmniKV(filter_layers=layers)
+
+
+def test_a_field_may_lose_its_plain_default():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Made(Policy):
+        heads: object = dataclasses.field(default_factory=UniformHeads)
+        budget: int = dataclasses.field()
+
+    assert Made(budget=20, scorer=KeyNorm()) == Policy(budget=20, scorer=KeyNorm())

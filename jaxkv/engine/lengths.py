@@ -107,7 +107,7 @@ def by_length(parts: Parts, lengths: Int[np.ndarray, " B"], layers: int, *, stri
         recent = parts.recents(rows, length, forced)
     return ByLength(
         budget=budget,
-        most=parts.may_hold(length, budget),
+        most=parts.may_hold(budget),
         forced=forced,
         rows=rows,
         recent=recent,

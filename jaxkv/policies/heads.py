@@ -13,7 +13,6 @@ from jaxkv.policies.topk import sortable, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
 _UNLIMITED = 1000.0
-_Keys = UInt[Array, "B K S"]
 # Python ints, or numpy or JAX arrays.
 Numbers = TypeVar("Numbers", int, Array)
 
@@ -49,7 +48,7 @@ class HeadBudgets(Protocol):
         """
 
 
-def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> _Keys:
+def _keys(scores: Float[Array, "B K S"], candidates: Bool[Array, "B #K S"]) -> UInt[Array, "B K S"]:
     """uint32 sort keys of scores; 0, the lowest key, for rows that are not candidates."""
     return jnp.where(candidates, sortable(scores), jnp.uint32(0))
 
@@ -269,7 +268,9 @@ def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
     """Returns `heads` with its inner budgets replaced by `budgets` if it is `TwoStageHeads`; else `budgets`."""
-    return dataclasses.replace(heads, budgets=budgets) if isinstance(heads, TwoStageHeads) else budgets
+    if not isinstance(heads, TwoStageHeads):
+        return budgets
+    return dataclasses.replace(heads, budgets=within_stages(heads.budgets, budgets))
 
 
 def shares_positions(heads: HeadBudgets) -> bool:

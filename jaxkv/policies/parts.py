@@ -315,7 +315,7 @@ class Parts(Value):
         """Static config of which layers read which rows while decoding; None if all layers read every kept row."""
         return None if self.read is None else self.read.reading(layers, slots, every_row=self.scorer is None)
 
-    def may_hold(self, lengths: Int[np.ndarray, " B"], budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's budget in rows if larger."""
         return np.maximum(budget, self.budget) if isinstance(self.budget, int) else budget
 

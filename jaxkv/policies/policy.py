@@ -21,6 +21,11 @@ _PARTS = frozenset(field.name for field in dataclasses.fields(Parts))
 _KEPT = "_parts_of_"
 
 
+def _declares(cls: type, name: str) -> bool:
+    """True if `cls` itself is a dataclass that declares the field `name`."""
+    return "__dataclass_fields__" in vars(cls) and name in inspect.get_annotations(cls)
+
+
 def _made_once(make: Callable[[Any], Parts]) -> Callable[[Any], Parts]:
     """Wraps a class's method `parts` so that each instance computes it once and caches it in its `__dict__`."""
     # By the function, which this one keeps alive: a class made again in a notebook has the same name.
@@ -75,12 +80,14 @@ class Method(Value):
     def __post_init__(self) -> None:
         name = type(self).__name__
         for field in dataclasses.fields(self):
-            default = getattr(type(self), field.name, dataclasses.MISSING)
+            # The class that declares a field has no attribute of its name if the field has no plain default.
+            declared = (each for each in type(self).__mro__ if field.name in vars(each) or _declares(each, field.name))
+            owner = next(declared)
+            default = vars(owner).get(field.name, dataclasses.MISSING)
             if default is not field.default:
-                owner = next(each.__name__ for each in type(self).__mro__ if field.name in vars(each))
                 remedy = f"it is no field's default: write `{field.name}: ... = {default!r}` in the class, and "
                 remedy += "@dataclasses.dataclass(frozen=True, kw_only=True) above it"
-                raise TypeError(f"{owner}.{field.name}: {remedy}")
+                raise TypeError(f"{owner.__name__}.{field.name}: {remedy}")
         normalise(self)
         object.__setattr__(self, "budget", as_budget(self.budget))
         object.__setattr__(self, "protect", as_spans(self.protect))

@@ -81,10 +81,13 @@ class Wrapper(Method):
 
 
 def with_budget(policy: Method, budget: int | float) -> Method:
-    """Returns the policy with another budget, set in its base if it has one; unchanged if it has no budget."""
-    parts = policy.parts()
+    """Returns the policy with another budget of rows kept, set in its base if it has one; unchanged if it has none."""
+    parts, inner = policy.parts(), getattr(policy, "inner", None)
     if parts.budget is None:
         return policy
-    if isinstance(policy, Wrapper) and isinstance(policy.base, Method) and parts.read is None:
+    if parts.read is not None and isinstance(inner, Method):
+        # OmniKV's own budget is one of tokens read.
+        return dataclasses.replace(policy, base=with_budget(inner, budget))  # type: ignore[call-arg]
+    if isinstance(policy, Wrapper) and isinstance(policy.base, Method):
         return dataclasses.replace(policy, budget=None, base=with_budget(policy.base, budget))
     return dataclasses.replace(policy, budget=budget)

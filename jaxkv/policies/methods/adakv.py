@@ -63,5 +63,6 @@ class AdaKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's parts with kv heads that compete for rows, inside the base's two stages if it has them."""
-        mine: HeadBudgets = self.safeguard or AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
+        own = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
+        mine: HeadBudgets = own if self.safeguard is None else self.safeguard
         return dataclasses.replace(base, heads=within_stages(base.heads, mine))

@@ -24,7 +24,7 @@ _MERGE = Merge(beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decisi
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """Keeps four sinks and H2O's rows, 3:1; more in layers of even attention; merges dropped rows into similar ones.
+    """Keeps four sinks, heavy hitters and recent tokens 3:1, more in layers of even attention; merges dropped rows.
 
     `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
     ablations of the paper's Table 6. A prompt shorter than a budget in rows has nothing to divide yet: its layers may

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxkv._checks import field, whole
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 from jaxkv.policies.checks import instance
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
@@ -33,7 +32,6 @@ class WindowMethod(Method):
     allocation: LayerBudgets = UniformLayers()
 
     def _check(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         self._adopt(self._scorer, "window", "pooling", "group", "order")
         instance("allocation", self.allocation, LayerBudgets, "give budgets over layers, LinearLayers() say")
 
