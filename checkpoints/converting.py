@@ -158,7 +158,9 @@ def _begin(part: Path, identity: Mapping[str, Any]) -> dict[str, Entry]:
         return {}
     try:
         said = read_json(found)
-    except ValueError:  # cut off, or somebody else's
+    except ValueError as error:  # cut off, or somebody else's
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None  # unreadable now: `_writing` says how to go on
         said = {}
     require({key: said.get(key) for key in identity} == identity, "target", part, remedy)
     remove_unfinished(part)  # they would come along into the finished folder

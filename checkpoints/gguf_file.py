@@ -170,7 +170,7 @@ class GgufFile:
             # float32 in the file: rounded back to the decimal that it was written from.
             "rms_norm_eps": _decimal(self._hyper("attention.layer_norm_rms_epsilon", kind=float)),
             "rope_theta": _decimal(self._hyper("rope.freq_base", 10_000.0, kind=float)),
-            "rope_scaling": self._read_rope_scaling(head_dim),
+            "rope_scaling": self._read_rope_scaling(),
             "max_position_embeddings": self._hyper("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
         }
@@ -198,7 +198,7 @@ class GgufFile:
             ids |= {kind: id for kind, id in _SENTENCEPIECE_IDS.items() if ids[kind] is None and id < count}
         return ids
 
-    def _read_rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+    def _read_rope_scaling(self) -> dict[str, Any] | None:
         """Hugging Face's `rope_scaling` dictionary from the metadata; None for unscaled RoPE."""
         arch = self._arch
         kind = self._get(f"{arch}.rope.scaling.type", kind=str)
@@ -221,7 +221,8 @@ class GgufFile:
         if kind == "yarn":
             original = self._hyper("rope.scaling.original_context_length", self._hyper("context_length"))
             scaling["original_max_position_embeddings"] = original
-            extra, remedy = self._get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float), "only YaRN's own is built"
+            extra = self._get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float)
+            remedy = "only YaRN's own attention factor is built"
             require(extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, remedy)
             for key in ("beta_fast", "beta_slow"):
                 value = self._get(f"{arch}.rope.scaling.yarn_{key}", kind=float)

@@ -253,7 +253,11 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             raise refusal(field, folder, f"no folder can be made there ({reason(error)}): choose another") from error
         yield part
         require_free(folder, field)
-        os.rename(part, folder)
+        try:
+            os.rename(part, folder)
+        except OSError as error:
+            remedy = f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            raise refusal(field, folder, remedy) from error
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for parent in missing[1:]:

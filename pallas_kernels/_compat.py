@@ -66,7 +66,7 @@ def call(
         shapes: of the outputs.
         launch: warps and stages.
         interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: inputs by the index of the output written in their place, if they are donated.
+        aliases: index of the output written in place of an input, by the input's index; in place only if it is donated.
 
     Returns:
         The outputs.
@@ -105,7 +105,7 @@ def call_named(
         outputs: shapes, likewise; no name is an input's too.
         launch: warps and stages.
         interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: inputs by the name of the output written in their place.
+        aliases: name of the output written in place of an input, by the input's name.
 
     Returns:
         The outputs by name.

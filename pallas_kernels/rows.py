@@ -291,7 +291,7 @@ def _inputs(q, k, v, chunks, layer, token, packed, picks):
 def _places(refs, picks, segment, sequence, heads):
     """Two functions of a chunk's row numbers inside a kernel: the rows' indices in the pool, and the mask of real rows.
 
-    With picks the numbers count the picks first, then the rows from `rest` on; without, they are the places.
+    With picks the numbers count the picks first, then the rows from `rest` on; without, they are pool rows already.
     """
     if picks is None:
         return lambda row, inside=None: row, lambda row: True

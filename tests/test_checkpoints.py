@@ -9,6 +9,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import save_file
 
 from jaxkv import checkpoints
@@ -98,6 +99,15 @@ def entry(start, end, kind="F32"):
     return f'{{"dtype":"{kind}","shape":[{(end - start) // 4}],"data_offsets":[{start},{end}]}}'
 
 
+def knows_complex():
+    """True if this release of safetensors has complex numbers, which jaxkv then refuses itself."""
+    header = b'{"a":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}}'
+    try:
+        return bool(safetensors.deserialize(len(header).to_bytes(8, "little") + header + bytes(8)))
+    except safetensors.SafetensorError:
+        return False
+
+
 @pytest.mark.parametrize(
     "header, message",
     [
@@ -109,7 +119,7 @@ def entry(start, end, kind="F32"):
         (f'{{"a":{entry(0, 12)}}}', "not fully covered"),
         (
             f'{{"a":{entry(0, 24, "C64").replace("[6]", "[3]")}}}',
-            "(:a.dtype='C64': readable dtypes: BF16|unknown variant `C64`)",
+            ":a.dtype='C64': readable dtypes: BF16" if knows_complex() else "unknown variant `C64`",
         ),
     ],
     ids=["same", "overlapping", "twice", "hole", "nested", "trailing", "complex"],

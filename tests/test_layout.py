@@ -50,7 +50,7 @@ LAYERS = (
     "jaxkv.sampling",
     # Sizes: arguments are refused by them.
     "jaxkv.engine.lengths",
-    "jaxkv.planning.prefill_bytes",
+    "jaxkv.engine.prefill_bytes",
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",

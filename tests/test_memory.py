@@ -17,7 +17,7 @@ from jaxkv import memory
 from jaxkv.attention import Implementation
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.plan import check_memory, plan_prefill
-from jaxkv.planning.prefill_bytes import WORKSPACE
+from jaxkv.engine.prefill_bytes import WORKSPACE
 
 MODELS = Path(__file__).parent / "golden" / "models"
 POLICY = jaxkv.SnapKV(budget=16, window=4)

@@ -7,7 +7,7 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.planning.prefill_bytes import PrefillBytes
+from jaxkv.engine.prefill_bytes import PrefillBytes
 from jaxkv.planning.programs import SMALL, Work, abstract_model, call_name
 from jaxkv.sharding.record import Call, weigh
 

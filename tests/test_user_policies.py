@@ -265,4 +265,6 @@ def test_a_field_may_lose_its_plain_default():
         heads: object = dataclasses.field(default_factory=UniformHeads)
         budget: int = dataclasses.field()
 
-    assert Made(budget=20, scorer=KeyNorm()) == Policy(budget=20, scorer=KeyNorm())
+    assert Made(budget=20, scorer=KeyNorm()).parts() == Policy(budget=20, scorer=KeyNorm()).parts()
+    with pytest.raises(TypeError, match="budget"):
+        Made(scorer=KeyNorm())

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._checks import choice
 from jaxkv._errors import require
 from jaxkv.attention.backend import Backend, Setting
 
@@ -73,10 +74,7 @@ class Implementations:
 
 def named(asked: Implementation | str) -> Implementation:
     """`Implementation` of a name or of itself; ValueError for an unknown name."""
-    values = [each.value for each in Implementation]
-    known = isinstance(asked, Implementation) or asked in values
-    require(known, "implementation", asked, f"use one of {', '.join(values)}")
-    return Implementation(asked)
+    return choice("implementation", asked, Implementation)
 
 
 def choose(

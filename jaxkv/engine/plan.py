@@ -17,8 +17,8 @@ from jaxkv._values import is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import bucket, buckets, by_length
+from jaxkv.engine.prefill_bytes import PrefillBytes, row_bytes
 from jaxkv.models.config import ModelConfig
-from jaxkv.planning.prefill_bytes import PrefillBytes, row_bytes
 from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method

@@ -85,7 +85,7 @@ def spec_of_bucket(
     """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
     parts, slots = policy.parts(), known.numbers.budget.shape[0] - 1
     dtype = flat.ends[0].dtype
-    # The longest prompt of each smaller bucket: shapes depend on buckets alone.
+    # The longest allowed prompt of each bucket up to `slots`: shapes depend on buckets alone.
     buckets = np.asarray([bucket(int(n)) for n in known.allowed])
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
 

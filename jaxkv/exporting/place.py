@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import refusal, require
-from jaxkv.checkpoints.orbax_files import require_free
 
 
 def as_folder(given: Any) -> Path:
-    """Path of the export's folder with `~` expanded; TypeError if it is no path, ValueError if something lies there."""
+    """Path of the export's folder with `~` expanded; TypeError if it is no path, ValueError if none can exist."""
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
         raise TypeError(f"directory={given!r}: give the path of the folder to make")
@@ -18,5 +17,4 @@ def as_folder(given: Any) -> Path:
         folder = Path(path).expanduser()
     except RuntimeError as error:
         raise refusal("directory", given, "there is no such user's home: write the path out") from error
-    require_free(folder, "directory")
     return folder

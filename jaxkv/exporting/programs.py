@@ -39,7 +39,7 @@ class BucketSpec:
         decoding: the engine's static config of decoding.
         implementation: of attention in prefill.
         steps: most tokens that one call of the decode loop draws.
-        longest: most rows that a sequence can have, prompt, question and new tokens together.
+        longest: upper bound of a segment's rows: slots, question and new tokens together, rounded up to a bucket.
     """
 
     flat: Flat
@@ -71,7 +71,10 @@ class Asked(NamedTuple):
 
 
 class After(NamedTuple):
-    """Result of an exported program: the cache, the next tokens' logits, and True in `ordered` if no score is NaN."""
+    """Result of an exported program: the cache, the next tokens' logits, and True in `ordered` if no score is NaN.
+
+    `beside` is the rows beside read-only pools. Fields that a program does not compute are None, and are no outputs.
+    """
 
     pools: tuple[Pool, ...]
     cache: Tables
@@ -81,7 +84,10 @@ class After(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Result of an exported decode loop: ids `drawn` (-1 after a sequence's end), steps `ran`, logits and the cache."""
+    """Result of an exported decode loop: ids `drawn` (-1 after a sequence's end), steps `ran`, logits and the cache.
+
+    `beside` is None where drawn rows join the pools, `pools` is None where these are only read.
+    """
 
     beside: Beside | None
     pools: tuple[Pool, ...] | None

@@ -32,7 +32,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
-    """RoPE frequencies after Llama 3.1's scaling: long wavelengths divided by the factor, with a ramp."""
+    """RoPE frequencies after Llama 3.1's scaling: those of long wavelengths divided by the factor, with a ramp."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxkv._errors import require
 
 def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
     """Validates a positive, finite number and returns it as a float; raises ValueError for anything else."""
-    return real(name, value, remedy, high=1e38, open_low=True)
+    return real(name, value, remedy, high=math.nextafter(1e38, 0), open_low=True)
 
 
 # Check of a field by its declared type.

@@ -178,13 +178,12 @@ def planned(
     )
 
 
-def fits(request: Request) -> bool:
-    """True if a request's peak is within its memory; False if it is not, or if the budget cannot be honoured."""
+def fits(setting: Setting | HostSetting) -> bool:
+    """True if a setting's peak is within its memory; False if it is not, or if the budget cannot be honoured."""
     try:
-        if isinstance(request, Setting):
-            return sizes_of(request).peak <= request.memory
-        assert isinstance(request, HostSetting)
-        return request.memory is None or process_of(request).first_peak <= request.memory
+        if isinstance(setting, Setting):
+            return sizes_of(setting).peak <= setting.memory
+        return setting.memory is None or process_of(setting).first_peak <= setting.memory
     except ValueError:
         return False
 
