@@ -57,7 +57,7 @@ def forms(repeats):
     formulations = {
         "equal": (False, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.STRIDES)),
         "masked": (True, xla.masked_product),
-        "walk": (True, xla.walk),
+        "walk": (True, xla.by_windows),
         "chosen": (True, lambda q, k, v, start, length: xla.over_pool(q, k, v, start, length, walk=Walk.WHOLE)),
     }
     print(f"decode attention, {LAYERS} layers, {ROWS} pool rows a sequence, ms per step: median (least to most)")
@@ -89,7 +89,7 @@ def questions(repeats):
     formulations = {
         "equal": lambda q, k, v, start, length: xla._equal(q, k, v, length),
         "masked": xla.masked_product,
-        "walk": xla.walk,
+        "walk": xla.by_windows,
     }
     print(f"\nattention of new tokens to {ROWS} pool rows, half full, ms: median (least to most)")
     print(f"{'dtype':9} {'tokens':>6} {'K':>3} {'G':>2}" + "".join(f"{name:>26}" for name in formulations))

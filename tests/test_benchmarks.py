@@ -1,10 +1,13 @@
 """Benchmarks run from end to end, at tiny shapes, so that they cannot rot."""
 
+import ast
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +100,38 @@ def test_ways_of_reading_are_measured_side_by_side(benchmark, capsys, as_users_c
     assert sent["FullKV"] == sent["OmniKV-8"] == 0 < min(sent["OmniKV-16-offloaded"], sent["BrutalOffload"])
     prefill = omnikv.measure_prefill(model, tokens=60, filters=filters, ratios=[2], rounds=1)
     assert all(len(way["seconds"]) == 1 for way in prefill["ways"].values())
+
+
+def missing(path):
+    """Names of jaxkv that a script imports, or takes from modules that it imports, and that are not there."""
+    tree, modules = ast.parse(path.read_text("utf-8")), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxkv":
+            module = importlib.import_module(node.module)
+            for each in node.names:
+                inner = f"{node.module}.{each.name}"
+                if not hasattr(module, each.name) and importlib.util.find_spec(inner) is None:
+                    yield inner
+                elif not hasattr(module, each.name) or isinstance(getattr(module, each.name), types.ModuleType):
+                    modules[each.asname or each.name] = importlib.import_module(inner)
+    local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules.keys() - local
+        ):
+            if not hasattr(modules[node.value.id], node.attr):
+                yield f"{modules[node.value.id].__name__}.{node.attr}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_scripts_name_what_exists(path):
+    """Most of them run for minutes, and on other machines: what is renamed would break them unnoticed."""
+    assert not [*missing(path)]
+
+
+def test_a_name_that_is_gone_is_found(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from jaxkv.attention import xla\nfrom jaxkv.engine import gone\nprint(xla.walked, xla.Walk)\n")
+    assert [*missing(script)] == ["jaxkv.engine.gone", "jaxkv.attention.xla.walked"]

@@ -17,7 +17,7 @@ from jaxkv.attention import filters
 from jaxkv.attention.filters import Asking, by_position, by_row
 from jaxkv.engine import sparse
 from jaxkv.engine.sparse import Chosen, choose, rows_of
-from jaxkv.engine.tokens import Candidates
+from jaxkv.engine.tokens import Choosable
 from jaxkv.policies import EntropyLayers
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_ties_go_to_the_lowest_position():
     asked = Asking(q=jnp.ones((1, 1, 1, 1, 4)), positions=jnp.asarray([[20]], jnp.int32), weights=jnp.ones((1, 1)))
     reading = omni(4).parts().reading(7, 16)
     below, budget, now = (jnp.asarray([n], jnp.int32) for n in (12, 4, 20))
-    chosen = choose(by_row(asked, keys, below, None), Candidates(below, budget), reading, now=now)
+    chosen = choose(by_row(asked, keys, below, None), Choosable(below, budget), reading, now=now)
     assert chosen.positions[0, :4].tolist() == [0, 1, 2, 5]
 
 
@@ -179,7 +179,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
     for most in (1 << 24, 2000, 1):
         monkeypatch.setattr(filters, "_LOGITS", most)
-        found = jax.jit(lambda: choose(scores(), Candidates(known, budget), reading))()
+        found = jax.jit(lambda: choose(scores(), Choosable(known, budget), reading))()
         count = np.asarray(found.count)
         out.append([row[:each].tolist() for row, each in zip(np.asarray(found.positions), count, strict=True)])
     assert out[0] == out[1] == out[2]
