@@ -317,6 +317,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (parts.evicts, f"{name} drops a row for every new one, and here none go: give mode='prefill' or slide=False"),
         (parts.every, "it compresses while tokens are drawn, and here a prompt only: leave every= out"),
         (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
+        (parts.needs.replay, f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill"),
         (parts.needs.future, f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
     ):
         require(not refused, "policy", policy, remedy)

@@ -20,6 +20,7 @@ from jaxkv import (
     GlobalBudget,
     KeyDiff,
     KNorm,
+    KVzip,
     LayerDefensiveKV,
     LocalWindow,
     Merge,
@@ -50,6 +51,8 @@ from jaxkv.policies import (
 )
 
 SPANS = ((2, 5), (-14, -11))
+# Models without a tokenizer: ids in place of texts, chunks that prompts of a table's size do not divide.
+REPEATED = {"chunk": 24, "tail": 3, "first": (1, 2, 3), "following": (4, 5), "closing": (6,)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -393,6 +396,15 @@ TABLE += (
         uniform=False,
         level=False,
         evicts=True,
+    ),
+    Row(
+        name="kvzip",
+        make=lambda budget, **kw: KVzip(budget=budget, sinks=2, **REPEATED, **kw),
+        oracle=t.kvzip,
+        sinks=2,
+        uniform=False,
+        level=False,
+        like="layerdefensivekv",
     ),
     Row(
         name="omnikv",

@@ -206,6 +206,16 @@ def global_keydiff(qs, ks, budget):
     return o.global_select([o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3)
 
 
+def replayed(k):
+    """Numbers `[..., K, n]` in place of the attention of a second pass, for keys [..., K, n, D]."""
+    return np.abs(k[..., 0]) + np.abs(k[..., 1])
+
+
+def kvzip(qs, ks, budget):
+    n = ks[0].shape[1]
+    return o.global_select([replayed(k) for k in ks], o.resolve_budget(budget, n), [0, 1], n, alpha=0)
+
+
 def global_heavy(qs, ks, budget):
     n = ks[0].shape[1]
     rows = o.resolve_budget(budget, n)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from policy_table import TABLE, Row
-from table_oracles import critical_norms
+from table_oracles import critical_norms, replayed
 
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
 from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, QueryMoments, UniformHeads, topk
-from jaxkv.policies.scorer import future_of, norms_of
+from jaxkv.policies.scorer import future_of, norms_of, replay_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
 SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads
@@ -67,6 +67,7 @@ class _Drawn(compress.Source):
             sums=all_sums(self.q[index], k, self.lengths) if parts.needs.sums else None,
             norms=jnp.asarray(critical_norms(k)) if norms_of(parts.scorer) else None,
             moments=self.moments(index),
+            replayed=None if replay_of(parts.scorer) is None else jnp.asarray(replayed(k)),
         )
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}

@@ -5,8 +5,8 @@ import pytest
 from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 from policy_table import TABLE
 
-NESTED = [row.name for row in TABLE if row.policy(BUDGET).parts().nested]
-AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in NESTED))
+ONCE = [row.name for row in TABLE if (parts := row.policy(BUDGET).parts()).nested or parts.needs.replay]
+AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in ONCE))
 EVERY = 3
 
 

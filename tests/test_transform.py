@@ -29,6 +29,8 @@ def refusal(row: Row) -> str | None:
         return "none go"
     if row.name == "omnikv":
         return "what is read"
+    if row.name == "kvzip":
+        return "reads the prompt twice"
     if "expected" in row.name:
         return "queries before RoPE"
     return "output projection" if "critical" in row.name or "defensive" in row.name else None

@@ -18,6 +18,7 @@ from jaxkv.engine.compress import observe
 from jaxkv.engine.lengths import Table, bucket, by_length, rows_by_claims
 from jaxkv.engine.prefill import observed, read_layers
 from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
@@ -91,6 +92,7 @@ def kept_rows(
 ) -> dict[Method, Bool[np.ndarray, "L K n"]]:
     """Masks `bool[L, K, n]` of the prompt rows that each policy's prefill keeps, by policy, from one forward pass.
 
+    Policies that read prompts twice run a prefill of their own.
     `prompt` holds one prompt, repeated for each data group of a mesh. `key` is the random key of policies that draw;
     None means seed 0.
     """
@@ -98,20 +100,41 @@ def kept_rows(
     slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
     given = as_key(key)
     drawn = jax.random.key(0) if given is None else given
-    choices = [_Choices(flat, policy, prompt, slots, drawn) for policy in policies]
+    twice = {policy: _after_prefill(params, prompt, policy, drawn) for policy in policies if _reads_twice(policy)}
+    once = [policy for policy in policies if policy not in twice]
+    choices = [_Choices(flat, policy, prompt, slots, drawn) for policy in once]
     all_needs = [each.parts.needs for each in choices]
     needs = Needs(
-        queries=max(each.queries for each in all_needs),
+        queries=max((each.queries for each in all_needs), default=0),
         sums=any(each.sums for each in all_needs),
         norms=any(each.norms for each in all_needs),
         future=tuple(dict.fromkeys(asked for each in all_needs for asked in each.future)),
     )
     tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
-    for index, out in enumerate(read_layers(flat, tokens, length, needs=needs)):
+    for index, out in enumerate(read_layers(flat, tokens, length, needs=needs) if choices else ()):
         for each in choices:
             each.look(index, out)
         del out
-    return {policy: each.masks()[..., :count] for policy, each in zip(policies, choices, strict=True)}
+    masks = twice | {policy: each.masks() for policy, each in zip(once, choices, strict=True)}
+    return {policy: masks[policy][..., :count] for policy in policies}
+
+
+def _reads_twice(policy: Method) -> bool:
+    """True if the policy's prefill reads prompts a second time."""
+    return policy.parts().needs.replay is not None
+
+
+def _after_prefill(
+    params: LanguageModel, prompt: Encoded, policy: Method, key: PRNGKeyArray
+) -> Bool[np.ndarray, "L K n"]:
+    """Mask `bool[L, K, n]` of the rows of the first prompt that a prefill leaves in the cache."""
+    cache = Session(params, policy, key=key).prefill(prompt)
+    mask = np.zeros((params.config.layers, params.config.kv_heads, int(prompt.lengths[0])), bool)
+    positions = [host(pool.pos) for pool in cache.pools]
+    for layer, sequence, head, pool, rows in cache.spans():
+        if sequence == 0:
+            mask[layer, head, positions[pool][0, rows]] = True
+    return mask
 
 
 class _Choices:

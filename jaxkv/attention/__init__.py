@@ -1,7 +1,7 @@
 """The one door to attention: functions of arrays that know neither caches nor policies.
 
 `backend_of` gives the `Backend` of an `Implementation`. Plain XLA whatever the backend: `causal` and `column_sums` of
-one sequence, `pool_sums`, `probabilities`, `window_mass`, `filters`, and `merge` of two sets of keys.
+one sequence, `pool_sums`, `probabilities`, `window_mass`, `chunk_peaks`, `filters`, and `merge` of two sets of keys.
 """
 
 from jaxkv.attention.backend import Backend
@@ -16,6 +16,7 @@ from jaxkv.attention.choice import (
 )
 from jaxkv.attention.columns import Received, add_received, column_sums, pool_sums, probabilities, window_mass
 from jaxkv.attention.merging import merge, merge_with_lse
+from jaxkv.attention.peaks import chunk_peaks
 from jaxkv.attention.xla import causal
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "capability_of",
     "causal",
     "choose",
+    "chunk_peaks",
     "column_sums",
     "merge",
     "merge_with_lse",

@@ -23,10 +23,11 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.choosing import Candidates, of_prompt
-from jaxkv.engine.compress import Compressed, Source, Walk, compress, observe, unordered
+from jaxkv.engine.compress import Compressed, Source, Walk, compress, finished, observe, unordered
 from jaxkv.engine.lengths import ByLength, by_length, ring_rows, rows_by_claims
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill_layer import LayerOut, layer
+from jaxkv.engine.replay import Padded, replayed
 from jaxkv.engine.spec import reading_state
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.rope import Angles, angles
@@ -40,6 +41,8 @@ from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, whe
 
 # With this many layers dispatched the device never waits for the host; more would only hold memory.
 _MOST_AHEAD = 4
+# Share of a prefill's progress that stands for the first of two passes.
+_FIRST_PASS = 0.4
 
 
 @program(static=("graphs",), on="graphs")
@@ -134,6 +137,7 @@ def observed(
         sums=out.sums,
         norms=out.norms if norms_of(scorer) else None,
         moments=next((each for each in out.moments if each.asked == future), None),
+        replayed=out.replayed,
         implementation=implementation,
         axes=flat.axes,
         group_axes=flat.axes,
@@ -160,8 +164,7 @@ def signature_of(
 
 def prefill(
     flat: Flat,
-    tokens: Int[np.ndarray, "B S"],
-    lengths: Int[np.ndarray, " B"],
+    padded: Padded,
     policy: Method,
     needed: PrefillPlan,
     *,
@@ -175,6 +178,7 @@ def prefill(
     policies that read prompts in chunks. Where memory lets the host run ahead, the device may not be done with them.
     `needed` is the plan for these lengths; `strict` refuses lengths that the policy's budget cannot honour.
     """
+    tokens, lengths, _ = padded
     read_parts = policy.parts().read
     if read_parts is not None and read_parts.by_chunks:
         # Each chunk goes through the whole model.
@@ -182,7 +186,11 @@ def prefill(
     numbers = by_length(policy.parts(), lengths, flat.config.layers, strict=strict)
     lengths = np.asarray(lengths, np.int64)
     prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
-    cache = yield from read(prompts)
+    if prompts.parts.needs.replay is None:
+        cache = yield from read(prompts)
+    else:
+        yield from prompts.read_twice(padded)
+        cache = finished(read(prompts))
     prompts.require_ordered()
     if prompts.banked:
         assert prompts.reading is not None
@@ -268,13 +276,31 @@ class Prompts(Source):
         self.kept_rows, self.recents = numbers.rows, numbers.recent
         self.pool_sizes = pool_rows_of(flat, needed)
         self.held: dict[int, Unpacked] = {}
+        self.ran: dict[int, LayerOut] = {}
         self.banked, self.rings, self.nans = list[Array](), list[Array](), list[Array]()
+
+    def read_twice(self, padded: Padded) -> Walk[None]:
+        """Generator: runs all layers and keeps what they return, then the second pass; yields shares of the layers."""
+        asked = self.parts.needs.replay
+        assert asked is not None
+        for index in self.indices:
+            self.ran[index] = self._run(index)
+            yield _FIRST_PASS
+        worth = (1 - _FIRST_PASS) * len(self.indices)
+        peaks = yield from replayed(self.flat, self.ran, padded, asked, implementation=self.implementation, worth=worth)
+        for index in self.indices:
+            self.ran[index] = dataclasses.replace(self.ran[index], replayed=peaks[index])
+
+    def _run(self, index: int) -> LayerOut:
+        """Runs a layer on the hidden states of the one below; returns its keys, values and what the policy needs."""
+        out = run_layer(self.flat, index, self.x, self.length, self.angles, self.parts.needs, self.implementation)
+        self.x = out.x
+        return out
 
     def candidates(self, index: int) -> Candidates:
         """Runs a layer; returns its rows and scores as `Candidates`, and keeps its keys and values for packing."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
-        out = run_layer(self.flat, index, self.x, length, self.angles, parts.needs, self.implementation)
-        self.x = out.x
+        out = self.ran.pop(index) if index in self.ran else self._run(index)
         k = out.k if out.unrotated is None else out.unrotated
         rows = Unpacked(k, out.v, self.unscored.inside)
         if self.remembered[index]:

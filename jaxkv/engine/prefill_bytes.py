@@ -9,11 +9,12 @@ import dataclasses
 from functools import cached_property
 
 from jaxkv.attention import Implementation, backend_of
-from jaxkv.engine.lengths import long_block, ring_rows
+from jaxkv.engine.lengths import QUERY_BLOCK, long_block, ring_rows
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reading import Reading
+from jaxkv.policies.scorer import Replay
 
 # Bytes of the workspace that XLA gives cuBLAS on Hopper.
 WORKSPACE = 1 << 25
@@ -81,8 +82,8 @@ class PrefillBytes:
         if backend_of(self.implementation).at_once:
             beside = max(self.stages().values()) + self._tables - cache
         else:
-            held = self.config.layers if self.parts.layers.from_scores else 1
-            beside = (held + 1) * layer + self._activations()
+            held = self.config.layers if self.parts.layers.from_scores or self.replay else 1
+            beside = (held + 1) * layer + self._activations() + self._again()
         beside += bool(self._offloaded) * layer
         # Attention transposes the loaded rows of one layer.
         turned = 0
@@ -91,6 +92,22 @@ class PrefillBytes:
         # The rows of prompts that are read in chunks stay on the device until the last chunk.
         whole = self.host * (read is not None and read.by_chunks)
         return cache + max(self.loaded + turned, beside) + whole
+
+    @property
+    def replay(self) -> Replay | None:
+        """Settings of a second pass over the prompts; None for policies that read them once."""
+        return self.parts.needs.replay
+
+    def _again(self) -> int:
+        """Bytes of a second pass over the prompts beside their keys and values: scores of all layers, activations."""
+        if self.replay is None:
+            return 0
+        # Texts before a chunk come out of the model's tokenizer: a block of queries has room for them.
+        config, tokens = self.config, self.batch * (min(self.replay.chunk, self.slots) + QUERY_BLOCK)
+        each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
+        inner = (4 * (1 + config.gated) + self.item) * config.hidden
+        logits = 12 * config.group * QUERY_BLOCK * (2 * min(self.replay.chunk, self.slots) + QUERY_BLOCK)
+        return self._rows_of(4 * self.config.layers) + tokens * (each + inner) + logits
 
     @property
     def _offloaded(self) -> int:
@@ -149,6 +166,8 @@ class PrefillBytes:
             # The top layer returns the hidden state of one token alone.
             there += rows + (0 if top else hidden)
             found |= {f"{name}, {each}": there + more for each, more in self._afterwards(index, top).items()}
+        if self.replay is not None:
+            found["second pass"] = self._always() + layers * rows + self._again()
         found["logits"] = self._always() + sum(self.pools) + 4 * self.batch * self.config.vocab
         return found
 
@@ -178,6 +197,10 @@ class PrefillBytes:
     def _kept(self, index: int) -> int:
         """Bytes that the layers below `index` hold: their pools, or rows and scores that wait for a shared pool."""
         parts = self.parts
+        if self.replay is not None and not parts.layout.one_pool:
+            # Rows and scores of the layers that wait to be packed, beside the pools of those that are.
+            waiting = self.config.layers - index
+            return sum(self.pools[:index]) + waiting * (self._rows() + self._rows_of(4))
         if not parts.layout.one_pool:
             return sum(self.pools[:index])
         scores = self._rows_of(4 * (1 + (parts.merge is not None)) + 4 * parts.needs.norms)

@@ -35,6 +35,7 @@ class LayerOut:
         sums: attention that each key receives from all queries; None unless `needs.sums`.
         norms: `value_norms`; None unless `needs.norms`.
         moments: mean and covariance of queries, for each setting in `needs.future`.
+        replayed: largest attention of a second pass over the prompt, once it has run; None unless `needs.replay`.
     """
 
     x: Shaped[Array, "B ..."]
@@ -46,6 +47,7 @@ class LayerOut:
     sums: Float[Array, "B K G S"] | None
     norms: Float[Array, "B K S"] | None
     moments: tuple[QueryMoments, ...] = ()
+    replayed: Float[Array, "B K S"] | None = None
 
 
 def layer(

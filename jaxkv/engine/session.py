@@ -26,6 +26,7 @@ from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready
 from jaxkv.engine.lengths import bucket, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.recompress import due, recompress
+from jaxkv.engine.replay import Padded, texts_of
 from jaxkv.engine.spec import implementations_for, spec_for
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -51,6 +52,7 @@ class Session:
         params: the model.
         policy: the compression.
         implementations: attention backends of prefill and decode.
+        texts: token ids that a second pass reads before each chunk; None for policies that read prompts once.
         key: random key for policies that draw, and for sampling.
         clocks: seconds that the session has taken so far.
         read, drawn: transfers from host memory for tokens read on top of caches, and for tokens drawn.
@@ -80,6 +82,7 @@ class Session:
         self.params = arguments.as_model(params)
         self.policy = as_policy(policy).for_model(params.config.layers, params.filter_layers)
         self.implementations = implementations_for(params, self.policy, arguments.as_implementation(implementation))
+        self.texts = texts_of(self.policy.parts().needs.replay, params.text, params.config)
         self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
         self._keyed = given is not None
@@ -205,9 +208,10 @@ class Session:
             needed = self.plan(encoded.lengths, new) if needed is None else needed
             copies = missing(len(encoded.ids), params.axes)
             every, needed = (encoded.with_copies(copies), needed.with_copies(copies)) if copies else (encoded, needed)
-            tokens, key, chosen = every.padded(needed.slots), self.key if given is None else given, self.implementations
+            padded = Padded(every.padded(needed.slots), every.lengths, self.texts)
+            key = self.key if given is None else given
             walk = prefilling.prefill(
-                params.flat, tokens, every.lengths, self.policy, needed, key=key, implementation=chosen.prefill
+                params.flat, padded, self.policy, needed, key=key, implementation=self.implementations.prefill
             )
         while True:
             try:
@@ -237,10 +241,10 @@ class Session:
             signature = prefilling.signature_of(params.flat, batch, self.policy, needed, implementation=chosen)
             if signature in params.flat.compiled:
                 return
-            prompts, lengths = tokens.reshape(batch, -1), np.full(batch, needed.slots)
+            padded = Padded(tokens.reshape(batch, -1), np.full(batch, needed.slots), self.texts)
             # Spans may protect more rows of prompts that fill a bucket than of those planned: refuse none.
             walk = prefilling.prefill(
-                params.flat, prompts, lengths, self.policy, needed, key=self.key, implementation=chosen, strict=False
+                params.flat, padded, self.policy, needed, key=self.key, implementation=chosen, strict=False
             )
             jax.block_until_ready(finished(walk))
 

@@ -153,6 +153,8 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     parts = setting.policy.parts()
     remedy = "prompts in chunks are not compiled: plan without the compiler, or leave prefill_ratio out"
     require(parts.read is None or not parts.read.by_chunks, "policy", setting.policy, remedy)
+    remedy = "a second pass over prompts is not compiled: plan without the compiler"
+    require(parts.needs.replay is None, "policy", setting.policy, remedy)
     reading = parts.reading(setting.config.layers, bucket(setting.context))
     # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
     remedy = "rows that wait in host memory are not compiled: plan without the compiler, or leave offload out"

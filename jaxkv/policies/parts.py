@@ -22,7 +22,7 @@ from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_of
+from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_of, replay_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,6 +229,8 @@ class Parts(Value):
         keeps = "this policy keeps everything: leave it out"
         if isinstance(after, Again):
             require(scorer is not None, "every", after.every, keeps)
+            twice = scorer is not None and replay_of(scorer) is not None and after.rank is None
+            require(not twice, "every", after.every, "a cache has no prompt to read a second time: leave it out")
             require(not self.nested, "every", after.every, "layers that build on one another are chosen once only")
             asks = scorer is not None and future_of(scorer) is not None and after.rank is None
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
@@ -273,6 +275,7 @@ class Parts(Value):
             sums=scorer.sums or self.layers.needs_sums,
             norms=self.heads.needs_norms or norms_of(scorer),
             future=() if future is None else (future,),
+            replay=replay_of(scorer),
             unrotated=self.rolling,
         )
 

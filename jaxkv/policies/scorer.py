@@ -6,10 +6,12 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import field, flag, whole
-from jaxkv._values import Value, is_whole
+from jaxkv._errors import require
+from jaxkv._values import Value, is_whole, plain
 from jaxkv.attention import Implementation
 from jaxkv.policies.rank import Rank
 from jaxkv.sharding.mesh import Axes
@@ -42,6 +44,49 @@ class FutureQueries(Value):
         field(self, "covariance", flag)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay(Value):
+    """Settings of a second pass over the prompt on top of its full cache: texts, tokens at a time, weights.
+
+    The prompt is read again in chunks; nothing that the pass computes stays but the attention that rows receive.
+
+    Attributes:
+        chunk: tokens of the prompt in each chunk.
+        sinks: first rows of the prompt that compete for attention with those of every chunk.
+        tail: last tokens of the chunk before, which are read between `following` and `closing`.
+        first: text before the first chunk, or its token ids.
+        following: text before each later chunk, or its token ids.
+        closing: text between these and the chunk, or its token ids; None for the end of the user's turn and the
+            opening of the answer in the model's chat template, a line break without one.
+        weighted: multiply attention by the L2 norm of the value at the layer's output, and divide it by that of the
+            query token's normed hidden state (KVzip+).
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    tail: int = 8
+    first: str | tuple[int, ...] = "\n\nRepeat the previous context exactly."
+    following: str | tuple[int, ...] = "\n\nRepeat the part of the previous context exactly, starting with"
+    closing: str | tuple[int, ...] | None = None
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        field(self, "chunk", whole, "read at least 1 token at a time")
+        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        field(self, "tail", whole, "repeat 0 or more tokens", least=0)
+        field(self, "weighted", flag)
+        for name in ("first", "following", "closing"):
+            given = getattr(self, name)
+            if isinstance(given, str) or (name == "closing" and given is None):
+                continue
+            remedy = "give text, or token ids, 0 or more"
+            if not isinstance(given, (list, tuple, np.ndarray)):
+                raise TypeError(f"{name}={given!r}: {remedy}")
+            ids = tuple(plain(each) for each in given)
+            require(all(is_whole(each, 0) for each in ids), name, given, remedy)
+            object.__setattr__(self, name, ids)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
@@ -68,6 +113,7 @@ class Needs:
         norms: L1 norms of values seen through the output projection.
         unrotated: keys before RoPE.
         future: settings of the `QueryMoments` to compute.
+        replay: settings of a second pass over the prompt; None for none.
     """
 
     queries: int = 0
@@ -75,11 +121,15 @@ class Needs:
     norms: bool = False
     unrotated: bool = False
     future: tuple[FutureQueries, ...] = ()
+    replay: Replay | None = None
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals", "moments"],
+    data_fields=[
+        *("q", "q_positions", "k", "v", "length", "layer", "key"),
+        *("sums", "norms", "norm_totals", "moments", "replayed"),
+    ],
     meta_fields=["implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +149,8 @@ class Observed:
             needs them.
         norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
         moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
+        replayed: `f32[B, K, S]` largest attention that any query of the second pass paid the row, 0 for the first
+            `sinks` rows, if the scorer needs it.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -116,6 +168,7 @@ class Observed:
     norms: Float[Array, "B K S"] | None = None
     norm_totals: Float[Array, "B #K S"] | None = None
     moments: QueryMoments | None = None
+    replayed: Float[Array, "B K S"] | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None
@@ -158,6 +211,11 @@ class Scorer(Protocol):
     @property
     def future(self) -> FutureQueries | None:
         """Settings of the `QueryMoments` that `observe` reads; None if it reads none."""
+        return None
+
+    @property
+    def replay(self) -> Replay | None:
+        """Settings of the second pass over the prompt whose attention `observe` reads; None if it reads none."""
         return None
 
     @property
@@ -220,7 +278,7 @@ def looks_at_end(scorer: Scorer) -> bool:
 
 def sees_query_heads(scorer: Scorer) -> bool:
     """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
-    return bool(scorer.queries or scorer.sums or future_of(scorer))
+    return bool(scorer.queries or scorer.sums or future_of(scorer) or replay_of(scorer))
 
 
 def norms_of(scorer: Scorer) -> bool:
@@ -231,6 +289,11 @@ def norms_of(scorer: Scorer) -> bool:
 def future_of(scorer: Scorer) -> FutureQueries | None:
     """Settings of the `QueryMoments` that a scorer reads; None if it reads none or lacks the property."""
     return getattr(scorer, "future", None)
+
+
+def replay_of(scorer: Scorer) -> Replay | None:
+    """Settings of the second pass that a scorer reads; None if it reads none or lacks the property."""
+    return getattr(scorer, "replay", None)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
@@ -259,6 +322,8 @@ def check_scorer(label: str, scorer: Any) -> None:
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
     if not isinstance(future_of(scorer), (FutureQueries, type(None))):
         raise TypeError(f"{label}.future={scorer.future!r}: give FutureQueries(...), or None")
+    if not isinstance(replay_of(scorer), (Replay, type(None))):
+        raise TypeError(f"{label}.replay={scorer.replay!r}: give Replay(...), or None")
     try:
         group_of(scorer)
     except ValueError:

@@ -20,6 +20,7 @@ from oracles.columns import *
 from oracles.evict import *
 from oracles.merging import *
 from oracles.policies import *
+from oracles.replay import *
 from oracles.scores import *
 from oracles.select import *
 from oracles.theorems import *

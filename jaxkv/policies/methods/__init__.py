@@ -20,6 +20,7 @@ from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
+from jaxkv.policies.methods.kvzip import KVzip
 # isort: on
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "GlobalBudget",
     "H2O",
     "KNorm",
+    "KVzip",
     "KeyDiff",
     "LayerDefensiveKV",
     "LocalWindow",

@@ -1,0 +1,195 @@
+"""Second pass over prompts (KVzip): reads them again, chunk by chunk, on top of their full cache, and keeps nothing.
+
+What remains of it is the largest attention that each row received, from which a scorer makes scores.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv._errors import require
+from jaxkv.attention import Implementation, backend_of
+from jaxkv.attention.xla import Walk
+from jaxkv.engine.compress import Walk as Steps
+from jaxkv.engine.lengths import QUERY_BLOCK
+from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.engine.tokens import in_blocks
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
+from jaxkv.models.rope import angles, rotate
+from jaxkv.policies.scorer import Replay
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import place
+from jaxkv.text.tokenizer import Text
+
+
+class Texts(NamedTuple):
+    """Token ids that are read before the chunks of a prompt: before the first, before later ones, and after both."""
+
+    first: tuple[int, ...]
+    following: tuple[int, ...]
+    closing: tuple[int, ...]
+
+
+class Padded(NamedTuple):
+    """Right-padded prompts on the host, the number of tokens of each, and the texts of a second pass or None."""
+
+    tokens: Int[np.ndarray, "B S"]
+    lengths: Int[np.ndarray, " B"]
+    texts: Texts | None = None
+
+
+def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Texts | None:
+    """Token ids of a second pass's texts; None without one. ValueError for text without a tokenizer, or foreign ids."""
+    if asked is None:
+        return None
+    closing = asked.closing
+    if closing is None:
+        closing = "" if text is None else text.turns.closing if text.has_template else "\n"
+    found = []
+    for name, given in (("first", asked.first), ("following", asked.following), ("closing", closing)):
+        if isinstance(given, str) and given:
+            require(text is not None, name, given, "the checkpoint has no tokenizer: give token ids")
+            assert text is not None
+            given = tuple(text.encode(given, bos=False))
+        ids = tuple(int(each) for each in given)
+        require(all(each < config.vocab for each in ids), name, ids, f"token ids lie in [0, {config.vocab})")
+        found.append(ids)
+    return Texts(*found)
+
+
+def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
+    """N, the tokens that are read for one chunk of prompts of bucket `slots`, texts and padding included."""
+    before = max(len(texts.first), len(texts.following) + asked.tail) + len(texts.closing)
+    tokens = before + min(asked.chunk, slots)
+    return tokens if tokens <= QUERY_BLOCK else -(-tokens // QUERY_BLOCK) * QUERY_BLOCK
+
+
+def chunks(
+    tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"], asked: Replay, texts: Texts
+) -> Iterator[tuple[int, Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]]:
+    """Yields each chunk's first position, the token ids that are read for it, and the number of real ones."""
+    batch, slots = tokens.shape
+    size = min(asked.chunk, slots)
+    for first in range(0, int(lengths.max()), size):
+        ids, count = np.zeros((batch, tokens_of(asked, texts, slots)), np.int32), np.zeros(batch, np.int32)
+        for row in np.flatnonzero(lengths > first):
+            before = [*texts.first]
+            if first:
+                before = [*texts.following, *tokens[row, max(0, first - asked.tail) : first]]
+            line = [*before, *texts.closing, *tokens[row, first : min(first + size, lengths[row])]]
+            ids[row, : len(line)], count[row] = line, len(line)
+        yield first, ids, count
+
+
+def replayed(
+    flat: Flat,
+    ran: Mapping[int, LayerOut],
+    padded: Padded,
+    asked: Replay,
+    *,
+    implementation: Implementation,
+    worth: float,
+) -> Steps[list[Float[Array, "B K S"]]]:
+    """Generator: reads prompts again on top of the layers that `ran`; returns the largest attention by layer and row.
+
+    Yields `worth` in all, in equal parts: the share of the layers' progress that the second pass stands for.
+    """
+    (tokens, lengths, texts), layers, axes = padded, len(flat.blocks), flat.axes
+    assert texts is not None
+    length = place(lengths, "B", axes, jnp.int32)
+    peaks = [jnp.zeros(ran[index].k.shape[:3], jnp.float32) for index in range(layers)]
+    share = worth / (layers * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
+    for first, ids, count in chunks(tokens, lengths, asked, texts):
+        x = _embedded(flat.ends, place(ids, "B N", axes), graphs=flat.graphs)
+        held = place(count, "B", axes)
+        for index, leaves in enumerate(flat.blocks):
+            x, peaks[index] = _layer_again(
+                leaves,
+                x,
+                held,
+                (ran[index].k, ran[index].v),
+                length,
+                jnp.int32(first),
+                peaks[index],
+                graphs=flat.graphs_of(index),
+                asked=asked,
+                implementation=implementation,
+            )
+            yield share
+    return peaks
+
+
+@program(static=("graphs",), on="graphs")
+def _embedded(ends: Leaves, tokens: Int[Array, "B N"], *, graphs: Graphs) -> Float[Array, "B N E"]:
+    """Compiled: embeddings `[B, N, E]` of token ids."""
+    return graphs.ends(ends).embed(tokens)
+
+
+@program(static=("graphs", "asked", "implementation"), donate=("x", "peaks"), on="graphs")
+def _layer_again(
+    leaves: Leaves,
+    x: Float[Array, "B N E"],
+    count: Int[Array, " B"],
+    rows: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]],
+    length: Int[Array, " B"],
+    first: Int[Array, ""],
+    peaks: Float[Array, "B K S"],
+    *,
+    graphs: Graphs,
+    asked: Replay,
+    implementation: Implementation,
+) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
+    """Compiled: one block over N tokens that read a chunk again; hidden states, and `peaks` with the chunk's attention.
+
+    `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
+    """
+    block, (keys, values) = graphs.block(leaves), rows
+    batch, heads, slots, dim = keys.shape
+    tokens, normed = x.shape[1], block.normed(x)
+    by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
+    q, (raw, v) = block.queries(normed, by), block.keys_values(normed)
+    k = rotate(raw, by, normed.dtype)
+    start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
+    held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
+
+    def attend(part: Array) -> tuple[Array, Array]:
+        """Attention of queries to the prompt's rows: output and log-sum-exp."""
+        backend = backend_of(implementation)
+        return backend.attend(part, keys.reshape(pool), values.reshape(pool), start, held, walk=Walk.STRIDES)
+
+    out, lse = in_blocks(attend, q)
+    own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (q, k, v))
+    x = block.finish(x, attention.merge(out, lse, own, own_lse))
+    chunk, few = min(asked.chunk, slots), min(asked.sinks, slots)
+    # Where the last chunk would leave the slots, its window begins earlier: rows of the chunk before are left out.
+    begin = jnp.minimum(first, slots - chunk)
+    there = begin + jnp.arange(chunk, dtype=jnp.int32)
+    mine = (there >= jnp.maximum(first, few)) & (there < length[:, None])
+    inside = jnp.concatenate([jnp.arange(few, dtype=jnp.int32) < length[:, None], mine], axis=1)
+    part, values = (lax.dynamic_slice_in_dim(each, begin, chunk, axis=2) for each in (keys, values))
+    weights = (1 / _norm(normed), _projected_norms(block, values)) if asked.weighted else None
+    found = attention.chunk_peaks(q, k, keys[:, :, :few], part, count, inside, weights)
+    old = lax.dynamic_slice_in_dim(peaks, begin, chunk, axis=2)
+    return x, lax.dynamic_update_slice_in_dim(peaks, jnp.maximum(old, found), begin, axis=2)
+
+
+def _norm(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
+    """Float32 L2 norms along the last axis, at least 1e-12."""
+    return jnp.maximum(jnp.sqrt((rows.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
+
+
+def _projected_norms(block: Block, v: Float[Array, "B K C D"]) -> Float[Array, "B K G C"]:
+    """Float32 L2 norm of each value after the output projection of each of the kv head's query heads."""
+    heads, dim = v.shape[1], v.shape[3]
+    weight = block.attention.out[...].astype(jnp.float32).reshape(-1, heads, block.config.group, dim)
+    # |v W|^2 = v (W W^T) v^T: no array of C rows of the model's width.
+    gram = jnp.einsum("ekgi,ekgj->kgij", weight, weight, precision=lax.Precision.HIGHEST)
+    wide = v.astype(jnp.float32)
+    square = jnp.einsum("bkci,kgij,bkcj->bkgc", wide, gram, wide, precision=lax.Precision.HIGHEST)
+    return jnp.sqrt(jnp.maximum(square, 0.0))

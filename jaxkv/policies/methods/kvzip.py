@@ -1,0 +1,91 @@
+"""KVzip: keep the rows that the model needs to repeat the prompt, measured by a second pass over it."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkv._errors import require
+from jaxkv._values import Value
+from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
+from jaxkv.policies.layers import GlobalLayers, UniformLayers
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import GroupReduce, Observed, Replay, Scorer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayAttention(Scorer, Value):
+    """KVzip's scorer: the largest attention that a row receives while the model repeats the prompt.
+
+    Attributes:
+        replay: settings of the second pass.
+    """
+
+    group: ClassVar[GroupReduce] = GroupReduce.MAX
+
+    replay: Replay = Replay()
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: largest attention of the second pass's queries; 1 for sinks."""
+        if seen.replayed is None:
+            raise TypeError("ReplayAttention needs the second pass over the prompt")
+        sink = jnp.arange(seen.replayed.shape[-1], dtype=jnp.int32) < self.replay.sinks
+        return jnp.where(sink, jnp.float32(1.0), seen.replayed)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVzip(Method):
+    """Keeps the rows that the model attends to most when it repeats the prompt; no question has to be known.
+
+    A second pass reads the prompt again in chunks, each behind a request to repeat it, on top of the full cache:
+    prefill takes two to three times as long, and the memory of the full cache.
+
+    Attributes:
+        over: which rows compete for one budget: those of the whole "model", of each "layer", or of each kv "head".
+        sinks: first tokens that always stay.
+        chunk: tokens of the prompt that are read again at a time.
+        tail: last tokens of the chunk before, repeated behind `following`.
+        first: text, or token ids, before the first chunk.
+        following: text, or token ids, before each later chunk.
+        closing: text, or token ids, right before a chunk; None for the end of the user's turn in the chat template.
+        weighted: KVzip+: times the norm of the value at the layer's output, over the norm of the query's hidden state.
+        capacity: on a mesh, rows that the heads of one device may hold, over their even share.
+
+    References:
+        Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416.
+    """
+
+    budget: int | float | None = 1024
+    over: str = "model"
+    sinks: int = 4
+    chunk: int = 2048
+    tail: int = 8
+    first: str | tuple[int, ...] = Replay.first
+    following: str | tuple[int, ...] = Replay.following
+    closing: str | tuple[int, ...] | None = None
+    weighted: bool = False
+    capacity: float = 1.5
+
+    paper: ClassVar[str] = "KVzip, arXiv:2505.23416"
+
+    def _check(self) -> None:
+        known = isinstance(self.over, str) and self.over in ("model", "layer", "head")
+        require(known, "over", self.over, "give 'model', 'layer' or 'head'")
+        self._adopt(self._replay, "sinks", "chunk", "tail", "first", "following", "closing", "weighted")
+
+    @property
+    def _replay(self) -> Replay:
+        """Settings (`Replay`) of the second pass, from this policy's fields."""
+        names = ("sinks", "chunk", "tail", "first", "following", "closing", "weighted")
+        return Replay(**{name: getattr(self, name) for name in names})
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by the second pass, with one budget for all rows of `over`."""
+        heads: HeadBudgets = UniformHeads() if self.over == "head" else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
+        layers = GlobalLayers() if self.over == "model" else UniformLayers()
+        keep = Keep(sinks=self.sinks)
+        return self.compose(scorer=ReplayAttention(replay=self._replay), keep=keep, heads=heads, layers=layers)

@@ -1,0 +1,155 @@
+"""KVzip's second pass over prompts, against float64 attention over prompt and repeated chunk in one text."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+import tiny
+from policy_table import REPEATED
+
+import jaxkv
+from jaxkv import GlobalBudget, KVzip
+from jaxkv.analysis.choosing import kept_rows
+from jaxkv.engine import replay
+from jaxkv.engine.compress import finished
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.prefill import read_layers
+from jaxkv.policies.scorer import Needs, Replay
+
+LENGTHS = (61, 24, 5)
+SINKS = 2
+
+
+def layers_of(model, ids, needs):
+    """What each layer of the model returns for one text."""
+    slots = bucket(len(ids))
+    padded = jnp.asarray([ids + [0] * (slots - len(ids))], jnp.int32)
+    return read_layers(model.flat, padded, jnp.asarray([len(ids)], jnp.int32), needs=needs)
+
+
+def oracle(model, ids, *, weighted):
+    """The second pass's attention [K, n] of every layer: each chunk read in one text behind the whole prompt."""
+    n, config = len(ids), model.config
+    found = [np.zeros((config.kv_heads, n)) for _ in range(config.layers)]
+    texts = {name: REPEATED[name] for name in ("first", "following", "closing", "tail")}
+    for begin, again in o.replay_ids(ids, REPEATED["chunk"], **texts):
+        for index, out in enumerate(layers_of(model, ids + again, Needs(queries=len(again)))):
+            k, v = (np.asarray(each, np.float64)[0, :, : n + len(again)] for each in (out.k, out.v))
+            weights = weights_of(model, index, ids, again, v[:, :n]) if weighted else None
+            peaks = o.replay_peaks(out.q[0], k, n, begin, REPEATED["chunk"], SINKS, weights)
+            found[index] = np.maximum(found[index], peaks)
+    return found
+
+
+def weights_of(model, index, ids, again, v):
+    """KVzip+'s factors [K, G, N, n]: norms of values at the output over norms of the queries' normed hidden states."""
+    config = model.config
+    x = np.asarray(hidden(model, index, ids + again), np.float64)[len(ids) : len(ids) + len(again)]
+    weight = np.asarray(model.decoder.blocks[index].attention.out[...], np.float64)
+    weight = weight.reshape(config.embed, config.kv_heads, config.group, config.head_dim)
+    values = np.linalg.norm(np.einsum("knd,ekgd->kgne", v, weight), axis=-1)
+    return values[:, :, None] / np.linalg.norm(x, axis=-1)[None, None, :, None]
+
+
+def hidden(model, index, ids):
+    """Normed hidden states [n, E] that enter attention of one layer, by blocks run without any cache."""
+    x = model.flat.graphs.ends(model.flat.ends).embed(jnp.asarray([ids], jnp.int32))
+    for _, out in zip(range(index), layers_of(model, ids, Needs()), strict=False):
+        # The next block takes the buffer.
+        x = jnp.copy(out.x)
+    return model.decoder.blocks[index].normed(x)[0, : len(ids)]
+
+
+def peaks_of(model, prompts, asked):
+    """The library's second pass over a padded batch: [layer][sequence] -> [K, n]."""
+    lengths = np.asarray([len(ids) for ids in prompts])
+    slots = bucket(int(lengths.max()))
+    tokens = np.asarray([ids + [0] * (slots - len(ids)) for ids in prompts], np.int32)
+    layers = read_layers(model.flat, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=Needs())
+    padded = replay.Padded(tokens, lengths, replay.texts_of(asked, None, model.config))
+    walk = replay.replayed(
+        model.flat, dict(enumerate(layers)), padded, asked, implementation=jaxkv.Implementation.XLA, worth=1.0
+    )
+    shares = []
+    found = finished(walk, shares.append)
+    assert sum(shares) == pytest.approx(1.0)
+    return [[np.asarray(layer)[row, :, :n] for row, n in enumerate(lengths)] for layer in found]
+
+
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("name", ("gqa3", "mqa8"))
+def test_attention_of_the_second_pass_agrees_with_the_oracle(name, weighted):
+    model, prompts = tiny.tiny(tiny.MODELS[name]), tiny.prompts(3, LENGTHS)
+    found = peaks_of(model, prompts, Replay(sinks=SINKS, weighted=weighted, **REPEATED))
+    for row, ids in enumerate(prompts):
+        expected = oracle(model, ids, weighted=weighted)
+        for layer, each in enumerate(expected):
+            assert (each[:, SINKS:] > 0).all()
+            np.testing.assert_allclose(found[layer][row], each, rtol=2e-4, atol=1e-7)
+
+
+def test_chunks_may_be_longer_than_prompts():
+    model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(4, (30, 9))
+    texts = {name: REPEATED[name] for name in ("first", "following", "closing", "tail")}
+    whole, large = (peaks_of(model, prompts, Replay(chunk=chunk, **texts)) for chunk in (32, 2048))
+    for one, other in zip(whole, large, strict=True):
+        for left, right in zip(one, other, strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+def test_the_cache_is_the_full_prefill_compressed():
+    """Logits are those of the full cache, rows are the prompt's own, and a budget of all rows changes nothing."""
+    model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(5, LENGTHS)
+    full, logits, _ = tiny.run(model, prompts, jaxkv.FullKV())
+    for policy in (KVzip(budget=1.0, **REPEATED), KVzip(budget=0.5, over="layer", min_budget="clamp", **REPEATED)):
+        cache, mine, _ = tiny.run(model, prompts, policy)
+        np.testing.assert_allclose(mine, logits, rtol=1e-5, atol=1e-5)
+    assert tiny.kept(tiny.run(model, prompts, KVzip(budget=1.0, **REPEATED))[0]) == tiny.kept(full)
+
+
+def test_three_ways_to_share_the_budget():
+    model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(6, (60, 48))
+    kept = {}
+    for over in ("model", "layer", "head"):
+        cache, _, _ = tiny.run(model, prompts, KVzip(budget=16, over=over, **REPEATED))
+        kept[over] = np.asarray(cache.length)
+        assert (kept[over].sum(axis=(0, 2)) == 16 * kept[over].shape[0] * kept[over].shape[2]).all()
+    assert (kept["head"] == 16).all()
+    assert (kept["layer"].mean(axis=2) == 16).all() and not (kept["layer"] == 16).all()
+    assert not (kept["model"].mean(axis=2) == 16).all()
+    # The paper's budget over all layers is also what `GlobalBudget` makes of rows that each head chooses alone.
+    ours = tiny.run(model, prompts, KVzip(budget=16, **REPEATED))[0]
+    other = tiny.run(model, prompts, GlobalBudget(base=KVzip(budget=16, over="head", **REPEATED)))[0]
+    assert tiny.kept(ours) == tiny.kept(other)
+
+
+def test_texts_need_a_tokenizer_and_ids_a_vocabulary(as_users_call):
+    model = tiny.tiny(tiny.TWO_LAYERS)
+    with pytest.raises(ValueError, match="first='.*no tokenizer: give token ids"):
+        jaxkv.Session(model, KVzip(budget=16))
+    with pytest.raises(ValueError, match=r"closing=\(64,\): token ids lie in \[0, 64\)"):
+        jaxkv.Session(model, KVzip(budget=16, **REPEATED | {"closing": (64,)}))
+    with pytest.raises(TypeError, match="first=7: give text, or token ids"):
+        KVzip(first=7)
+    with pytest.raises(ValueError, match=r"following=\(1, -2\)"):
+        KVzip(following=(1, -2))
+
+
+def test_what_reads_a_prompt_once_refuses_it():
+    policy = KVzip(budget=16, **REPEATED)
+    k = jnp.zeros((1, 2, 32, 8))
+    with pytest.raises(ValueError, match="reads the prompt twice"):
+        jaxkv.compress(k, k, policy=policy)
+    with pytest.raises(ValueError, match="every=8: a cache has no prompt to read a second time"):
+        KVzip(budget=16, every=8, **REPEATED)
+
+
+def test_analyses_take_the_rows_that_its_prefill_keeps():
+    model, (ids,) = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(7, (50,))
+    policies = [KVzip(budget=16, **REPEATED), jaxkv.SnapKV(budget=16, window=4)]
+    session = jaxkv.Session(model, policies[0])
+    masks = kept_rows(model, session.encoded(ids), policies)
+    for policy in policies:
+        cache, _, _ = tiny.run(model, [ids], policy)
+        rows = [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]]
+        assert rows == [[sorted(head) for head in layer[0]] for layer in tiny.kept(cache)]
