@@ -138,10 +138,10 @@ def _by_sequence(
             buffers, q = carry
             first = index * size
             by = table.block(first, size)
-            normed = block.normed(_take(x, (row, first, 0), (1, size, width)))
+            normed = block.normed(take_slice(x, (row, first, 0), (1, size, width)))
             new = _keys_values(block, normed, by, needs.unrotated)
-            buffers = tuple(_put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
-            return buffers, _put(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
+            buffers = tuple(put_slice(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True))
+            return buffers, put_slice(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
@@ -151,14 +151,14 @@ def _by_sequence(
             x, sums = carry
             # K and V are complete, so hidden states can be overwritten block by block.
             first = index * size
-            mine = _take(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
+            mine = take_slice(q, (0, 0, first, 0), (*q.shape[:2], size, q.shape[3]))
             alone = (length[row][None], first[None])
             out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone)
             if sums is not None:
                 sums = sums.at[row].add(backend.column_sums(mine[None], k_row[None], lse, *alone)[0])
             if not last:
-                part = _take(x, (row, first, 0), (1, size, width))
-                x = _put(x, block.finish(part, out), (row, first, 0))
+                part = take_slice(x, (row, first, 0), (1, size, width))
+                x = put_slice(x, block.finish(part, out), (row, first, 0))
             return x, sums
 
         if attends:
@@ -189,16 +189,16 @@ def _at_once(
 
     def project(index, buffers):
         new = _keys_values(block, normed(index), table.block(index * size, size), needs.unrotated)
-        return tuple(_put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
+        return tuple(put_slice(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True))
 
     k, v, *unrotated = lax.fori_loop(0, slots // size, project, _buffers(block, x, needs.unrotated))
 
     def queries(index, q):
-        return _put(q, block.queries(normed(index), table.block(index * size, size)), (0, 0, 0, index * size, 0))
+        return put_slice(q, block.queries(normed(index), table.block(index * size, size)), (0, 0, 0, index * size, 0))
 
     def finish(index, x):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
-        return _put(
+        return put_slice(
             x, block.finish(part, lax.dynamic_slice_in_dim(out, index * size, size, axis=3)), (0, index * size, 0)
         )
 
@@ -227,11 +227,11 @@ def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
     return (buffer,) * (3 if unrotated else 2)
 
 
-def _take(array: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
+def take_slice(array: Array, at: tuple, sizes: tuple[int, ...]) -> Array:
     """Slice of an array at start indices `at`, as `lax.dynamic_slice`, by way of its bits as integers."""
     return from_bits(lax.dynamic_slice(as_bits(array), at, sizes), array.dtype)
 
 
-def _put(array: Array, new: Array, at: tuple) -> Array:
+def put_slice(array: Array, new: Array, at: tuple) -> Array:
     """Copy of an array with `new` written at start indices `at`, as `lax.dynamic_update_slice`, by way of integers."""
     return from_bits(lax.dynamic_update_slice(as_bits(array), as_bits(new), at), array.dtype)

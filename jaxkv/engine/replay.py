@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
 from jaxkv._errors import require
@@ -17,8 +17,7 @@ from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.xla import Walk
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.lengths import QUERY_BLOCK
-from jaxkv.engine.prefill_layer import LayerOut
-from jaxkv.engine.tokens import in_blocks
+from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.rope import angles, rotate
@@ -151,32 +150,51 @@ def _layer_again(
     """
     block, (keys, values) = graphs.block(leaves), rows
     batch, heads, slots, dim = keys.shape
-    tokens, normed = x.shape[1], block.normed(x)
+    tokens, width = x.shape[1:]
+    size = min(tokens, QUERY_BLOCK)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
-    q, (raw, v) = block.queries(normed, by), block.keys_values(normed)
-    k = rotate(raw, by, normed.dtype)
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
     held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
-
-    def attend(part: Array) -> tuple[Array, Array]:
-        """Attention of queries to the prompt's rows: output and log-sum-exp."""
-        backend = backend_of(implementation)
-        return backend.attend(part, keys.reshape(pool), values.reshape(pool), start, held, walk=Walk.STRIDES)
-
-    out, lse = in_blocks(attend, q)
-    own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], jnp.int32(0)), (q, k, v))
-    x = block.finish(x, attention.merge(out, lse, own, own_lse))
     chunk, few = min(asked.chunk, slots), min(asked.sinks, slots)
     # Where the last chunk would leave the slots, its window begins earlier: rows of the chunk before are left out.
     begin = jnp.minimum(first, slots - chunk)
     there = begin + jnp.arange(chunk, dtype=jnp.int32)
     mine = (there >= jnp.maximum(first, few)) & (there < length[:, None])
     inside = jnp.concatenate([jnp.arange(few, dtype=jnp.int32) < length[:, None], mine], axis=1)
-    part, values = (lax.dynamic_slice_in_dim(each, begin, chunk, axis=2) for each in (keys, values))
-    weights = (1 / _norm(normed), _projected_norms(block, values)) if asked.weighted else None
-    found = attention.chunk_peaks(q, k, keys[:, :, :few], part, count, inside, weights)
-    old = lax.dynamic_slice_in_dim(peaks, begin, chunk, axis=2)
-    return x, lax.dynamic_update_slice_in_dim(peaks, jnp.maximum(old, found), begin, axis=2)
+    read, shown = (jnp.concatenate([each[:, :, :few], _rows_from(each, begin, chunk)], axis=2) for each in rows)
+    by_row = _projected_norms(block, shown) if asked.weighted else None
+
+    def attend(part: Array) -> tuple[Array, Array]:
+        """Attention of queries to the prompt's rows: output and log-sum-exp."""
+        backend, flat = backend_of(implementation), part.reshape(batch, heads, -1, dim)
+        out, lse = backend.attend(flat, keys.reshape(pool), values.reshape(pool), start, held, walk=Walk.STRIDES)
+        return out.reshape(part.shape), lse.reshape(part.shape[:-1])
+
+    def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Loop body: hidden states after the block, keys and values of the tokens, and attention, of one more block."""
+        x, k, v, most = carry
+        at = index * size
+        part = take_slice(x, (0, at, 0), (batch, size, width))
+        normed = block.normed(part)
+        turn = by.block(at, size)
+        q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
+        k, v = put_slice(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put_slice(v, new, (0, 0, at, 0))
+        own, own_lse = lax.map(lambda a: attention.causal(*a, at), (q, k, v))
+        x = put_slice(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
+        weights = None if by_row is None else (1 / _norm(normed), by_row)
+        found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights)
+        return x, k, v, jnp.maximum(most, found)
+
+    buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)
+    carry = (x, buffer, buffer, jnp.zeros((batch, heads, few + chunk), jnp.float32))
+    x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, step, carry)
+    new = jnp.maximum(_rows_from(peaks, begin, chunk), most[..., few:])
+    return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2)
+
+
+def _rows_from(array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int) -> Shaped[Array, "B K C ..."]:
+    """Slice of `size` rows of each kv head, from row `begin` on."""
+    return lax.dynamic_slice_in_dim(array, begin, size, axis=2)
 
 
 def _norm(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
