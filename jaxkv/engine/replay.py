@@ -16,7 +16,6 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.xla import Walk
 from jaxkv.engine.compress import Walk as Steps
-from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.prefill_layer import LayerOut, put_slice, take_slice
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
@@ -25,6 +24,9 @@ from jaxkv.policies.scorer import Replay
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import place
 from jaxkv.text.tokenizer import Text
+
+# The most tokens that go through a layer at a time.
+MOST = 512
 
 
 class Texts(NamedTuple):
@@ -63,10 +65,11 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
 
 
 def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
-    """N, the tokens that are read for one chunk of prompts of bucket `slots`, texts and padding included."""
+    """N, the tokens that are read for one chunk of prompts of bucket `slots`: texts included, padded to whole blocks."""
     before = max(len(texts.first), len(texts.following) + asked.tail) + len(texts.closing)
     tokens = before + min(asked.chunk, slots)
-    return tokens if tokens <= QUERY_BLOCK else -(-tokens // QUERY_BLOCK) * QUERY_BLOCK
+    blocks = -(-tokens // MOST)
+    return blocks * -(-tokens // blocks)
 
 
 def chunks(
@@ -151,7 +154,7 @@ def _layer_again(
     block, (keys, values) = graphs.block(leaves), rows
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
-    size = min(tokens, QUERY_BLOCK)
+    size = tokens // -(-tokens // MOST)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
     start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
     held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
