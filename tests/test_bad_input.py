@@ -75,20 +75,6 @@ def test_unknown_model(tmp_path):
         jaxkv.load(tmp_path / "absent")
 
 
-class BytesPath:
-    """A path as `os.fspath` takes it, of bytes."""
-
-    def __fspath__(self):
-        return b"model"
-
-
-@pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize("given", [None, 5, 0.5, [], b"tiny-retrieval", BytesPath()], ids=lambda given: str(given)[:12])
-def test_a_model_of_an_odd_type(given):
-    with pytest.raises(TypeError, match=re.escape(f"name_or_path={given!r}: give a path, a model's name or a hub id")):
-        jaxkv.load(given)
-
-
 @pytest.mark.parametrize("name", ["", " ", "~nobody-has-this-home/model"])
 def test_a_model_of_no_name_or_in_no_home(name):
     with refused(f"name_or_path='{name}': "):

@@ -281,6 +281,3 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
     monkeypatch.setattr(staged, "run_stretch", compiling)
     feed(model, cache, walk(1))
     assert seen == [(True, False), (False, False), (True, True), (False, False), (False, True)]
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------

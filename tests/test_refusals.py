@@ -1,10 +1,11 @@
 """What is refused, and how clearly: every row of the table, by its door."""
 
 import pytest
+import refusals_models
 import refusals_parts
 import refusals_policies
 
-TABLE = [*refusals_policies.ROWS, *refusals_parts.ROWS]
+TABLE = [*refusals_policies.ROWS, *refusals_parts.ROWS, *refusals_models.ROWS]
 
 
 def name_of(row):
