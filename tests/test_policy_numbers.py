@@ -1,4 +1,4 @@
-"""Numbers in policies: numpy's, JAX's and others become plain ones of the same value, or are refused by name."""
+"""Numbers in policies: numpy's, JAX's and others become plain ones of the same value."""
 
 import dataclasses
 from decimal import Decimal
@@ -75,9 +75,6 @@ def test_lengths_and_room_of_a_plan_may_be_numpys():
     plan = plan_prefill(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
     same = plan_prefill(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
     assert same.cache_bytes == plan.cache_bytes and same.budget.tolist() == plan.budget.tolist() == [30, 20]
-    for lengths in ([], [0], [2.5], np.zeros(0, np.int32)):
-        with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
-            plan_prefill(GQA, "full", lengths)
 
 
 def test_numbers_beyond_any_text_mean_all_of_it():

@@ -1,11 +1,12 @@
 """What is refused, and how clearly: every row of the table, by its door."""
 
 import pytest
+import refusals_calls
 import refusals_models
 import refusals_parts
 import refusals_policies
 
-TABLE = [*refusals_policies.ROWS, *refusals_parts.ROWS, *refusals_models.ROWS]
+TABLE = [*refusals_policies.ROWS, *refusals_parts.ROWS, *refusals_models.ROWS, *refusals_calls.ROWS]
 
 
 def name_of(row):
