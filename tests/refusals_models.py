@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from config_fields import shape
 from meshes import mesh_of, model_of, prompts
@@ -190,6 +191,10 @@ NAMES = [
                 (True, "True"),
                 (float, "'float64'"),
                 ([("a", "f4")], "'void32'"),
+                ("int8", "'int8'"),
+                ("float64", "'float64'"),
+                (jnp.int32, "'int32'"),
+                ("float8_e4m3fn", "'float8_e4m3fn'"),
             )
         ),
     ),

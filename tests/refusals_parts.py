@@ -1,4 +1,4 @@
-"""Refusals of parts that users write: scorers, ranks and mergers whose results have another shape, dtype or kind."""
+"""Refusals of policies that users write: their classes, and scorers, ranks and mergers that give something else."""
 
 import dataclasses
 from decimal import Decimal
@@ -10,10 +10,49 @@ from refusing import calls, door
 from test_user_policies import policy_of
 
 import jaxkv
-from jaxkv import Policy
-from jaxkv.policies import ByAge, CumulativeAttention, Joined, KeyNorm, Merged, Merger, Rank, Scorer
+from jaxkv import Keep, Merge, Method, OmniKV, Policy, SnapKV
+from jaxkv.policies import (
+    AdaptiveHeads,
+    ByAge,
+    CumulativeAttention,
+    EntropyLayers,
+    Joined,
+    KeyNorm,
+    LoadedReads,
+    Merged,
+    Merger,
+    Parts,
+    Rank,
+    Scorer,
+    SharedHeads,
+    UniformHeads,
+    Wrapper,
+)
 
 GQA = tiny.MODELS["gqa3"]
+READS = OmniKV(budget=8, filter_layers=(1,)).parts().read
+
+
+class Mixed:
+    """No policy itself; says a part of policies derived from it."""
+
+    scorer = KeyNorm()
+
+
+class Narrow:
+    """Likewise, a field."""
+
+    window = 4
+
+
+made = dataclasses.dataclass(frozen=True, kw_only=True)
+Unnoted = type("Unnoted", (SnapKV,), {"budget": 64})
+Unmade = type("Unmade", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64})
+
+
+def derived(name: str, base: type, **said):
+    """A policy's class that says this."""
+    return type(name, (base,), said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +130,7 @@ def with_decay(decay):
     return Policy(budget=64, scorer=KeyNorm(), evict=type("Odd", (ByAge,), {"decay": decay})())
 
 
-ROWS = [
+PARTS = [
     *door(
         "a scorer's observe",
         lambda change: prefilled(Given(change)),
@@ -188,3 +227,103 @@ ROWS = [
         ((Odd(), type("Both", (Strange,), {"compares": ("q",)})()), r"merge\.compares=\('q',\): give"),
     ),
 ]
+
+OWN = [
+    *door(
+        "parts of a user's policy",
+        lambda parts: policy_of(**parts),
+        ({"scorer": None}, "budget=20: without a scorer everything is kept: give one"),
+        ({"scorrer": KeyNorm()}, TypeError, "unexpected keyword argument 'scorrer'"),
+        ({"kept_first": 4}, TypeError, "unexpected keyword argument 'kept_first'"),
+        ({"scorer": KeyNorm}, TypeError, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
+        (
+            {"scorer": "attention"},
+            TypeError,
+            r"scorer='attention': a scorer has queries, sums, rank, observe, scores, too",
+        ),
+        ({"keep": 4}, TypeError, r"keep=4: give Keep\(sinks=4\)"),
+        ({"heads": UniformHeads}, TypeError, "heads=.*: give budgets over heads"),
+        ({"layers": None}, TypeError, "layers=None: give budgets over layers"),
+        ({"rolling": "no"}, "rolling='no': give True or False"),
+        ({"nested": 1}, "nested=1: give True or False"),
+        ({"merge": Merge}, "merge=.*: give Merge"),
+        ({"evict": ByAge}, TypeError, r"rank=ByAge: it is a class: give an instance, ByAge\(\)"),
+        ({"evict": "oldest"}, TypeError, r"rank='oldest': give a rank such as ByAttention\(\)"),
+        ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
+        ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
+        ({"read": 3}, TypeError, "read=3: give what layers read"),
+        ({"read": LoadedReads(resident_layers=1, ahead=0)}, "read=.*are whole prompts: leave the scorer out"),
+        ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
+        ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
+        ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after=.*segments that lie alike"),
+        ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
+    ),
+    *calls("Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")),
+    *door(
+        "Keep",
+        lambda keep: Keep(**keep),
+        ({"sinks": 1.5}, r"sinks=1\.5: give 0 or more"),
+        ({"window": -1}, "window=-1: give 0 or more"),
+        ({"recent": 2}, "recent=2: give a share between 0 and 1"),
+        ({"protect": (3,)}, r"protect=\(3,\): give spans"),
+    ),
+    *door(
+        "a user's class",
+        lambda cls: cls(),
+        (
+            made(Unnoted),
+            TypeError,
+            r"Unnoted\.budget: it is no field's default: write `budget: \.\.\. = 64` in the class",
+        ),
+        (
+            made(derived("Kept", Policy, keep=Keep(sinks=4))),
+            TypeError,
+            r"Kept\.keep: it is no field's default: write `keep",
+        ),
+        (
+            Unmade,
+            TypeError,
+            r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it",
+        ),
+        (made(derived("Below", Unmade)), TypeError, r"Unmade\.budget: it is no field's default"),
+        (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
+        (lambda: derived("Nothing", Method)(budget=20), TypeError, "Nothing: write its method `parts`"),
+        (
+            lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
+            TypeError,
+            r"Less\.parts\(\)=3: return Parts",
+        ),
+        (
+            lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),
+            TypeError,
+            "Around: write its method `wrap`",
+        ),
+        (
+            lambda: derived("Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()),
+            TypeError,
+            r"Part\.heads: nobody reads it: write `parts`",
+        ),
+        *(
+            (
+                lambda name=name: derived("Mute", SnapKV, **{name: property(lambda self: None)}),
+                TypeError,
+                rf"Mute\.{name}: nobody reads it: write `parts`",
+            )
+            for name in ("scorer", "heads", "keep")
+        ),
+        (
+            lambda: type("Mine", (Mixed, SnapKV), {}),
+            TypeError,
+            r"Mixed\.scorer: nobody reads it: write `parts`",
+        ),
+        (
+            lambda: made(type("Mine", (Narrow, SnapKV), {}))(budget=64),
+            TypeError,
+            r"Narrow\.window: it is no field's default: write `window: \.\.\. = 4`",
+        ),
+    ),
+]
+
+ROWS = [*OWN, *PARTS]

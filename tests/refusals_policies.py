@@ -1,6 +1,6 @@
-"""Refusals of policies: what constructors of the methods, and of policies that users write, say of what they are given.
+"""Refusals of policies: what constructors of the methods say of their options, and every door of a policy's name.
 
-Scorers, ranks and mergers that users write are in refusals_parts.py.
+Policies and parts that users write are in refusals_parts.py.
 """
 
 import dataclasses
@@ -10,64 +10,46 @@ import tiny
 from omnikv_cases import CONFIG, FILTERS
 from refusing import calls, door
 from test_policy_values import Mine
-from test_user_policies import policy_of
 
 import jaxkv
 from jaxkv import (
     D2O,
+    H2O,
     TOVA,
     AdaKV,
     BrutalOffload,
     CaM,
+    CriticalKV,
+    DefensiveKV,
+    ExpectedAttention,
     FullKV,
-    Keep,
+    GlobalBudget,
     LocalWindow,
     Merge,
     Method,
     OmniKV,
     Policy,
+    PyramidInfer,
+    PyramidKV,
     SnapKV,
+    StreamingLLM,
 )
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     AdaptiveHeads,
-    ByAge,
-    EntropyLayers,
+    AvgPool,
+    ExponentialLayers,
     FutureAttention,
     GlobalLayers,
     KeyDifference,
-    KeyNorm,
     LinearLayers,
-    LoadedReads,
     MaxPool,
-    Parts,
     ProtectedHeads,
-    SharedHeads,
-    UniformHeads,
     ValueMerge,
     VarianceLayers,
-    Wrapper,
 )
 
 GQA = tiny.MODELS["gqa3"]
-READS = jaxkv.OmniKV(budget=8, filter_layers=(1,)).parts().read
-
-
-class Mixed:
-    """No policy itself; says a part of policies derived from it."""
-
-    scorer = KeyNorm()
-
-
-class Narrow:
-    """Likewise, a field."""
-
-    window = 4
-
-
-made = dataclasses.dataclass(frozen=True, kw_only=True)
-Unnoted = type("Unnoted", (SnapKV,), {"budget": 64})
-Unmade = type("Unmade", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64})
 Wants = dataclasses.make_dataclass("Wants", ["rows"], bases=(Method,), frozen=True, kw_only=True)
 
 # What prefill, generate and plan_prefill are given as a policy, and wrappers as their base.
@@ -81,14 +63,62 @@ NO_POLICY = (
 )
 
 
-def derived(name: str, base: type, **said):
-    """A policy's class that says this."""
-    return type(name, (base,), said)
-
-
-METHODS = [
+ROWS = [
     *calls(
         "a policy",
+        (lambda: SnapKV(budget=0), "budget=0: keep at least 1 row, or give a ratio"),
+        (lambda: SnapKV(budget=-3), "budget=-3: keep at least 1"),
+        (lambda: SnapKV(budget=0.0), r"budget=0\.0: a ratio lies in \(0, 1\]; for a number of rows give an int"),
+        (lambda: SnapKV(budget=1.5), r"budget=1\.5: a ratio lies in \(0, 1\]"),
+        (lambda: SnapKV(budget=float("nan")), "budget=nan: a ratio"),
+        (lambda: SnapKV(budget=None), "budget=None: give rows per head or a ratio; FullKV"),
+        (lambda: SnapKV(budget=20), r"budget=20: below sinks \+ window = 0 \+ 32: give at least 32, or a smaller"),
+        (lambda: SnapKV(budget=35, sinks=4), r"budget=35: below sinks \+ window = 4 \+ 32: give at least 36"),
+        (lambda: PyramidKV(budget=7), "budget=7: below .* 8"),
+        (lambda: StreamingLLM(budget=4), r"budget=4: below sinks \+ window = 4 \+ 1"),
+        (lambda: AdaKV(budget=16), "budget=16: below .* 32"),
+        (lambda: AdaKV(budget=64, base=SnapKV(budget=16, window=4)), "budget=64: the base says 16"),
+        (lambda: SnapKV(window=0), "window=0: observe at least 1 query"),
+        (lambda: SnapKV(sinks=-1), "sinks=-1: give 0 or more"),
+        (lambda: StreamingLLM(sinks=-1), "sinks=-1: give 0 or more"),
+        (lambda: SnapKV(min_budget="grow"), "min_budget='grow': give 'raise' or 'clamp'"),
+        (lambda: MaxPool(4), "kernel=4: .*give an odd number"),
+        (lambda: AvgPool(0), "kernel=0: give a positive odd number"),
+        (lambda: AdaptiveHeads(alpha=1.2), r"alpha=1\.2: give a share between 0 and 1"),
+        (lambda: ProtectedHeads(alpha=-0.1), r"alpha=-0\.1: give a share"),
+        (lambda: AdaKV(budget=64, alpha=2.0), r"alpha=2\.0: give a share"),
+        (lambda: LinearLayers(beta=0.5), r"beta=0\.5: give at least 1"),
+        (lambda: ExponentialLayers(rate=0.0), r"rate=0\.0: give a positive rate"),
+        (lambda: AdaKV(base=FullKV()), r"base=FullKV\(.*give a policy that drops rows"),
+        (lambda: AdaKV(base=OmniKV(base=SnapKV())), r"base=OmniKV\(.*goes around it: OmniKV"),
+        (lambda: CriticalKV(base=BrutalOffload()), r"base=BrutalOffload\(.*give a policy that drops rows"),
+        (lambda: AdaKV(base=AdaKV(budget=64)), r"base=AdaKV\(.*give a policy that drops rows"),
+        (lambda: AdaKV(base=StreamingLLM(rolling_positions=True)), "base=.*rolling.* same rows in every head"),
+        (lambda: FullKV(budget=16), "budget=16: FullKV keeps everything"),
+        (lambda: SnapKV(every=0), "every=0.*at least 1"),
+        (lambda: FullKV(every=5), "every=5.*keeps everything"),
+        (lambda: H2O(every=5), "every=5.*drops a row for every token"),
+        (lambda: PyramidInfer(every=5), "every=5.*once only"),
+        (lambda: H2O(mode="both"), "mode='both'.*streaming, prefill"),
+        (lambda: D2O(recent=1.5), "recent=1.5.*between 0 and 1"),
+        (lambda: D2O(budget=4), "budget=4.*sinks"),
+        (lambda: StreamingLLM(slide=True, rolling_positions=True), "slide=True.*every=64"),
+        (lambda: StreamingLLM(merge=Merge(), rolling_positions=True), "merge=.*RoPE"),
+        (lambda: FullKV(merge=Merge()), "merge=.*drops nothing"),
+        (
+            lambda: AdaKV(base=SnapKV(merge=Merge(decision="shared_position"))),
+            "merge=.*decision='token'",
+        ),
+        (lambda: H2O(merge=ValueMerge()), "merge=.*folds prompts only"),
+        (lambda: CaM(merge=Merge()), "merge=.*its own"),
+        (lambda: Merge(metric="norm"), "metric='norm'.*key, value, both"),
+        (lambda: Merge(beta=1.5), "beta=1.5.*between 0 and 1"),
+        (lambda: Merge(threshold=float("nan")), "threshold=nan.*cosine"),
+        (lambda: VarianceLayers(statistic="std"), "statistic='std'.*headnorm"),
+        (lambda: D2O(official=True, recent=0.3), "recent=0.3.*official=True sets it"),
+        (lambda: CriticalKV(base=H2O()), "base=.*mode='prefill'"),
+        (lambda: PyramidInfer(allocation=VarianceLayers()), "allocation=.*LinearLayers"),
+        (lambda: AdaKV(base=TOVA()), "base=.*budgets of their own"),
         (lambda: SnapKV(protect=((1.5, 3.7),)), r"protect=\(\(1\.5, 3\.7\),\): give spans of whole positions"),
         (lambda: SnapKV(protect=(1, 5)), r"protect=\(1, 5\): give spans"),
         (lambda: SnapKV(protect=((True, 3),)), "protect=.*whole positions"),
@@ -114,20 +144,20 @@ METHODS = [
         (lambda: D2O(official=1), "official=1: give True or False"),
         (lambda: VarianceLayers(dense_layers=(1.5,)), r"dense_layers=\(1\.5,\): give layers"),
         (lambda: Mine(numbers=np.arange(3)), TypeError, "unhashable type.*frozen dataclass of numbers and tuples"),
-        (lambda: jaxkv.GlobalBudget(base=jaxkv.PyramidKV(budget=20)), "base=.*its layers have budgets"),
-        (lambda: jaxkv.GlobalBudget(base=jaxkv.TOVA(budget=20)), "base=.*heads keep the same positions"),
-        (lambda: jaxkv.GlobalBudget(base=jaxkv.StreamingLLM(rolling_positions=True)), "base=.*rolling"),
-        (lambda: jaxkv.GlobalBudget(base=jaxkv.AdaKV(budget=9, base="knorm"), alpha=0.5), "alpha=0.5: .*there only"),
-        (lambda: jaxkv.GlobalBudget(budget=20, alpha=-1), "alpha=-1"),
-        (lambda: jaxkv.GlobalBudget(budget=20, capacity=float("nan")), "capacity=nan"),
-        (lambda: jaxkv.DefensiveKV(kernel=4), "kernel=4: .*odd"),
-        (lambda: jaxkv.DefensiveKV(window=0), "window=0"),
-        (lambda: jaxkv.DefensiveKV(budget=20), "budget=20: below sinks"),
-        (lambda: jaxkv.ExpectedAttention(future=0), "future=0"),
-        (lambda: jaxkv.ExpectedAttention(epsilon=-0.1), "epsilon=-0.1"),
-        (lambda: jaxkv.ExpectedAttention(covariance=1), "covariance=1"),
-        (lambda: jaxkv.ExpectedAttention(remembered=True), "remembered=True"),
-        (lambda: jaxkv.ExpectedAttention(sinks=4, budget=3), "budget=3: below sinks"),
+        (lambda: GlobalBudget(base=PyramidKV(budget=20)), "base=.*its layers have budgets"),
+        (lambda: GlobalBudget(base=TOVA(budget=20)), "base=.*heads keep the same positions"),
+        (lambda: GlobalBudget(base=StreamingLLM(rolling_positions=True)), "base=.*rolling"),
+        (lambda: GlobalBudget(base=AdaKV(budget=9, base="knorm"), alpha=0.5), "alpha=0.5: .*there only"),
+        (lambda: GlobalBudget(budget=20, alpha=-1), "alpha=-1"),
+        (lambda: GlobalBudget(budget=20, capacity=float("nan")), "capacity=nan"),
+        (lambda: DefensiveKV(kernel=4), "kernel=4: .*odd"),
+        (lambda: DefensiveKV(window=0), "window=0"),
+        (lambda: DefensiveKV(budget=20), "budget=20: below sinks"),
+        (lambda: ExpectedAttention(future=0), "future=0"),
+        (lambda: ExpectedAttention(epsilon=-0.1), "epsilon=-0.1"),
+        (lambda: ExpectedAttention(covariance=1), "covariance=1"),
+        (lambda: ExpectedAttention(remembered=True), "remembered=True"),
+        (lambda: ExpectedAttention(sinks=4, budget=3), "budget=3: below sinks"),
         (lambda: Policy(budget=9, scorer=FutureAttention(sinks=0, positions=8), every=4), "every=4: .*remembers none"),
         (lambda: Policy(budget=9, scorer=KeyDifference(), layers=GlobalLayers()), "layers=.*share one budget"),
     ),
@@ -160,7 +190,7 @@ METHODS = [
         ({"offload": True, "include_generated": True}, "include_generated"),
         ({"offload": True, "base": SnapKV(budget=40)}, "offload"),
         ({"prefill_ratio": 2, "base": SnapKV(budget=40)}, "prefill_ratio"),
-        ({"base": jaxkv.H2O(budget=40)}, "base"),
+        ({"base": H2O(budget=40)}, "base"),
         ({"base": FullKV()}, "base"),
         ({"base": OmniKV(base=SnapKV(budget=40))}, "base"),
         ({"prefill_ratio": float("inf")}, "prefill_ratio"),
@@ -187,103 +217,3 @@ METHODS = [
         *((bad, *kind, told.replace("policy=", "base=")) for bad, *kind, told in NO_POLICY),
     ),
 ]
-
-OWN = [
-    *door(
-        "parts of a user's policy",
-        lambda parts: policy_of(**parts),
-        ({"scorer": None}, "budget=20: without a scorer everything is kept: give one"),
-        ({"scorrer": KeyNorm()}, TypeError, "unexpected keyword argument 'scorrer'"),
-        ({"kept_first": 4}, TypeError, "unexpected keyword argument 'kept_first'"),
-        ({"scorer": KeyNorm}, TypeError, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
-        (
-            {"scorer": "attention"},
-            TypeError,
-            r"scorer='attention': a scorer has queries, sums, rank, observe, scores, too",
-        ),
-        ({"keep": 4}, TypeError, r"keep=4: give Keep\(sinks=4\)"),
-        ({"heads": UniformHeads}, TypeError, "heads=.*: give budgets over heads"),
-        ({"layers": None}, TypeError, "layers=None: give budgets over layers"),
-        ({"rolling": "no"}, "rolling='no': give True or False"),
-        ({"nested": 1}, "nested=1: give True or False"),
-        ({"merge": Merge}, "merge=.*: give Merge"),
-        ({"evict": ByAge}, TypeError, r"rank=ByAge: it is a class: give an instance, ByAge\(\)"),
-        ({"evict": "oldest"}, TypeError, r"rank='oldest': give a rank such as ByAttention\(\)"),
-        ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
-        ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
-        ({"read": 3}, TypeError, "read=3: give what layers read"),
-        ({"read": LoadedReads(resident_layers=1, ahead=0)}, "read=.*are whole prompts: leave the scorer out"),
-        ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
-        ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
-        ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
-        ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
-        ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after=.*segments that lie alike"),
-        ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
-    ),
-    *calls("Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")),
-    *door(
-        "Keep",
-        lambda keep: Keep(**keep),
-        ({"sinks": 1.5}, r"sinks=1\.5: give 0 or more"),
-        ({"window": -1}, "window=-1: give 0 or more"),
-        ({"recent": 2}, "recent=2: give a share between 0 and 1"),
-        ({"protect": (3,)}, r"protect=\(3,\): give spans"),
-    ),
-    *door(
-        "a user's class",
-        lambda cls: cls(),
-        (
-            made(Unnoted),
-            TypeError,
-            r"Unnoted\.budget: it is no field's default: write `budget: \.\.\. = 64` in the class",
-        ),
-        (
-            made(derived("Kept", Policy, keep=Keep(sinks=4))),
-            TypeError,
-            r"Kept\.keep: it is no field's default: write `keep",
-        ),
-        (
-            Unmade,
-            TypeError,
-            r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it",
-        ),
-        (made(derived("Below", Unmade)), TypeError, r"Unmade\.budget: it is no field's default"),
-        (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
-        (lambda: derived("Nothing", Method)(budget=20), TypeError, "Nothing: write its method `parts`"),
-        (
-            lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
-            TypeError,
-            r"Less\.parts\(\)=3: return Parts",
-        ),
-        (
-            lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),
-            TypeError,
-            "Around: write its method `wrap`",
-        ),
-        (
-            lambda: derived("Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()),
-            TypeError,
-            r"Part\.heads: nobody reads it: write `parts`",
-        ),
-        *(
-            (
-                lambda name=name: derived("Mute", SnapKV, **{name: property(lambda self: None)}),
-                TypeError,
-                rf"Mute\.{name}: nobody reads it: write `parts`",
-            )
-            for name in ("scorer", "heads", "keep")
-        ),
-        (
-            lambda: type("Mine", (Mixed, SnapKV), {}),
-            TypeError,
-            r"Mixed\.scorer: nobody reads it: write `parts`",
-        ),
-        (
-            lambda: made(type("Mine", (Narrow, SnapKV), {}))(budget=64),
-            TypeError,
-            r"Narrow\.window: it is no field's default: write `window: \.\.\. = 4`",
-        ),
-    ),
-]
-
-ROWS = [*METHODS, *OWN]

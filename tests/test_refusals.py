@@ -2,11 +2,20 @@
 
 import pytest
 import refusals_calls
+import refusals_evals
 import refusals_models
 import refusals_parts
+import refusals_plans
 import refusals_policies
 
-TABLE = [*refusals_policies.ROWS, *refusals_parts.ROWS, *refusals_models.ROWS, *refusals_calls.ROWS]
+TABLE = [
+    *refusals_policies.ROWS,
+    *refusals_parts.ROWS,
+    *refusals_models.ROWS,
+    *refusals_calls.ROWS,
+    *refusals_plans.ROWS,
+    *refusals_evals.ROWS,
+]
 
 
 def name_of(row):
