@@ -62,6 +62,9 @@ class BytesPath:
     def __fspath__(self):
         return b"model"
 
+    def __repr__(self):
+        return "BytesPath()"
+
 
 CONFIGS = [
     *door(
@@ -88,23 +91,28 @@ CONFIGS = [
     *door(
         "a config's keys",
         lambda of: read({of[0]: of[1]}),
-        (("tie_word_embeddings", "false"), "give True or False"),
-        (("attention_bias", 1), "give True or False"),
-        (("mlp_bias", "no"), "give True or False"),
-        (("model_type", ["llama"]), "jaxkv builds falcon, llama"),
-        (("hidden_act", ["silu"]), "jaxkv builds silu"),
-        (("layer_types", 3), "only full_attention"),
-        (("layer_types", [["full_attention"]]), "only full_attention"),
-        (("rope_parameters", 3), "give an object"),
-        (("rope_scaling", [1]), "give an object"),
-        (("rope_parameters", {"rope_type": ["yarn"]}), "jaxkv builds default"),
-        (("rope_parameters", {**YARN, **LONGER, "truncate": "no"}), "give True or False"),
-        (("rope_parameters", {**YARN, "original_max_position_embeddings": 0}), "give an integer from 1"),
-        (("partial_rotary_factor", 0), "only fully rotated"),
-        (("eos_token_id", "2"), "give an integer from 0"),
-        (("eos_token_id", [2, 2**40]), "give at most 2147483647"),
-        (("eos_token_id", [[2]]), "give an integer from 0"),
-        (("bos_token_id", 1.0), "give an integer from 0"),
+        *(
+            ((key, value), f"=.*{told}")
+            for key, value, told in (
+                ("tie_word_embeddings", "false", "give True or False"),
+                ("attention_bias", 1, "give True or False"),
+                ("mlp_bias", "no", "give True or False"),
+                ("model_type", ["llama"], "jaxkv builds falcon, llama"),
+                ("hidden_act", ["silu"], "jaxkv builds silu"),
+                ("layer_types", 3, "only full_attention"),
+                ("layer_types", [["full_attention"]], "only full_attention"),
+                ("rope_parameters", 3, "give an object"),
+                ("rope_scaling", [1], "give an object"),
+                ("rope_parameters", {"rope_type": ["yarn"]}, "jaxkv builds default"),
+                ("rope_parameters", {**YARN, **LONGER, "truncate": "no"}, "give True or False"),
+                ("rope_parameters", {**YARN, "original_max_position_embeddings": 0}, "give an integer from 1"),
+                ("partial_rotary_factor", 0, "only fully rotated"),
+                ("eos_token_id", "2", "give an integer from 0"),
+                ("eos_token_id", [2, 2**40], "give at most 2147483647"),
+                ("eos_token_id", [[2]], "give an integer from 0"),
+                ("bos_token_id", 1.0, "give an integer from 0"),
+            )
+        ),
     ),
     *door(
         "a config's rotation",

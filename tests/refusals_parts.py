@@ -147,6 +147,16 @@ PARTS = [
     *calls(
         "a scorer",
         (lambda: policy_of(Loose()), TypeError, r"scorer=Loose: programs are kept by it .*frozen dataclass"),
+        (
+            lambda: policy_of(derived("Silent", Scorer)()),
+            TypeError,
+            "scorer=Silent: it says nothing of rows: write its method `observe`",
+        ),
+        (
+            lambda: Policy(budget=24, scorer=derived("Sum", KeyNorm, group="sum")()),
+            TypeError,
+            r"scorer\.group='sum': give GroupReduce\.MEAN or GroupReduce\.MAX",
+        ),
     ),
     *door(
         "a scorer's queries",
@@ -294,6 +304,11 @@ OWN = [
             lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
             TypeError,
             r"Less\.parts\(\)=3: return Parts",
+        ),
+        (
+            lambda: derived("Without", Method, parts=None)(),
+            TypeError,
+            r"Without\.parts=None: make it a method that returns Parts",
         ),
         (
             lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),

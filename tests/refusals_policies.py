@@ -95,6 +95,9 @@ ROWS = [
         (lambda: AdaKV(base=AdaKV(budget=64)), r"base=AdaKV\(.*give a policy that drops rows"),
         (lambda: AdaKV(base=StreamingLLM(rolling_positions=True)), "base=.*rolling.* same rows in every head"),
         (lambda: FullKV(budget=16), "budget=16: FullKV keeps everything"),
+        (lambda: AdaptiveHeads(capacity=0.9), r"capacity=0\.9: give 1 or more"),
+        (lambda: ProtectedHeads(capacity=0.9), r"capacity=0\.9: give 1 or more"),
+        (lambda: AdaKV(capacity=0.9), r"capacity=0\.9: give 1 or more"),
         (lambda: SnapKV(every=0), "every=0.*at least 1"),
         (lambda: FullKV(every=5), "every=5.*keeps everything"),
         (lambda: H2O(every=5), "every=5.*drops a row for every token"),
@@ -168,6 +171,10 @@ ROWS = [
         (lambda: AdaKV(alpha=0.5, safeguard=ProtectedHeads()), r"alpha=0\.5: the safeguard is .*give it there only"),
         (lambda: CaM(merge=ValueMerge(window=7)), "merge=.*CaM has its own"),
         (lambda: D2O(official=True, merge=None), "merge=None: official=True sets it"),
+        (
+            lambda: AdaKV(capacity=2, safeguard=ProtectedHeads()),
+            r"capacity=2\.0: the safeguard is .*give it there only",
+        ),
     ),
     *door(
         "OmniKV",

@@ -1,4 +1,4 @@
-"""What people give to an analysis: numbers and lists of every kind, and what is refused by name."""
+"""What people give to an analysis: numbers and lists of every kind."""
 
 import itertools
 import json

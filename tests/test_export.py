@@ -1,4 +1,4 @@
-"""Exports: the tokens of `generate`, from a folder that needs no jaxkv; what cannot be exported, or read, says so."""
+"""Exports: the tokens of `generate`, from a folder that needs no jaxkv; what cannot be read says so."""
 
 import functools
 import importlib.util

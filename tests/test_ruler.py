@@ -1,4 +1,4 @@
-"""RULER's tasks as jaxkv makes them: counts, forms, places, lengths, and what is refused."""
+"""RULER's tasks as jaxkv makes them: counts, forms, places, lengths."""
 
 import dataclasses
 import re

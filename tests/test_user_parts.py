@@ -1,4 +1,4 @@
-"""Scorers, ranks and mergers that users write: results of another shape, dtype or kind are refused by name."""
+"""Scorers and ranks that users write: scores that are no numbers, rows of no rank, programs of what compares equal."""
 
 import dataclasses
 
@@ -53,8 +53,6 @@ def test_a_scorer_need_not_be_derived():
     kept, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy_of(Plain()))
     other, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy_of(KeyNorm()))
     assert tiny.kept(kept) == tiny.kept(other)
-    with pytest.raises(TypeError, match="scorer=Silent: it says nothing of rows: write its method `observe`"):
-        policy_of(type("Silent", (Scorer,), {})())
 
 
 def test_rows_of_no_rank_go_first():

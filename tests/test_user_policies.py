@@ -112,12 +112,7 @@ def test_parts_come_from_any_callable_and_may_have_their_own_budget():
         def parts(self):
             return self.compose(scorer=KeyNorm(), budget=40)
 
-    class Without(Method):
-        parts = None
-
     assert Static().parts().budget == 64 and Less(budget=64).parts().budget == 40
-    with pytest.raises(TypeError, match=r"Without\.parts=None: make it a method that returns Parts"):
-        Without()
 
 
 def test_a_field_may_lose_its_plain_default():
