@@ -117,10 +117,7 @@ CALLS = [
     ),
     *calls(
         "a prompt that is raw",
-        (
-            lambda: encoded(CHAT, raw=True),
-            "raw=True: messages are no plain text: leave it out, or give text",
-        ),
+        (lambda: encoded(CHAT, raw=True), "raw=True: messages are no plain text: leave it out, or give text"),
     ),
     *calls(
         "a sampler",
@@ -211,9 +208,7 @@ SESSIONS = [
         (lambda session, cache: other().drawing(cache, new=3), "made by another model"),
     ),
     *door(
-        "a session's chunks",
-        extended,
-        *((chunk, f"chunk={chunk}: read at least 1 token") for chunk in (0, -4, True)),
+        "a session's chunks", extended, *((chunk, f"chunk={chunk}: read at least 1 token") for chunk in (0, -4, True))
     ),
 ]
 
@@ -272,19 +267,13 @@ ARRAYS = [
                 ({"layer": -1}, "layer=-1"),
             )
         ),
-        (
-            {"k": jnp.full((2, 2, 64, 8), jnp.nan), "policy": KNorm(budget=8), "layer": 2},
-            "^scores='NaN': .*layer 2",
-        ),
+        ({"k": jnp.full((2, 2, 64, 8), jnp.nan), "policy": KNorm(budget=8), "layer": 2}, "^scores='NaN': .*layer 2"),
     ),
     *door(
         "append",
         on_rows,
         (lambda rows, k, v, q: jaxkv.append(rows, k[:, :1], v[:, :1]), r"^k=\[2, 1, 2, 8\]: these rows take"),
-        (
-            lambda rows, k, v, q: jaxkv.append(rows, *(x.astype(jnp.bfloat16) for x in (k, v))),
-            "^k='bfloat16': ",
-        ),
+        (lambda rows, k, v, q: jaxkv.append(rows, *(x.astype(jnp.bfloat16) for x in (k, v))), "^k='bfloat16': "),
         (lambda rows, k, v, q: jaxkv.append(rows, k, v, count=jnp.asarray([3, 0])), r"^count=\[3, 0\]"),
     ),
     *door(

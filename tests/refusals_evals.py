@@ -73,10 +73,7 @@ RUNS = [
         ({"policies": {}}, "at least one"),
         ({"policies": {"a\nb": jaxkv.FullKV()}}, "names of one line"),
         ({"out": "a\0b"}, "no name has this character"),
-        (
-            {"task": Words(), "policies": {"few": StreamingLLM(budget=0.1)}},
-            r"few: budget=0.1: prompt 0 \(22 tokens\)",
-        ),
+        ({"task": Words(), "policies": {"few": StreamingLLM(budget=0.1)}}, r"few: budget=0.1: prompt 0 \(22 tokens\)"),
         ({"task": told("Silent", asks=False), "how": How(agnostic=True)}, "silent asks nothing"),
         ({"task": TWICE}, "two samples of this id"),
     ),
@@ -142,11 +139,7 @@ TASKS = [
         ({"tasks": ("cwe",), "wording": "small", "lengths": (32768,)}, "the small wording has no more words"),
         ({"haystack": "nowhere.txt"}, FileNotFoundError, "haystack='nowhere.txt': no such file"),
         ({"tasks": ("qa_1",)}, FileNotFoundError, r"data=None: qa_1 .* put https://rajpurkar.* as squad.json"),
-        (
-            {"tasks": ("qa_2",), "data": "."},
-            FileNotFoundError,
-            r"put http://curtis.*v1.json into .*hotpotqa.json",
-        ),
+        ({"tasks": ("qa_2",), "data": "."}, FileNotFoundError, r"put http://curtis.*v1.json into .*hotpotqa.json"),
     ),
     *door(
         "Needle",
@@ -324,10 +317,7 @@ ANALYSES = [
     *calls(
         "a picture",
         (lambda: counted().picture("a.png", budget=1), "budget=1: give an index from 0 to 0"),
-        (
-            lambda: density(tiny.tiny(SMALL), TEXTS[:1], bins=4).picture("a.png", layers=[9]),
-            "layers=9",
-        ),
+        (lambda: density(tiny.tiny(SMALL), TEXTS[:1], bins=4).picture("a.png", layers=[9]), "layers=9"),
         (
             lambda: Similarity(mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)).picture(
                 "a.png", filters=[2]

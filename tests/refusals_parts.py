@@ -292,11 +292,7 @@ OWN = [
             TypeError,
             r"Kept\.keep: it is no field's default: write `keep",
         ),
-        (
-            Unmade,
-            TypeError,
-            r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it",
-        ),
+        (Unmade, TypeError, r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it"),
         (made(derived("Below", Unmade)), TypeError, r"Unmade\.budget: it is no field's default"),
         (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
         (lambda: derived("Nothing", Method)(budget=20), TypeError, "Nothing: write its method `parts`"),
@@ -310,11 +306,7 @@ OWN = [
             TypeError,
             r"Without\.parts=None: make it a method that returns Parts",
         ),
-        (
-            lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)),
-            TypeError,
-            "Around: write its method `wrap`",
-        ),
+        (lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)), TypeError, "Around: write its method `wrap`"),
         (
             lambda: derived("Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()),
             TypeError,
@@ -328,11 +320,7 @@ OWN = [
             )
             for name in ("scorer", "heads", "keep")
         ),
-        (
-            lambda: type("Mine", (Mixed, SnapKV), {}),
-            TypeError,
-            r"Mixed\.scorer: nobody reads it: write `parts`",
-        ),
+        (lambda: type("Mine", (Mixed, SnapKV), {}), TypeError, r"Mixed\.scorer: nobody reads it: write `parts`"),
         (
             lambda: made(type("Mine", (Narrow, SnapKV), {}))(budget=64),
             TypeError,

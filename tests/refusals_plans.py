@@ -64,8 +64,7 @@ ROWS = [
         ({"config": {}}, "config={}: give a ModelConfig"),
     ),
     *calls(
-        "a GPU",
-        (lambda: dataclasses.replace(gpu_named("h100"), memory=0), "memory=0: give a positive whole number"),
+        "a GPU", (lambda: dataclasses.replace(gpu_named("h100"), memory=0), "memory=0: give a positive whole number")
     ),
     *door(
         "export",

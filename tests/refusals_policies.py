@@ -108,10 +108,7 @@ ROWS = [
         (lambda: StreamingLLM(slide=True, rolling_positions=True), "slide=True.*every=64"),
         (lambda: StreamingLLM(merge=Merge(), rolling_positions=True), "merge=.*RoPE"),
         (lambda: FullKV(merge=Merge()), "merge=.*drops nothing"),
-        (
-            lambda: AdaKV(base=SnapKV(merge=Merge(decision="shared_position"))),
-            "merge=.*decision='token'",
-        ),
+        (lambda: AdaKV(base=SnapKV(merge=Merge(decision="shared_position"))), "merge=.*decision='token'"),
         (lambda: H2O(merge=ValueMerge()), "merge=.*folds prompts only"),
         (lambda: CaM(merge=Merge()), "merge=.*its own"),
         (lambda: Merge(metric="norm"), "metric='norm'.*key, value, both"),

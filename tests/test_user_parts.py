@@ -10,10 +10,7 @@ from test_user_policies import policy_of
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, Policy
-from jaxkv.policies import (
-    KeyNorm,
-    Scorer,
-)
+from jaxkv.policies import KeyNorm, Scorer
 from jaxkv.policies.topk import top
 
 GQA = tiny.MODELS["gqa3"]
