@@ -1,4 +1,4 @@
-"""What people give to an analysis: numbers and lists of every kind, and what is refused by name."""
+"""What people give to an analysis: numbers and lists of every kind."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import tiny
 
 import jaxkv
 from jaxkv import Random, SnapKV
-from jaxkv.analysis import Similarity, best_filters, budgets, density, filter_layers, recall, retained, similarity
+from jaxkv.analysis import Similarity, best_filters, budgets, filter_layers, recall, retained
 from jaxkv.policies.reading import whole_layers
 
 # Users have no checks of annotations, which would speak before jaxkv does.
@@ -45,74 +45,6 @@ def test_a_policy_that_draws_takes_a_seed_or_a_key():
     np.testing.assert_array_equal(zero[0].recall, zero[1].recall)
     np.testing.assert_array_equal(one.recall, two.recall)
     assert (one.recall != other.recall).any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budgets": 8}, "budgets=8: give a list"),
-        ({"budgets": "8"}, "budgets='8': give a list"),
-        ({"budgets": np.array(8)}, "budgets=8: give a list"),
-        ({"texts": np.array(8)}, "texts=8: give a list"),
-        ({"budgets": [8, np.int64(8)]}, "budgets=.8, 8.: two of them"),
-        ({"policies": POLICY}, "policies=SnapKV"),
-        ({"policies": SnapKV}, "policies=<class"),
-        ({"policies": None}, "policies=None"),
-        ({"policies": b"full"}, "policies=b'full'"),
-        ({"policies": {1: POLICY}}, "policies=1: .* name"),
-        ({"texts": None}, "texts=None"),
-        ({"texts": b"abc"}, "texts=b'abc'"),
-        ({"texts": TEXTS[0]}, "texts=.*each of them text or ids"),
-        ({"texts": {"one": TEXTS[0]}}, "texts=.*each of them text or ids"),
-        ({"following": -1}, "following=-1"),
-        ({"following": True}, "following=True"),
-        ({"following": 1.5}, "following=1.5"),
-    ],
-    ids=str,
-)
-def test_lists_that_are_none_and_odd_numbers_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        counted(**options)
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "message"),
-    [
-        (density, {"least": "a"}, "least='a'"),
-        (density, {"bins": 2.5}, "bins=2.5"),
-        (density, {"bins": True}, "bins=True"),
-        (retained, {"shares": 0.5}, "shares=0.5"),
-        (retained, {"shares": [True]}, "shares=True"),
-        (retained, {"queries": 1.5}, "queries=1.5"),
-        (similarity, {"share": "a"}, "share='a'"),
-        (similarity, {"queries": 2.5}, "queries=2.5"),
-        (filter_layers, {"m": 1.0}, "m=1.0"),
-        (filter_layers, {"m": True}, "m=True"),
-        (filter_layers, {"m": 1, "adjacent": 0.5}, "adjacent=0.5"),
-        (filter_layers, {"m": 1, "most_whole": 1.5}, "most_whole=1.5"),
-    ],
-)
-def test_odd_settings_are_named(run, options, message):
-    with pytest.raises(ValueError, match=message):
-        run(tiny.tiny(CONFIG), TEXTS, **options)
-
-
-def test_a_model_that_is_none_is_named():
-    with pytest.raises(TypeError, match="jaxkv.load"):
-        budgets("tiny", TEXTS, policies=[POLICY], budgets=[8])
-    with pytest.raises(TypeError, match="jaxkv.load"):
-        density("tiny", TEXTS)
-
-
-def test_pictures_of_places_that_are_none_are_refused(tmp_path):
-    found = counted()
-    with pytest.raises(ValueError, match="budget=1: give an index from 0 to 0"):
-        found.picture(tmp_path / "a.png", budget=1)
-    with pytest.raises(ValueError, match="layers=9"):
-        density(tiny.tiny(CONFIG), TEXTS[:1], bins=4).picture(tmp_path / "a.png", layers=[9])
-    with pytest.raises(ValueError, match="filters=2: give an index from 0 to 1"):
-        Similarity(mass=np.eye(2, dtype=np.float32), share=0.1, queries=4, lengths=(9,)).picture("a.png", filters=[2])
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_goes_through_a_link_and_leaves_nothing_where_it_fails(tmp_path):

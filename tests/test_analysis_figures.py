@@ -11,8 +11,7 @@ import tiny
 from looking import CONFIG, HEADS, TEXTS, shown, weights
 
 import jaxkv
-from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV, StreamingLLM
-from jaxkv.analysis import budgets, eviction_loss, recall
+from jaxkv import D2O, H2O, AdaKV, CriticalKV, FullKV, OmniKV, PyramidInfer, PyramidKV, Random, SnapKV
 from jaxkv.analysis.budgets import BudgetsMeasure
 from jaxkv.analysis.choosing import grid
 from jaxkv.analysis.density import DensityMeasure
@@ -207,41 +206,3 @@ def test_budgets_go_to_bases_and_names():
     assert with_budget(FullKV(), 32) == FullKV()
     omni = OmniKV(base=SnapKV(budget=64), filter_layers=(1,))
     assert with_budget(omni, 48) == OmniKV(base=SnapKV(budget=48), filter_layers=(1,))
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "message"),
-    [
-        (recall, {"policies": [OmniKV()]}, "policies='OmniKV.*jaxkv eval visible"),
-        (recall, {"policies": "snapkv"}, "policies='snapkv'"),
-        (recall, {"policies": []}, "policies="),
-        (recall, {"policies": ["snapkv", "snapkv"]}, "policies=.*the same"),
-        (recall, {"budgets": ()}, "budgets="),
-        (recall, {"budgets": (4,)}, "budget=4: below sinks"),
-        (recall, {"budgets": (0.5,)}, "budget=0.5: prompt 0"),
-        (recall, {"following": 0}, "following=0"),
-        (recall, {"following": 60}, "texts='60 tokens'"),
-        (budgets, {"texts": []}, "texts="),
-        (eviction_loss, {"policies": [D2O()]}, "policies='D2O.*merges"),
-        (eviction_loss, {"policies": [StreamingLLM(rolling_positions=True)]}, "policies='StreamingLLM.*positions"),
-    ],
-)
-def test_what_cannot_be_is_refused(run, options, message):
-    given = {"texts": TEXTS[:1], "policies": [SnapKV()], "budgets": (32,), **options}
-    with pytest.raises(ValueError, match=message):
-        run(tiny.tiny(CONFIG), given.pop("texts"), **given)
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "message"),
-    [
-        (jaxkv.analysis.density, {"least": 1.0}, "least=1.0"),
-        (jaxkv.analysis.density, {"bins": 0}, "bins=0"),
-        (jaxkv.analysis.density, {"texts": [[1]]}, "texts='1 tokens'"),
-        (jaxkv.analysis.retained, {"shares": (0.0,)}, "shares="),
-        (jaxkv.analysis.retained, {"queries": 0}, "queries=0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(run, options, message):
-    with pytest.raises(ValueError, match=message):
-        run(tiny.tiny(CONFIG), options.pop("texts", TEXTS[:1]), **options)

@@ -180,9 +180,5 @@ def test_one_budget_over_layers_within_the_capacity():
 
 
 @pytest.mark.parametrize("heads", [AdaptiveHeads, ProtectedHeads, jaxkv.AdaKV])
-def test_a_capacity_is_one_or_more(heads, as_users_call):
+def test_a_capacity_is_a_float(heads, as_users_call):
     assert heads(capacity=2).capacity == 2.0
-    with pytest.raises(ValueError, match=r"capacity=0\.9: give 1 or more"):
-        heads(capacity=0.9)
-    with pytest.raises(ValueError, match=r"capacity=2\.0: the safeguard is .*give it there only"):
-        jaxkv.AdaKV(capacity=2, safeguard=ProtectedHeads())

@@ -184,12 +184,4 @@ def test_what_fails_is_told_in_a_line(told, monkeypatch, tmp_path, capsys):
 
 def test_a_mesh_has_the_devices_that_are_here():
     assert dict(mesh_of("2x4").shape) == dict(mesh_of("2x4", "cpu").shape) == {"data": 2, "model": 4}
-    with pytest.raises(ValueError, match="there are 8 devices here"):
-        mesh_of("4x4")
-    with pytest.raises(ValueError, match="there are 8 CPU devices here"):
-        mesh_of("4x4", "cpu")
-    # XLA's CPU dies of so many.
-    for many in ("5000x2", "100000x1"):
-        with pytest.raises(ValueError, match="give 1024 devices at most"):
-            mesh_of(many)
     assert len(jax.devices()) == 8

@@ -7,10 +7,10 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from evaluating import Told, Words, told, words
+from evaluating import Told, Words, told
 
 import jaxkv
-from jaxkv.evals import TASKS, Evaluation, Failed, How, Sample, at_budgets, evaluate, merge, runs, task
+from jaxkv.evals import TASKS, Evaluation, Failed, Sample, runs, task
 
 POLICIES = {"k": jaxkv.KNorm(budget=9)}
 
@@ -19,27 +19,6 @@ POLICIES = {"k": jaxkv.KNorm(budget=9)}
 def plain(monkeypatch):
     """No pictures."""
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch": True}, "batch=True"),
-        ({"shard": (2, 2)}, "shard="),
-        ({"out": "a\0b"}, "no name has this character"),
-    ],
-)
-def test_odd_arguments_are_refused_by_name(tmp_path, options, message):
-    given = {"out": tmp_path / "out", "policies": POLICIES, "progress": False, **options}
-    with pytest.raises((ValueError, TypeError), match=message):
-        evaluate(words(), Told(), **given)
-    assert not (tmp_path / "out").exists()
-
-
-def test_seeds_that_are_none_are_refused():
-    for seed in (-1, 2**32, True):
-        with pytest.raises(ValueError, match=f"seed={seed}: give (an integer from 0 to|at most) 4294967295"):
-            How(seed=seed)
 
 
 def test_lines_of_a_run_are_counted_without_making_them(tmp_path):
@@ -90,35 +69,8 @@ def test_outcomes_that_are_none_are_named_and_earlier_lines_stay(tmp_path, odd, 
     assert (tmp_path / "out" / "samples.jsonl").read_bytes().count(b"\n") == 3
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"answers": "Paris"},
-        {"answers": ("Paris", 3)},
-        {"stop": "\n"},
-        {"stop": ("",)},
-        {"tags": 3},
-        {"new_tokens": 1.5},
-        {"raw": "no"},
-    ],
-    ids=str,
-)
-def test_samples_of_other_kinds_are_refused_by_name(odd, as_users_call):
-    (name,) = odd
-    with pytest.raises((ValueError, TypeError), match=f"^{name}="):
-        Sample(id="0", group="g", context="w1", **odd)
+def test_a_list_of_answers_becomes_a_tuple(as_users_call):
     assert Sample(id="0", group="g", context="w1", answers=["Paris"]).answers == ("Paris",)
-
-
-def test_one_thing_where_a_list_belongs_is_refused(tmp_path, as_users_call):
-    with pytest.raises(TypeError, match="names='full': give a list"):
-        at_budgets("full", [64])
-    with pytest.raises(TypeError, match="budgets=64: give a list"):
-        at_budgets(["snapkv"], 64)
-    with pytest.raises(TypeError, match="folders=.*give a list"):
-        merge(tmp_path, tmp_path / "out")
-    with pytest.raises(TypeError, match="folder=None"):
-        jaxkv.report(None)
 
 
 def test_a_line_that_was_changed_by_hand_is_named(tmp_path):
@@ -188,9 +140,4 @@ def test_a_name_of_a_task_is_one_class_of_one_module(monkeypatch):
     with pytest.raises(ValueError, match="one.Mine has it"):
         task("mine")(type("Mine", (Told,), {"__module__": "other"}))
     TASKS.pop("mine")
-    for name in ("", "a b", "--x", "merge", "report", "a\n"):
-        with pytest.raises(ValueError, match="name="):
-            task(name)
-    with pytest.raises(TypeError, match="name=3"):
-        task(3)
     assert TASKS.keys().isdisjoint({"mine", "merge", "report"})

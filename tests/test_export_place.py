@@ -88,22 +88,6 @@ def test_a_folder_that_is_read_only(tmp_path, monkeypatch, no_programs):
     assert not seen(tmp_path)
 
 
-PLACES = (
-    ("out\0", ValueError, "directory='out.x00': no name holds null characters"),
-    ("~nobodyatall/out", ValueError, "directory='~nobodyatall/out': there is no such user's home"),
-    ("out.partial", ValueError, "directory=out.partial: .partial is for unfinished ones"),
-    *((given, TypeError, "directory=.*: give the path of the folder to make") for given in (b"out", 3, None, ["out"])),
-)
-
-
-@pytest.mark.parametrize(("given", "kind", "told"), PLACES)
-def test_what_is_no_place(tmp_path, monkeypatch, no_programs, as_users_call, given, kind, told):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(kind, match=told):
-        jaxkv.export(model(), given, **OF)
-    assert not seen(tmp_path)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, error):
     """Neither the folders above it."""
@@ -147,9 +131,3 @@ def test_samplers_that_users_derive_from_greedy(tmp_path):
     assert "draw.Last" in {
         each["kind"] for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["programs"]
     }
-
-
-def test_a_sampler_that_is_called_greedy(tmp_path):
-    """Its program would be written over the other's."""
-    with pytest.raises(ValueError, match="sampling=.*give one of each class"):
-        jaxkv.export(model(), tmp_path / "out", sampling=type("Greedy", (Last,), {})(), **OF)

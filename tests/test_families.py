@@ -1,4 +1,4 @@
-"""Families beside Llama's: what their configs say, and what is refused of them by name."""
+"""Families beside Llama's: what their configs say."""
 
 import shutil
 from pathlib import Path
@@ -136,38 +136,6 @@ def test_what_is_read():
     assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(
         count=64, chosen=8, normalised=False
     )
-
-
-@pytest.mark.parametrize(
-    "published, keys, message",
-    [
-        (FALCON_7B, {"alibi": True}, "alibi=True: .*rotary"),
-        (FALCON_7B, {"activation": "relu"}, "activation='relu': .*gelu only"),
-        (
-            FALCON_7B,
-            {"apply_residual_connection_post_layernorm": True},
-            "apply_residual_connection_post_layernorm=True",
-        ),
-        (FALCON_7B, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2: .*new_decoder_architecture"),
-        (FALCON_40B, {"parallel_attn": False}, "parallel_attn=False: .*new_decoder_architecture"),
-        (FALCON_7B, {"multi_query": False, "num_kv_heads": 1}, "num_kv_heads=1: .*give 71"),
-        (FALCON_7B, {"bias": "yes"}, "bias='yes': give True or False"),
-        (FALCON_7B, {"layer_norm_epsilon": 0}, "layer_norm_epsilon=0"),
-        (FALCON_7B, {"intermediate_size": 4}, "config=.*intermediate_size"),
-        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096: .*not built"),
-        (MIXTRAL, {"num_experts_per_tok": 9}, "chosen=9: a block has 8 experts"),
-        (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0: give an integer from 1"),
-        (QWEN3_30B, {"decoder_sparse_step": 2}, "decoder_sparse_step=2: .*differ from layer to layer"),
-        (QWEN3_30B, {"mlp_only_layers": [0]}, "mlp_only_layers=.*differ from layer to layer"),
-        (QWEN3_30B, {"norm_topk_prob": 1}, "norm_topk_prob=1: give True or False"),
-        (QWEN3_30B, {"num_experts": None}, "num_experts=None: the model's config must give it"),
-        (QWEN3_30B, {"shared_expert_intermediate_size": 8}, "config=.*shared_expert_intermediate_size"),
-        (QWEN3_30B, {"model_type": "gemma2"}, "model_type='gemma2': jaxkv builds falcon, llama"),
-    ],
-)
-def test_what_is_refused(published, keys, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf(published | keys)
 
 
 FUSED = "transformer.h.1.self_attention.query_key_value.weight"

@@ -117,19 +117,9 @@ def test_packaged_model_that_changed_is_refused(packaged):
         fetch("small")
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "some/missing.gguf", "x" * 5000, "a\0b"])
-def test_unknown_name(name):
-    with pytest.raises(ValueError, match="known models: smollm2-135m-instruct"):
-        fetch(name)
-
-
-def test_unknown_manifest_and_type():
+def test_names_and_licenses():
     assert checkpoints.names() == ("smollm2-135m-instruct", "tiny-retrieval")
     assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
-    with pytest.raises(ValueError, match="name='gpt-9'.*known models: smollm2"):
-        manifest("gpt-9")
-    with pytest.raises(TypeError, match="name_or_path.*3"):
-        fetch(3)
 
 
 def test_existing_path_is_itself(tmp_path):

@@ -48,26 +48,6 @@ def test_asked_for():
     assert chosen("mosaic", dtype=jnp.float16, head_dim=64, capability=(9, 0)).prefill is MOSAIC
 
 
-@pytest.mark.parametrize(
-    ("asked", "setting", "message"),
-    [
-        ("triton", {}, "triton"),
-        ("pallas", {"platform": "tpu"}, "GPU"),
-        ("cudnn", {"platform": "cpu"}, "cuDNN needs a GPU"),
-        ("cudnn", {"dtype": jnp.float32}, "16 bits"),
-        ("cudnn", {"head_dim": 256}, "head dim"),
-        ("mosaic", {"platform": "cpu", "capability": None}, "needs a GPU, this is cpu"),
-        ("mosaic", {"capability": (8, 0)}, r"9\.0, Hopper's, not 8\.0"),
-        ("mosaic", {"capability": (10, 0)}, r"not 10\.0"),
-        ("mosaic", {"capability": (9, 0), "dtype": jnp.float32}, "bfloat16 and float16, not float32"),
-        ("mosaic", {"capability": (9, 0), "head_dim": 96}, "64 or 128, not 96"),
-    ],
-)
-def test_refused(asked, setting, message):
-    with pytest.raises(ValueError, match=message):
-        chosen(asked, **setting)
-
-
 def test_capability():
     """Devices say it as text, a CPU not at all."""
     for told, expected in (("9.0", (9, 0)), ("12.1", (12, 1)), (None, None), ("gfx942", None)):

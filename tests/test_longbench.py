@@ -149,8 +149,4 @@ def test_other_files_are_refused_by_name(tmp_path):
     (tmp_path / "passage_retrieval_en.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match=r"data=\['7'\]: passage_retrieval_en answers with paragraphs such as"):
         LongBench(data=str(tmp_path), tasks=("passage_retrieval_en",)).samples(model)
-    with pytest.raises(ValueError, match="tasks=.*lsht.*narrativeqa"):
-        LongBench(tasks=("lsht",))
-    with pytest.raises(ValueError, match="count=-1"):
-        InfiniteBench(count=-1)
     assert len(samples(LONG, tasks=("narrativeqa",), count=1)) == 1 < len(samples(LONG, tasks=("narrativeqa",)))

@@ -104,24 +104,3 @@ def test_own_needle(tmp_path):
     assert sample.context.endswith(" The key is under the stone.") and sample.prefix == "Answer:"
     assert "Question: Where is the key?" in sample.question and sample.answers == ("under the stone.",)
     assert TASKS["needle"] is Needle
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"depths": ()}, r"depths=\(\): name at least one"),
-        ({"depths": (0.5, 1.5)}, "give shares from 0 to 1"),
-        ({"depths": (0.5, 0.5)}, "name each once"),
-        ({"lengths": (0,)}, "lengths=0: count tokens|lengths=.*count tokens"),
-        ({"new_tokens": 0}, "new_tokens=0: draw at least 1"),
-        ({"needle": " "}, "needle=' ': say it in words"),
-        ({"needle": "A stone.", "wording": "small"}, "the small wording has its own"),
-        ({"needle": "A stone."}, r"question='What is the best .* belongs to another needle than 'A stone.': give"),
-        ({"needle": "A stone.", "question": "What?", "prefix": ""}, "answer='eat a sandwich .* belongs to another"),
-        ({"lengths": (64,)}, "length=64: Story takes [0-9]+ tokens at least"),
-        ({"lengths": (1 << 20,)}, "the model was made for 65536 tokens"),
-    ],
-)
-def test_refusals(settings, said):
-    with pytest.raises(ValueError, match=said):
-        Needle(**settings).samples(model())

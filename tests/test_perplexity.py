@@ -1,6 +1,5 @@
 """Loss of true tokens over compressed caches, token by token."""
 
-import dataclasses
 import json
 import math
 
@@ -91,12 +90,8 @@ def test_texts_come_from_wherever(tmp_path):
 
 def test_what_cannot_be_read_is_refused(tmp_path):
     model = eval_models.speaking()
-    with pytest.raises(FileNotFoundError, match=r"nowhere'.*folder of \.txt files"):
-        Perplexity(data=str(tmp_path / "nowhere")).samples(model)
     task = Perplexity(data=written(tmp_path, "short", TEXT), prefix=20, tokens=100)
     with pytest.raises(ValueError, match="tokens=100: with prefix=20 .*'0': 6"):
         task.samples(model)
-    with pytest.raises(ValueError, match="prefix=0"):
-        dataclasses.replace(task, prefix=0)
     with pytest.raises(ValueError, match="tokenizer"):
         task.samples(tiny.tiny(tiny.TWO_LAYERS))

@@ -1,4 +1,4 @@
-"""Numbers in policies: numpy's, JAX's and others become plain ones of the same value, or are refused by name."""
+"""Numbers in policies: numpy's, JAX's and others become plain ones of the same value."""
 
 import dataclasses
 from decimal import Decimal
@@ -8,17 +8,15 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_policy_values import Mine
 
 import jaxkv
-from jaxkv import D2O, TOVA, AdaKV, KNorm, OmniKV, SnapKV
+from jaxkv import D2O, AdaKV, KNorm, OmniKV, SnapKV
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     AdaptiveHeads,
     GroupReduce,
     LinearLayers,
     MaxPool,
-    Merge,
     PoolOrder,
     VarianceLayers,
 )
@@ -77,44 +75,6 @@ def test_lengths_and_room_of_a_plan_may_be_numpys():
     plan = plan_prefill(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
     same = plan_prefill(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
     assert same.cache_bytes == plan.cache_bytes and same.budget.tolist() == plan.budget.tolist() == [30, 20]
-    for lengths in ([], [0], [2.5], np.zeros(0, np.int32)):
-        with pytest.raises(ValueError, match=r"prompt=\[.*\]: every prompt needs at least one token"):
-            plan_prefill(GQA, "full", lengths)
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: SnapKV(protect=((1.5, 3.7),)), r"protect=\(\(1\.5, 3\.7\),\): give spans of whole positions"),
-        (lambda: SnapKV(protect=(1, 5)), r"protect=\(1, 5\): give spans"),
-        (lambda: SnapKV(protect=((True, 3),)), "protect=.*whole positions"),
-        (lambda: SnapKV(protect="all"), "protect='all': give spans"),
-        (lambda: SnapKV(budget=True), "budget=True: give rows"),
-        (lambda: SnapKV(budget=np.True_), "budget=True: give rows"),
-        (lambda: SnapKV(budget="64"), "budget='64': give rows"),
-        (lambda: SnapKV(budget=np.asarray([64])), r"budget=array\(\[64\]\): give rows"),
-        (lambda: SnapKV(window=True), "window=True: observe"),
-        (lambda: SnapKV(window=2**40, budget=2**41), "window=.*: give at most 2147483647"),
-        (lambda: SnapKV(group="most"), "group='most': use one of mean, max"),
-        (lambda: SnapKV(pooling=5), r"pooling=5: give MaxPool\(7\)"),
-        (lambda: SnapKV(pooling=MaxPool), r"pooling=.*: give MaxPool\(7\)"),
-        (lambda: SnapKV(allocation=LinearLayers), r"allocation=.*: give budgets over layers, LinearLayers\(\)"),
-        (lambda: SnapKV(every=True), "every=True: give a number of tokens"),
-        (lambda: SnapKV(every=2.0), r"every=2\.0: give a number of tokens"),
-        (lambda: SnapKV(merge=Merge), r"merge=.*give Merge\(\.\.\.\)"),
-        (lambda: AdaKV(alpha="much"), "alpha='much': give a share"),
-        (lambda: AdaKV(alpha=float("nan")), "alpha=nan: give a share"),
-        (lambda: AdaKV(alpha=True), "alpha=True: give a share"),
-        (lambda: AdaKV(safeguard=AdaptiveHeads), "safeguard=.*AdaptiveHeads"),
-        (lambda: TOVA(per_head="no"), "per_head='no': give True or False"),
-        (lambda: D2O(official=1), "official=1: give True or False"),
-        (lambda: VarianceLayers(dense_layers=(1.5,)), r"dense_layers=\(1\.5,\): give layers"),
-        (lambda: Mine(numbers=np.arange(3)), "unhashable type.*frozen dataclass of numbers and tuples"),
-    ],
-)
-def test_numbers_that_are_none(make, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
 
 
 def test_numbers_beyond_any_text_mean_all_of_it():

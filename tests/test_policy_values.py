@@ -249,18 +249,6 @@ def test_two_ways_of_saying_one_thing():
         jaxkv.generate(model, [1, 2], cache=cache, policy=AdaKV(budget=33), max_new_tokens=1)
 
 
-def test_what_is_said_twice_must_agree():
-    for make, message in (
-        (lambda: AdaKV(base=LocalWindow(budget=1.0), budget=1), r"budget=1: the base says 1\.0"),
-        (lambda: AdaKV(base=SnapKV(budget=48), budget=64), "budget=64: the base says 48"),
-        (lambda: AdaKV(alpha=0.5, safeguard=ProtectedHeads()), r"alpha=0\.5: the safeguard is .*give it there only"),
-        (lambda: CaM(merge=ValueMerge(window=7)), "merge=.*CaM has its own"),
-        (lambda: D2O(official=True, merge=None), "merge=None: official=True sets it"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
 # --- wrappers ---------------------------------------------------------------------------------------------------------
 
 

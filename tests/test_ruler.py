@@ -1,4 +1,4 @@
-"""RULER's tasks as jaxkv makes them: counts, forms, places, lengths, and what is refused."""
+"""RULER's tasks as jaxkv makes them: counts, forms, places, lengths."""
 
 import dataclasses
 import re
@@ -275,40 +275,10 @@ class TestTask:
         assert TASKS["ruler"] is Ruler and set(Ruler().tasks) == set(NAMES) - {"qa_1", "qa_2"}
 
 
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"tasks": ("niah",)}, "tasks='niah': take some of niah_single_1, "),
-        ({"tasks": ()}, r"tasks=\(\): name at least one"),
-        ({"tasks": ("vt", "vt")}, "name each once"),
-        ({"data": "x"}, "data='x': only qa_1 and qa_2 read files: name them among the tasks"),
-        ({"lengths": ()}, r"lengths=\(\): name at least one"),
-        ({"lengths": (512, 512)}, "name each once"),
-        ({"count": 0}, "count=0: make at least 1"),
-        ({"seed": -1}, "seed=-1"),
-        ({"wording": "tiny"}, "wording='tiny': take 'official' or 'small'"),
-        ({"wording": "small", "haystack": "x.txt"}, "haystack='x.txt': the small wording makes its own"),
-        ({"lengths": (1 << 20,)}, "lengths=1048576: the model was made for 65536 tokens"),
-        ({"lengths": (100,)}, "length=100: Needles takes [0-9]+ tokens at least"),
-        ({"tasks": ("qa_1",), "wording": "small", "data": "x"}, "the small wording has no documents"),
-        ({"tasks": ("cwe",), "wording": "small", "lengths": (32768,)}, "the small wording has no more words"),
-    ],
-)
-def test_refusals(settings, said):
-    with pytest.raises(ValueError, match=said):
-        Ruler(**settings).samples(model())
-
-
-def test_missing_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data=None: qa_1 .* put https://rajpurkar.* as squad.json"):
-        Ruler(tasks=("qa_1",)).samples(model())
-    with pytest.raises(FileNotFoundError, match=r"put http://curtis.*v1.json into .*hotpotqa.json"):
-        Ruler(tasks=("qa_2",), data=str(tmp_path)).samples(model())
+def test_files_of_another_format(tmp_path):
     (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": 3}]}', "utf-8")
     with pytest.raises(ValueError, match="squad.json'?: not the format of https://rajpurkar"):
         Ruler(tasks=("qa_1",), data=str(tmp_path)).samples(model())
-    with pytest.raises(FileNotFoundError, match="haystack='nowhere.txt': no such file"):
-        Ruler(haystack="nowhere.txt").samples(model())
 
 
 def test_lists_of_few_words_grow_to_all_lengths_of_the_tiny_model():

@@ -154,15 +154,6 @@ def test_programs_are_traced_for_shapes_alone():
     np.testing.assert_array_equal(_shares(x, axes=None), np.full((2, 8), 1 / 8))
 
 
-def test_what_is_no_mesh(as_users_call):
-    of, ids = model_of(4), prompts(5, (20, 21, 22))
-    options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
-    with pytest.raises(TypeError, match=r"mesh=tuple: give jax\.make_mesh"):
-        jaxkv.generate(of, ids, mesh=(2, 4), **options)
-    with pytest.raises(ValueError, match=r"mesh=\{'data': 0, 'model': 1\}: give one of at least one device"):
-        jaxkv.generate(of, ids, mesh=jax.sharding.Mesh(np.zeros((0, 1), object), ("data", "model")), **options)
-
-
 def test_a_mesh_around_calls_changes_nothing():
     """Users' own programs may run on the same devices with other axes."""
     of, policy, mesh = model_of(4), roomy("snapkv"), jax.make_mesh((2, 4), ("data", "model"))

@@ -209,21 +209,3 @@ def test_two_processes_read_half_each_and_hold_no_more(tmp_path):
         assert told["read"] == {name: size if "norm" in name else size // 2 for name, size in sizes.items()}
         for path, peak in told["peaks"].items():  # none where the kernel does not tell
             assert slices / 2 < peak <= slices + 2 * max(weigh.values()) + _NOISE, path
-
-
-@pytest.mark.usefixtures("as_users_call")
-def test_meshes_that_do_not_fit():
-    with pytest.raises(TypeError, match=r"mesh=tuple: give jax\.make_mesh"):
-        jaxkv.load(SOURCE, mesh=(2, 4))
-    for axes in (("data", "tensor"), ("x", "y")):
-        with pytest.raises(ValueError, match="mesh=.*give a mesh with the axes 'data' and 'model'"):
-            jaxkv.load(SOURCE, mesh=jax.make_mesh((2, 4), axes))
-    # Two kv heads of three query heads: four devices would cut a group.
-    with pytest.raises(
-        ValueError, match=r"mesh\.model=4: it does not divide kv_heads=2, heads=6.*give one of \[1, 2\]"
-    ):
-        jaxkv.load(SOURCE, mesh=mesh_of(2, 4))
-    # Six kv heads on four devices: each would have three of them with half of their queries.
-    config = dataclasses.replace(jaxkv.load(SOURCE).config, heads=24, kv_heads=6)
-    with pytest.raises(ValueError, match=r"give one of \[1, 2\]"):
-        model_mesh(mesh_of(1, 4), config)

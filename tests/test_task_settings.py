@@ -43,8 +43,6 @@ def test_numbers_of_numpy_lists_and_paths_are_as_good_as_plain_ones(as_users_cal
     assert [type(each) for each in (*made.lengths, *made.depths, made.count)] == [int, int, float, float, int]
     with pytest.raises(ValueError, match="^count=-1"):
         dataclasses.replace(made, count=-1)
-    with pytest.raises(ValueError, match="^seed=-1: give 0 or more"):
-        Visible(seed=-1)
 
 
 def test_a_task_of_a_class_that_nobody_else_can_name_has_its_settings_as_they_are():
@@ -139,8 +137,6 @@ def test_prompts_longer_than_the_models_positions_are_refused_before_anything_ru
     of = LongBench(data=str(OFFICIAL / "longbench"), tasks=("narrativeqa",), longest=8000)
     with pytest.raises(ValueError, match=r"^longest=8000: the model's positions leave 383"):
         of.samples(eval_models.speaking(positions=512))
-    with pytest.raises(ValueError, match="^longest=1"):
-        LongBench(longest=1)
 
 
 def test_haystacks_begin_without_a_mark_and_hold_words(tmp_path):

@@ -310,19 +310,6 @@ def test_pre_tokenizers():
     assert words("qwen2") == ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġnow"]
 
 
-def test_vocabularies_that_would_take_for_ever():
-    parts = dict(model="llama", tokens=("x" * 100_000,), unk=0)
-    for scores, tokens in [((0.0,), parts["tokens"]), ((float("nan"),), ("x",))]:
-        with pytest.raises(ValueError, match="tokens='.* characters': tokens too long, or scores not finite"):
-            GgufTokenizer(**{**parts, "scores": scores, "tokens": tokens}).build()
-
-
-def test_unbuilt_vocabularies_are_named():
-    with pytest.raises(ValueError, match="tokenizer.ggml.pre='tekken'.*smollm"):
-        GgufTokenizer(model="gpt2", pre="tekken", tokens=("a",)).build()
-    with pytest.raises(ValueError, match="tokenizer.ggml.model='t5'"):
-        GgufTokenizer(model="t5", tokens=("a",)).build()
-    with pytest.raises(ValueError, match="inconsistent vocabulary"):
-        GgufTokenizer(model="gpt2", pre="gpt-2", tokens=("a",), merges=("a b",)).build()
+def test_vocabularies_of_llama_3_add_bos():
     assert GgufTokenizer(model="gpt2", pre="llama-bpe", tokens=("a",)).adds_bos
     assert not GgufTokenizer(model="gpt2", pre="smollm", tokens=("a",)).adds_bos

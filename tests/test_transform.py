@@ -1,4 +1,4 @@
-"""The transform: what it keeps, against `prefill` and the oracles, and what it refuses."""
+"""The transform: what it keeps, against `prefill` and the oracles, and which policies need more."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import oracles as o
 import pytest
 import tiny
 from policy_table import SPANS, TABLE, Row
-from transforming import ENTROPY, LENGTHS, SLOTS, SNAP, WINDOW, draw, kept, segments
+from transforming import LENGTHS, SLOTS, SNAP, WINDOW, draw, kept, segments
 
 import jaxkv
 from jaxkv import FullKV, KNorm, PyramidKV, Random, SnapKV
@@ -171,68 +171,3 @@ def test_schedules_are_the_hosts_for_every_length(allocation, budget):
         )
         np.testing.assert_array_equal(sizes.rows[:, n], np.minimum(rows, n)[:, 0])
     assert sizes.capacity == tuple(sizes.rows.max(axis=1).tolist())
-
-
-def test_scores_that_are_no_numbers_are_refused():
-    k, v, q = draw()
-    with pytest.raises(ValueError, match="^scores='NaN': .*layer 2"):
-        jaxkv.compress(k.at[0, 1, 3, 0].set(jnp.nan), v, queries=q, policy=KNorm(budget=8), layer=2)
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def call(policy=SNAP, **changed):
-    k, v, q = draw()
-    return jaxkv.compress(**({"k": k, "v": v, "queries": q, "policy": policy} | changed))
-
-
-@pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"queries": None}, "queries=None: WindowAttention looks at attention: give the last 8 queries"),
-        ({"queries": jnp.zeros((2, 6, 4, 8))}, "queries='4 of 64 tokens': .*last 8 queries"),
-        ({"queries": jnp.zeros((2, 2, 3, 64, 8))}, r"queries=\[2, 2, 3, 64, 8\]: .*q.reshape\(B, K \* G, N, D\)"),
-        ({"queries": jnp.zeros((2, 5, 64, 8))}, r"queries=\[2, 5, 64, 8\]: .*a multiple of K = 2"),
-        ({"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)}, "queries='bfloat16': keys are float32"),
-        ({"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None}, "queries=None: .*all S queries"),
-        ({"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": jnp.zeros((2, 6, 8, 8))}, "queries=.*all S"),
-        ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every"),
-        ({"policy": PyramidKV(budget=16)}, "layers=None: PyramidKV's budget differs by layer"),
-        ({"policy": PyramidKV(budget=16), "layer": 3, "layers": 3}, "layer=3: .*below layers=3"),
-        ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
-        ({"policy": jaxkv.PyramidInfer(budget=64), "layers": 3}, "policy=.*compress_layers"),
-        ({"policy": SnapKV(budget=0.1, window=8)}, "budget=0.1: .*clamp"),
-        ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
-        ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
-        ({"v": jnp.zeros((2, 2, 63, 8))}, r"v='float32\[2, 2, 63, 8\]'"),
-        ({"v": jnp.zeros((2, 2, 64, 8), jnp.bfloat16)}, "v='bfloat16"),
-        ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
-        ({"length": jnp.asarray([64])}, r"length='int32\[1\]': give one whole number for each of 2"),
-        ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
-        ({"room": -1}, "room=-1"),
-        ({"layer": -1}, "layer=-1"),
-    ],
-)
-def test_arguments_are_refused_by_name(changed, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        call(**changed)
-
-
-@pytest.mark.usefixtures("as_users_call")
-def test_tokens_that_do_not_fit_are_refused_by_name():
-    rows, (k, v, q) = call(room=4), draw(1)
-    some = slice(0, 2)
-    for message, use in (
-        (r"k=\[2, 1, 2, 8\]: these rows take", lambda: jaxkv.append(rows, k[:, :1, some], v[:, :1, some])),
-        ("k='bfloat16': ", lambda: jaxkv.append(rows, *(x[:, :, some].astype(jnp.bfloat16) for x in (k, v)))),
-        (r"count=\[3, 0\]", lambda: jaxkv.append(rows, k[:, :, some], v[:, :, some], count=jnp.asarray([3, 0]))),
-        ("layer=1: these rows hold layers 0 to 0", lambda: jaxkv.attend(q[:, :, some], rows, layer=1)),
-        (r"q=\[2, 2, 3, 2, 8\]: ", lambda: jaxkv.attend(q[:, :, some].reshape(2, 2, 3, 2, 8), rows)),
-        (r"q=\[1, 6, 2, 8\]: ", lambda: jaxkv.attend(q[:1, :, some], rows)),
-        ("v='2 layers'", lambda: jaxkv.compress_layers([k], [v, v], policy=KNorm)),
-        (r"k='float32\[2, 2, 8, 8\]'", lambda: jaxkv.compress_layers([k, k[:, :, :8]], [v, v[:, :, :8]], policy=KNorm)),
-    ):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            use()

@@ -4,7 +4,6 @@ import json
 
 import eval_models
 import pytest
-import tiny
 
 import jaxkv
 from jaxkv.evals import TASKS, How
@@ -96,16 +95,7 @@ def test_answers_are_judged_as_asked(judge, said, score):
 
 def test_what_cannot_be_held_is_refused(tmp_path):
     model = eval_models.speaking()
-    with pytest.raises(ValueError, match="turns=10.*the model has 512 positions"):
-        Turns(turns=10).samples(model)
-    with pytest.raises(FileNotFoundError, match=r"no such file; give a question\.jsonl"):
-        Turns(data=str(tmp_path / "none.jsonl")).samples(model)
     with pytest.raises(ValueError, match="no conversation has a reference"):
         Turns(data=stored(tmp_path, {"turns": ["a"]})).samples(model)
     with pytest.raises(ValueError, match="line 1 lacks turns"):
         Turns(data=stored(tmp_path, {"prompt": "a"})).samples(model)
-    with pytest.raises(ValueError, match="tokenizer"):
-        Turns().samples(tiny.tiny(tiny.TWO_LAYERS))
-    for wrong in ({"judge": "gpt-4"}, {"turns": 1}, {"count": 0}, {"words": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-            Turns(**wrong)

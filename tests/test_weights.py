@@ -1,4 +1,4 @@
-"""Weights that a model must not take, dtypes that are none, and a model as a value: printed, pickled, copied."""
+"""Weights that a model must not take, and a model as a value: printed, pickled, copied."""
 
 import copy
 import json
@@ -67,15 +67,6 @@ def test_layers_that_the_checkpoint_does_not_hold(tmp_path, layers):
 def test_sizes_that_would_fill_the_memory(tmp_path, key):
     with pytest.raises(ValueError, match="the config asks for"):
         jaxkv.load(folder(tmp_path, config={key: 2**30}))
-
-
-@pytest.mark.parametrize(
-    "dtype, name",
-    [("foo", "'foo'"), ("bf16", "'bf16'"), (3, "3"), (True, "True"), (float, "'float64'"), ([("a", "f4")], "'void32'")],
-)
-def test_dtypes_that_are_none(dtype, name):
-    with pytest.raises(ValueError, match=f"dtype={name}: give one of float32, bfloat16, float16"):
-        jaxkv.load(FOLDER, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("bfloat16"), "bfloat16", np.dtype(">f4"), np.float16])

@@ -1,0 +1,297 @@
+"""Refusals of calls: what prefill, generate, sessions, samplers and plan_prefill say of prompts and options."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from refusing import calls, door
+from test_generation import DOC, characters
+from test_generation import tiny as speaking
+from test_implementations import chosen
+from test_plan import EQUAL, WIDE
+from test_prompts import CHAT
+from transforming import ENTROPY, SNAP, draw
+
+import jaxkv
+from jaxkv import Greedy, KNorm, MinP, PyramidKV, Session, SnapKV, Temperature, TopK, TopP
+from jaxkv.engine.plan import plan_prefill
+from jaxkv.text.prompts import encode
+
+GQA = tiny.MODELS["gqa3"]
+
+# --- prefill and generate ---------------------------------------------------------------------------------------------
+
+# What both of them take.
+OPTIONS = (
+    ({"params": "smollm2"}, TypeError, r"params='smollm2': give what jaxkv\.load returns: params = jaxkv\.load"),
+    ({"params": None}, TypeError, r"params=NoneType: give what jaxkv\.load returns"),
+    ({"params": tiny.tiny(GQA).decoder}, TypeError, r"params=Decoder: give what jaxkv\.load returns"),
+    ({"cache": "cache.npz"}, TypeError, "cache=str: give what prefill or an earlier generate returned"),
+    ({"cache": object()}, TypeError, "cache=object: give what prefill"),
+    ({"max_new_tokens": True}, "max_new_tokens=True: draw at least 1 token"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0: draw at least 1 token"),
+    ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: draw at least 1 token"),
+    ({"max_new_tokens": None}, "max_new_tokens=None: draw at least 1 token"),
+    ({"max_new_tokens": "8"}, "max_new_tokens='8': draw at least 1 token"),
+    ({"sampling": "greedy"}, TypeError, r"sampling='greedy': give Greedy\(\), Temperature"),
+    ({"sampling": Greedy}, TypeError, r"sampling=Greedy: it is a class: give an instance, such as Greedy\("),
+    ({"sampling": 0.7}, TypeError, r"sampling=0\.7: give Greedy\(\), Temperature"),
+    ({"sampling": Temperature()}, r"key=None: Temperature\(.* needs jax\.random\.key"),
+    ({"stop": b"x"}, TypeError, "stop=b'x': b'x' is no text: give a string"),
+    ({"stop": 5}, TypeError, "stop=5: 5 is no text: give a string"),
+    ({"stop": ["x", 5]}, TypeError, r"stop=\['x', 5\]: 5 is no text"),
+    ({"stop": [["x"]]}, TypeError, r"stop=\[\['x'\]\]: \['x'\] is no text"),
+    ({"stop": ["x", ""]}, r"stop=\['x', ''\]: a stop string has at least one character"),
+    ({"key": 1.5}, TypeError, r"key=float: give jax\.random\.key\(0\), or a seed"),
+    ({"key": True}, TypeError, r"key=bool: give jax\.random\.key\(0\)"),
+    ({"key": "0"}, TypeError, r"key=str: give jax\.random\.key\(0\)"),
+    ({"key": jnp.zeros((2, 2), jnp.uint32)}, TypeError, r"key=uint32\[2, 2\]: give jax\.random\.key"),
+    ({"key": jax.random.split(jax.random.key(0))}, TypeError, r"key=key<.*\[2\]: give jax\.random\.key"),
+    ({"key": -1}, r"key=-1: a seed lies in \[0, 4294967296\)"),
+    ({"key": 2**32}, r"key=4294967296: a seed lies in"),
+    ({"key": 2**70}, r"key=\d+: a seed lies in"),
+    ({"raw": "yes"}, "raw='yes': give True or False"),
+    ({"stream": 1}, "stream=1: give True or False"),
+    ({"stop_at_eos": None}, "stop_at_eos=None: give True or False"),
+    ({"progress": "no"}, "progress='no': give True or False"),
+    ({"implementation": "fast"}, "implementation='fast': use one of auto, xla"),
+    ({"implementation": 3}, "implementation=3: use one of auto, xla"),
+)
+BOTH = {"params", "raw", "key", "progress", "implementation"}
+
+
+def given(options):
+    return {"params": speaking(), "prompt": DOC, **options}
+
+
+def encoded(prompt, **options):
+    return encode(prompt, characters(), speaking().config, close=True, **options)
+
+
+def drawn_by(draw):
+    prompt, key = tiny.prompts(0, (46,))[0], jax.random.key(0)
+    return jaxkv.generate(speaking(), prompt, sampling=draw, key=key, stop_at_eos=False, max_new_tokens=12)
+
+
+CALLS = [
+    *door("generate", lambda options: jaxkv.generate(**given(options)), *OPTIONS),
+    *door("prefill", lambda options: jaxkv.prefill(**given(options)), *(row for row in OPTIONS if {*row[0]} <= BOTH)),
+    *door(
+        "a prompt",
+        encoded,
+        (
+            b"Hello",
+            TypeError,
+            r"prompt=bytes: bytes are neither text nor ids: give prompt\.decode\(\"utf-8\"\), or list",
+        ),
+        (bytearray(b"Hello"), TypeError, r"prompt=bytearray: .*decode"),
+        (memoryview(b"Hello"), TypeError, r"prompt=memoryview: .*decode"),
+        (np.bytes_(b"Hello"), TypeError, r"prompt=bytes_?: .*decode|prompt=\|S5"),
+        (np.asarray([b"Hello"]), TypeError, r"prompt=\|S5: token ids are integers"),
+        ([b"Hello", b"Hi"], TypeError, r"prompt=bytes: .*decode"),
+        (pathlib.Path("question.txt"), TypeError, r"prompt=PosixPath: give the file's text: prompt\.read_text"),
+        ([pathlib.Path("question.txt")], TypeError, r"prompt=PosixPath: .*read_text"),
+        ((word for word in ["a"]), TypeError, r"prompt=generator: .*list\(prompt\)"),
+        (iter([5, 6]), TypeError, r"prompt=list_iterator: .*list\(prompt\)"),
+        ({5, 6}, TypeError, r"prompt=set: .*list\(prompt\)"),
+        ({"role": "user", "content": "Hi"}, TypeError, r"prompt=dict: .*one message goes into a list: \[message\]"),
+        ({"input_ids": [5, 6]}, TypeError, r"prompt=dict: give its ids: prompt\['input_ids'\]"),
+        ([[[5, 6]]], TypeError, "prompt=list: give text, chat messages.*this is a list of list"),
+        ([5, "six"], TypeError, "prompt=list: give text.*a list of int, str"),
+        ([{"role": "user", "content": "Hi"}, "Hi"], TypeError, "prompt=list: give text.*a list of dict, str"),
+        ([5, 6.5], TypeError, "prompt=list: give text.*a list of float, int"),
+        ([5, True], TypeError, "prompt=list: give text.*a list of bool, int"),
+        ([True, False], TypeError, "prompt=bool: give text"),
+        (np.asarray([True, False]), TypeError, "prompt=bool: token ids are integers"),
+        (np.asarray(5), r"prompt=\(\): give ids as \[S\] or \[B, S\]"),
+        (np.zeros((1, 1, 2), np.int32), r"prompt=\(1, 1, 2\): give ids as"),
+        (np.asarray([2**63 + 5], np.uint64), "token ids lie in"),
+        ([2**80], "token ids lie in"),
+        (5, TypeError, "prompt=int: give text"),
+        (object(), TypeError, "prompt=object: give text"),
+        ("half \ud83d a face", r"prompt='half \\ud83d': half a character at 5: decode with errors='replace'"),
+    ),
+    *calls(
+        "a prompt that is raw",
+        (lambda: encoded(CHAT, raw=True), "raw=True: messages are no plain text: leave it out, or give text"),
+    ),
+    *calls(
+        "a sampler",
+        (lambda: Temperature(temperature=0.0), r"temperature=0\.0: give a positive number; Greedy\(\)"),
+        (lambda: TopK(k=0), "k=0: draw from at least 1 token"),
+        (lambda: TopK(k=2, temperature=-1.0), r"temperature=-1\.0: give"),
+        (lambda: TopP(p=0.0), r"p=0\.0: give a probability in \(0, 1\]"),
+        (lambda: TopP(p=1.5), r"p=1\.5: give"),
+        (lambda: MinP(p=-0.1), r"p=-0\.1: give a share"),
+        (lambda: MinP(p=float("nan")), "p=nan: give"),
+        (lambda: Temperature(temperature=float("nan")), "temperature=nan: give"),
+        (lambda: Temperature(temperature="hot"), "temperature='hot': give"),
+        (lambda: Temperature(temperature=True), "temperature=True: give"),
+        (lambda: TopK(k=2.5), "k=2.5: draw from at least 1 token"),
+        (lambda: TopK(k=True), "k=True: draw"),
+    ),
+    *door(
+        "a sampler of ones own",
+        drawn_by,
+        (lambda logits, keys: jnp.full(len(logits), 999, jnp.int32), r"outside of \[0, 96\)"),
+        (lambda logits, keys: jnp.full(len(logits), -1, jnp.int32), r"outside of \[0, 96\)"),
+        (lambda logits, keys: logits[:, 0], TypeError, r"gives float32\[1\]: give one token id"),
+        (lambda logits, keys: jnp.zeros((len(logits), 1), jnp.int32), TypeError, r"gives int32\[1, 1\]: give"),
+        (lambda logits, keys: jnp.int32(3), TypeError, r"gives int32\[\]: give one token id"),
+    ),
+    *door(
+        "an implementation",
+        lambda of: chosen(of[0], **of[1]),
+        (("triton", {}), "triton"),
+        (("pallas", {"platform": "tpu"}), "GPU"),
+        (("cudnn", {"platform": "cpu"}), "cuDNN needs a GPU"),
+        (("cudnn", {"dtype": jnp.float32}), "16 bits"),
+        (("cudnn", {"head_dim": 256}), "head dim"),
+        (("mosaic", {"platform": "cpu", "capability": None}), "needs a GPU, this is cpu"),
+        (("mosaic", {"capability": (8, 0)}), r"9\.0, Hopper's, not 8\.0"),
+        (("mosaic", {"capability": (10, 0)}), r"not 10\.0"),
+        (("mosaic", {"capability": (9, 0), "dtype": jnp.float32}), "bfloat16 and float16, not float32"),
+        (("mosaic", {"capability": (9, 0), "head_dim": 96}), "64 or 128, not 96"),
+    ),
+]
+
+# --- plans and sessions -----------------------------------------------------------------------------------------------
+
+MODEL = tiny.TWO_LAYERS
+IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
+EMPTY = r"prompt=\[.*\]: every prompt needs at least one token"
+
+
+@functools.cache
+def prefilled(policy=SnapKV(budget=16, window=8)):  # noqa: B008  a value
+    session = Session(tiny.tiny(MODEL), policy)
+    return session, session.prefill(IDS)
+
+
+def other() -> Session:
+    """Of another model."""
+    return Session(tiny.tiny(MODEL, seed=1), prefilled()[0].policy)
+
+
+def extended(chunk):
+    session, cache = prefilled(jaxkv.FullKV())
+    session.extend(cache, MORE, chunk=chunk)
+
+
+SESSIONS = [
+    *door("plan_prefill", lambda lengths: plan_prefill(WIDE, EQUAL, lengths), ([], EMPTY), ([5, 0], EMPTY)),
+    *door(
+        "plan_prefill",
+        lambda lengths: plan_prefill(GQA, "full", lengths),
+        *((lengths, EMPTY) for lengths in ([], [0], [2.5], np.zeros(0, np.int32))),
+    ),
+    *door(
+        "plan_prefill of a policy that the model cannot honour",
+        lambda policy: plan_prefill(WIDE, policy, [100]),
+        (jaxkv.OmniKV(filter_layers=(2, 40)), "filter_layers"),
+        (jaxkv.OmniKV(), "filter_layers"),
+        (jaxkv.BrutalOffload(resident_layers=40), "resident_layers=40"),
+    ),
+    *door(
+        "a session",
+        lambda call: call(*prefilled()),
+        (lambda session, cache: session.draw(dataclasses.replace(cache, logits=None), 3), "without logits"),
+        (lambda session, cache: Session(session.params).draw(cache, 3), "policy=FullKV"),
+        (lambda session, cache: other().extend(cache, MORE), "another model"),
+        (lambda session, cache: session.draw(cache, 512), "the model was made for 512"),
+        (lambda session, cache: session.extend(cache, [*MORE, [1]]), "3 prompts"),
+        (lambda session, cache: session.draw(cache, 0), "steps=0"),
+        (lambda session, cache: other().drawing(cache, new=3), "made by another model"),
+    ),
+    *door(
+        "a session's chunks", extended, *((chunk, f"chunk={chunk}: read at least 1 token") for chunk in (0, -4, True))
+    ),
+]
+
+# --- the transform ----------------------------------------------------------------------------------------------------
+
+
+def call(policy=SNAP, **changed):
+    k, v, q = draw()
+    return jaxkv.compress(**({"k": k, "v": v, "queries": q, "policy": policy} | changed))
+
+
+@functools.cache
+def rows():
+    return call(room=4)
+
+
+def on_rows(use):
+    """With rows, and k, v and q of two more tokens."""
+    return use(rows(), *(each[:, :, :2] for each in draw(1)))
+
+
+ARRAYS = [
+    *door(
+        "compress",
+        lambda changed: call(**changed),
+        *(
+            (changed, f"^{told}")
+            for changed, told in (
+                ({"queries": None}, "queries=None: WindowAttention looks at attention: give the last 8 queries"),
+                ({"queries": jnp.zeros((2, 6, 4, 8))}, "queries='4 of 64 tokens': .*last 8 queries"),
+                (
+                    {"queries": jnp.zeros((2, 2, 3, 64, 8))},
+                    r"queries=\[2, 2, 3, 64, 8\]: .*q.reshape\(B, K \* G, N, D\)",
+                ),
+                ({"queries": jnp.zeros((2, 5, 64, 8))}, r"queries=\[2, 5, 64, 8\]: .*a multiple of K = 2"),
+                ({"queries": jnp.zeros((2, 6, 64, 8), jnp.bfloat16)}, "queries='bfloat16': keys are float32"),
+                ({"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None}, "queries=None: .*all S queries"),
+                (
+                    {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": jnp.zeros((2, 6, 8, 8))},
+                    "queries=.*all S",
+                ),
+                ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every"),
+                ({"policy": PyramidKV(budget=16)}, "layers=None: PyramidKV's budget differs by layer"),
+                ({"policy": PyramidKV(budget=16), "layer": 3, "layers": 3}, "layer=3: .*below layers=3"),
+                ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
+                ({"policy": jaxkv.PyramidInfer(budget=64), "layers": 3}, "policy=.*compress_layers"),
+                ({"policy": SnapKV(budget=0.1, window=8)}, "budget=0.1: .*clamp"),
+                ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
+                ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
+                ({"v": jnp.zeros((2, 2, 63, 8))}, r"v='float32\[2, 2, 63, 8\]'"),
+                ({"v": jnp.zeros((2, 2, 64, 8), jnp.bfloat16)}, "v='bfloat16"),
+                ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
+                ({"length": jnp.asarray([64])}, r"length='int32\[1\]': give one whole number for each of 2"),
+                ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
+                ({"room": -1}, "room=-1"),
+                ({"layer": -1}, "layer=-1"),
+            )
+        ),
+        ({"k": jnp.full((2, 2, 64, 8), jnp.nan), "policy": KNorm(budget=8), "layer": 2}, "^scores='NaN': .*layer 2"),
+    ),
+    *door(
+        "append",
+        on_rows,
+        (lambda rows, k, v, q: jaxkv.append(rows, k[:, :1], v[:, :1]), r"^k=\[2, 1, 2, 8\]: these rows take"),
+        (lambda rows, k, v, q: jaxkv.append(rows, *(x.astype(jnp.bfloat16) for x in (k, v))), "^k='bfloat16': "),
+        (lambda rows, k, v, q: jaxkv.append(rows, k, v, count=jnp.asarray([3, 0])), r"^count=\[3, 0\]"),
+    ),
+    *door(
+        "attend",
+        on_rows,
+        (lambda rows, k, v, q: jaxkv.attend(q, rows, layer=1), "^layer=1: these rows hold layers 0 to 0"),
+        (lambda rows, k, v, q: jaxkv.attend(q.reshape(2, 2, 3, 2, 8), rows), r"^q=\[2, 2, 3, 2, 8\]: "),
+        (lambda rows, k, v, q: jaxkv.attend(q[:1], rows), r"^q=\[1, 6, 2, 8\]: "),
+    ),
+    *door(
+        "compress_layers",
+        lambda use: use(*draw(1)),
+        (lambda k, v, q: jaxkv.compress_layers([k], [v, v], policy=KNorm), "^v='2 layers'"),
+        (
+            lambda k, v, q: jaxkv.compress_layers([k, k[:, :, :8]], [v, v[:, :, :8]], policy=KNorm),
+            r"^k='float32\[2, 2, 8, 8\]'",
+        ),
+    ),
+]
+
+ROWS = [*CALLS, *SESSIONS, *ARRAYS]

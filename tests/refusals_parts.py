@@ -1,0 +1,332 @@
+"""Refusals of policies that users write: their classes, and scorers, ranks and mergers that give something else."""
+
+import dataclasses
+from decimal import Decimal
+from fractions import Fraction
+
+import jax.numpy as jnp
+import tiny
+from refusing import calls, door
+from test_user_policies import policy_of
+
+import jaxkv
+from jaxkv import Keep, Merge, Method, OmniKV, Policy, SnapKV
+from jaxkv.policies import (
+    AdaptiveHeads,
+    ByAge,
+    CumulativeAttention,
+    EntropyLayers,
+    Joined,
+    KeyNorm,
+    LoadedReads,
+    Merged,
+    Merger,
+    Parts,
+    Rank,
+    Scorer,
+    SharedHeads,
+    UniformHeads,
+    Wrapper,
+)
+
+GQA = tiny.MODELS["gqa3"]
+READS = OmniKV(budget=8, filter_layers=(1,)).parts().read
+
+
+class Mixed:
+    """No policy itself; says a part of policies derived from it."""
+
+    scorer = KeyNorm()
+
+
+class Narrow:
+    """Likewise, a field."""
+
+    window = 4
+
+
+made = dataclasses.dataclass(frozen=True, kw_only=True)
+Unnoted = type("Unnoted", (SnapKV,), {"budget": 64})
+Unmade = type("Unmade", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64})
+
+
+def derived(name: str, base: type, **said):
+    """A policy's class that says this."""
+    return type(name, (base,), said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(Scorer):
+    """A scorer whose mass is made of the keys' norms by a function."""
+
+    change: object
+
+    def observe(self, seen):
+        return self.change(KeyNorm().observe(seen))
+
+
+@dataclasses.dataclass
+class Loose(Scorer):
+    """A scorer without a hash."""
+
+    observe = KeyNorm.observe
+
+
+def prefilled(scorer, **wraps):
+    policy = policy_of(scorer)
+    return jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=wraps.get("wrap", lambda p: p)(policy))
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(Rank):
+    """A rank that gives whatever it is told to."""
+
+    start: object = None
+    order: object = None
+    decay: float | None = 1.0
+
+    def begin(self, k, v):
+        return super().begin(k, v) if self.start is None else self.start(k)
+
+    def rank(self, score, age):
+        return score if self.order is None else self.order(score)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strange(Merger):
+    """A merger likewise."""
+
+    all: object = None
+    one: object = None
+    compares = ("k",)
+
+    def merge(self, k, v, kept, inside, mass, tau, key):
+        return Merged(k, v, tau) if self.all is None else self.all(k, v)
+
+    def merge_one(self, index, cosine, dropped, nearest, goes, tau):
+        return Joined(goes, None, None, tau) if self.one is None else self.one(goes, dropped)
+
+
+class Telling(Strange):
+    """One with a threshold."""
+
+    thresholds = 1
+
+
+def twice(self, index, cosine, dropped, nearest, goes, tau):
+    return Joined(goes, None, nearest.v + 1, tau)
+
+
+def evicting(rank, merge=None):
+    policy = Policy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
+    return jaxkv.generate(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=policy, max_new_tokens=6, stop_at_eos=False)
+
+
+def with_queries(queries):
+    return Policy(budget=64, scorer=type("Odd", (KeyNorm,), {"queries": queries})())
+
+
+def with_decay(decay):
+    return Policy(budget=64, scorer=KeyNorm(), evict=type("Odd", (ByAge,), {"decay": decay})())
+
+
+PARTS = [
+    *door(
+        "a scorer's observe",
+        lambda change: prefilled(Given(change)),
+        (
+            lambda mass: mass[:, :1],
+            TypeError,
+            r"Given\.observe=float32\[2, 1, 64\]: give one float32 .*\[B, K, S\] = \[2, 2, 64\]",
+        ),
+        (lambda mass: mass[..., 0], TypeError, r"Given\.observe=float32\[2, 2\]: "),
+        (lambda mass: mass.astype(jnp.bfloat16), TypeError, r"Given\.observe=bfloat16\[2, 2, 64\]: give one float32"),
+        (lambda mass: mass > 0, TypeError, r"Given\.observe=bool\[2, 2, 64\]: "),
+        (lambda mass: None, TypeError, r"Given\.observe=NoneType: give one float32"),
+    ),
+    *calls(
+        "a scorer",
+        (lambda: policy_of(Loose()), TypeError, r"scorer=Loose: programs are kept by it .*frozen dataclass"),
+        (
+            lambda: policy_of(derived("Silent", Scorer)()),
+            TypeError,
+            "scorer=Silent: it says nothing of rows: write its method `observe`",
+        ),
+        (
+            lambda: Policy(budget=24, scorer=derived("Sum", KeyNorm, group="sum")()),
+            TypeError,
+            r"scorer\.group='sum': give GroupReduce\.MEAN or GroupReduce\.MAX",
+        ),
+    ),
+    *door(
+        "a scorer's queries",
+        with_queries,
+        *(
+            (queries, TypeError, r"scorer\.queries=.*: give a number of last queries, 0 or more")
+            for queries in (None, "1", [], {}, Decimal("NaN"), -1, True)
+        ),
+    ),
+    *door(
+        "a rank's decay",
+        with_decay,
+        *(
+            (decay, r"evict\.decay=.*: give a share between 0 and 1|rank\.decay")
+            for decay in (Decimal("0.5"), Fraction(1, 2), 1.5, "1")
+        ),
+    ),
+    *door(
+        "a rank, and a merger",
+        lambda both: evicting(*both),
+        (
+            (Odd(start=lambda k: k[..., 0, 0]), None),
+            TypeError,
+            r"Odd\.begin=float32\[2, 2\]: give one float32 for each new row",
+        ),
+        (
+            (Odd(start=lambda k: jnp.zeros(k.shape[:3], int)), None),
+            TypeError,
+            r"Odd\.begin=int32\[2, 2, 1\]: give one float32",
+        ),
+        (
+            (Odd(order=lambda score: score[0]), None),
+            TypeError,
+            r"Odd\.rank=float32\[2, 21\]: give one float32 for each row = ",
+        ),
+        ((Odd(order=lambda score: score > 0), None), TypeError, r"Odd\.rank=bool\["),
+        ((Odd(decay=1.5), None), r"rank\.decay=1\.5: give a share"),
+        ((Odd(), Strange(all=lambda k, v: k)), TypeError, r"Strange\.merge=.*: return Merged\(k, v, tau\)"),
+        (
+            (Odd(), Strange(all=lambda k, v: Merged(k[:, :1], v, None))),
+            TypeError,
+            r"Strange\.merge\.k=float32\[2, 1, 64, 8\]",
+        ),
+        (
+            (Odd(), Strange(one=lambda goes, row: goes)),
+            TypeError,
+            r"Strange\.merge_one=.*: return Joined\(joins, k, v, tau\)",
+        ),
+        (
+            (Odd(), Strange(one=lambda goes, row: Joined(row.k, None, None, None))),
+            TypeError,
+            r"Strange\.merge_one\.joins=float32",
+        ),
+        (
+            (Odd(), Strange(one=lambda goes, row: Joined(goes, row.k[0], None, None))),
+            TypeError,
+            r"Strange\.merge_one\.k=float32\[2, 8",
+        ),
+        (
+            (Odd(), Telling(all=lambda k, v: Merged(k, v, None))),
+            TypeError,
+            r"Telling\.merge\.tau=NoneType: give one float32",
+        ),
+        (
+            (Odd(), Telling(one=lambda goes, row: Joined(goes, None, None, None))),
+            TypeError,
+            r"Telling\.merge_one\.tau=NoneType: give one float32 for each threshold",
+        ),
+        (
+            (Odd(), type("Mute", (Merger,), {"compares": ("k",), "merge": Strange.merge})()),
+            TypeError,
+            "merge=Mute: write its method",
+        ),
+        (
+            (Odd(), type("Twice", (Strange,), {"compares": ("k", "v"), "merge_one": twice})()),
+            "merge=.*Twice.*: two of its",
+        ),
+        ((Odd(), type("Both", (Strange,), {"compares": ("q",)})()), r"merge\.compares=\('q',\): give"),
+    ),
+]
+
+OWN = [
+    *door(
+        "parts of a user's policy",
+        lambda parts: policy_of(**parts),
+        ({"scorer": None}, "budget=20: without a scorer everything is kept: give one"),
+        ({"scorrer": KeyNorm()}, TypeError, "unexpected keyword argument 'scorrer'"),
+        ({"kept_first": 4}, TypeError, "unexpected keyword argument 'kept_first'"),
+        ({"scorer": KeyNorm}, TypeError, r"scorer=KeyNorm: it is a class: give an instance, KeyNorm\(\)"),
+        (
+            {"scorer": "attention"},
+            TypeError,
+            r"scorer='attention': a scorer has queries, sums, rank, observe, scores, too",
+        ),
+        ({"keep": 4}, TypeError, r"keep=4: give Keep\(sinks=4\)"),
+        ({"heads": UniformHeads}, TypeError, "heads=.*: give budgets over heads"),
+        ({"layers": None}, TypeError, "layers=None: give budgets over layers"),
+        ({"rolling": "no"}, "rolling='no': give True or False"),
+        ({"nested": 1}, "nested=1: give True or False"),
+        ({"merge": Merge}, "merge=.*: give Merge"),
+        ({"evict": ByAge}, TypeError, r"rank=ByAge: it is a class: give an instance, ByAge\(\)"),
+        ({"evict": "oldest"}, TypeError, r"rank='oldest': give a rank such as ByAttention\(\)"),
+        ({"evict": ByAge(), "rolling": True}, "after=.*rolling positions move in steps"),
+        ({"evict": ByAge(), "merge": jaxkv.policies.ValueMerge()}, "merge=.*it folds prompts only"),
+        ({"read": 3}, TypeError, "read=3: give what layers read"),
+        ({"read": LoadedReads(resident_layers=1, ahead=0)}, "read=.*are whole prompts: leave the scorer out"),
+        ({"read": READS, "evict": ByAge()}, "read=.*of a prompt that stays"),
+        ({"read": READS, "rolling": True}, "read=.*leave rolling positions out"),
+        ({"rolling": True, "heads": AdaptiveHeads()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
+        ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after=.*segments that lie alike"),
+        ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
+    ),
+    *calls("Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")),
+    *door(
+        "Keep",
+        lambda keep: Keep(**keep),
+        ({"sinks": 1.5}, r"sinks=1\.5: give 0 or more"),
+        ({"window": -1}, "window=-1: give 0 or more"),
+        ({"recent": 2}, "recent=2: give a share between 0 and 1"),
+        ({"protect": (3,)}, r"protect=\(3,\): give spans"),
+    ),
+    *door(
+        "a user's class",
+        lambda cls: cls(),
+        (
+            made(Unnoted),
+            TypeError,
+            r"Unnoted\.budget: it is no field's default: write `budget: \.\.\. = 64` in the class",
+        ),
+        (
+            made(derived("Kept", Policy, keep=Keep(sinks=4))),
+            TypeError,
+            r"Kept\.keep: it is no field's default: write `keep",
+        ),
+        (Unmade, TypeError, r"Unmade\.budget: .*@dataclasses\.dataclass\(frozen=True, kw_only=True\) above it"),
+        (made(derived("Below", Unmade)), TypeError, r"Unmade\.budget: it is no field's default"),
+        (lambda: Policy(budget=20), "budget=20: without a scorer everything is kept"),
+        (lambda: derived("Nothing", Method)(budget=20), TypeError, "Nothing: write its method `parts`"),
+        (
+            lambda: derived("Less", Method, parts=lambda self: 3)(budget=20),
+            TypeError,
+            r"Less\.parts\(\)=3: return Parts",
+        ),
+        (
+            lambda: derived("Without", Method, parts=None)(),
+            TypeError,
+            r"Without\.parts=None: make it a method that returns Parts",
+        ),
+        (lambda: derived("Around", Wrapper)(base=SnapKV(budget=40)), TypeError, "Around: write its method `wrap`"),
+        (
+            lambda: derived("Part", SnapKV, __annotations__={"heads": object}, heads=UniformHeads()),
+            TypeError,
+            r"Part\.heads: nobody reads it: write `parts`",
+        ),
+        *(
+            (
+                lambda name=name: derived("Mute", SnapKV, **{name: property(lambda self: None)}),
+                TypeError,
+                rf"Mute\.{name}: nobody reads it: write `parts`",
+            )
+            for name in ("scorer", "heads", "keep")
+        ),
+        (lambda: type("Mine", (Mixed, SnapKV), {}), TypeError, r"Mixed\.scorer: nobody reads it: write `parts`"),
+        (
+            lambda: made(type("Mine", (Narrow, SnapKV), {}))(budget=64),
+            TypeError,
+            r"Narrow\.window: it is no field's default: write `window: \.\.\. = 4`",
+        ),
+    ),
+]
+
+ROWS = [*OWN, *PARTS]

@@ -1,0 +1,24 @@
+"""Rows of the table of refusals: a door of the library, what is given to it, the error that comes and what it says."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """One refusal. It is called in an empty folder, as users call: without the hook that checks annotations."""
+
+    door: str
+    call: Callable[[], Any]
+    kind: type[Exception]
+    told: str
+
+
+def door(name: str, call: Callable[[Any], Any], *rows: tuple) -> list[Row]:
+    """Rows `(bad, told)`, or `(bad, kind, told)` where the error is no ValueError; `call` takes what is bad."""
+    return [Row(name, functools.partial(call, bad), *(kind or [ValueError]), told) for bad, *kind, told in rows]
+
+
+def calls(name: str, *rows: tuple) -> list[Row]:
+    """The same where every row is a call of its own: `(call, told)`, or `(call, kind, told)`."""
+    return [Row(name, call, *(kind or [ValueError]), told) for call, *kind, told in rows]
