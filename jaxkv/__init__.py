@@ -49,8 +49,8 @@ _HOMES = {
     # Written by docs/make_lists.py.
     "jaxkv.policies.methods": (
         "AdaKV BrutalOffload CaM CriticalKV D2O DefensiveKV ExpectedAttention FullKV "
-        "GlobalBudget H2O KNorm KeyDiff LayerDefensiveKV LocalWindow OmniKV PyramidInfer "
-        "PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
+        "GlobalBudget H2O KNorm KeyDiff LagKV LayerDefensiveKV LocalWindow OmniKV "
+        "PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

@@ -20,6 +20,7 @@ from jaxkv import (
     GlobalBudget,
     KeyDiff,
     KNorm,
+    LagKV,
     LayerDefensiveKV,
     LocalWindow,
     Merge,
@@ -337,6 +338,13 @@ TABLE += (
         name="keydiff",
         make=lambda budget, **kw: KeyDiff(budget=budget, **kw),
         oracle=t.each(t.keydiff),
+        like="knorm",
+    ),
+    Row(
+        name="lagkv",
+        make=lambda budget, **kw: LagKV(budget=budget, lag=4, **kw),
+        oracle=t.lagkv(lag=4),
+        sinks=4,
         like="knorm",
     ),
     Row(

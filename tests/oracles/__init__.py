@@ -18,6 +18,7 @@ from oracles.baselines import *
 from oracles.budgets import *
 from oracles.columns import *
 from oracles.evict import *
+from oracles.lagkv import *
 from oracles.merging import *
 from oracles.policies import *
 from oracles.scores import *

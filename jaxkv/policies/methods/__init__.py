@@ -15,6 +15,7 @@ from jaxkv.policies.methods.cam import CaM
 from jaxkv.policies.methods.criticalkv import CriticalKV
 from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.keydiff import KeyDiff
+from jaxkv.policies.methods.lagkv import LagKV
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
@@ -35,6 +36,7 @@ __all__ = [
     "H2O",
     "KNorm",
     "KeyDiff",
+    "LagKV",
     "LayerDefensiveKV",
     "LocalWindow",
     "OmniKV",
