@@ -183,6 +183,11 @@ def lagkv(**options):
     return each(select)
 
 
+def curdkv(**options):
+    """CurDKV, whose values are the keys here."""
+    return each(lambda layer, q, k, budget: _behind_sinks(o.cur_scores(k, k, **options), budget, k.shape[1]))
+
+
 def prompt_moments(q, sinks=4):
     """Mean and covariance of each query head's queries `[H, n, D]`, as they come: what a scorer is given here."""
     return [o.mean_and_covariance(head[sinks:]) for head in q]

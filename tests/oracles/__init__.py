@@ -17,6 +17,7 @@ from oracles.attention import *
 from oracles.baselines import *
 from oracles.budgets import *
 from oracles.columns import *
+from oracles.curdkv import *
 from oracles.evict import *
 from oracles.lagkv import *
 from oracles.merging import *

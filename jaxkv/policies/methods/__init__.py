@@ -16,6 +16,7 @@ from jaxkv.policies.methods.criticalkv import CriticalKV
 from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.keydiff import KeyDiff
 from jaxkv.policies.methods.lagkv import LagKV
+from jaxkv.policies.methods.curdkv import CurDKV
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
@@ -28,6 +29,7 @@ __all__ = [
     "BrutalOffload",
     "CaM",
     "CriticalKV",
+    "CurDKV",
     "D2O",
     "DefensiveKV",
     "ExpectedAttention",
