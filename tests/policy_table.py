@@ -8,6 +8,7 @@ import table_oracles as t
 from table_oracles import WINDOW, Oracle
 
 from jaxkv import (
+    CAPKV,
     D2O,
     H2O,
     TOVA,
@@ -352,6 +353,13 @@ TABLE += (
         name="curdkv",
         make=lambda budget, **kw: CurDKV(budget=budget, **kw),
         oracle=t.curdkv(),
+        sinks=4,
+        like="knorm",
+    ),
+    Row(
+        name="capkv",
+        make=lambda budget, **kw: CAPKV(budget=budget, **kw),
+        oracle=t.capkv(),
         sinks=4,
         like="knorm",
     ),

@@ -188,6 +188,16 @@ def curdkv(**options):
     return each(lambda layer, q, k, budget: _behind_sinks(o.cur_scores(k, k, **options), budget, k.shape[1]))
 
 
+def capkv(**options):
+    """CAPKV, whose values are the keys here, with mean queries as a scorer is given them here."""
+
+    def select(layer, q, k, budget):
+        means = [mean for mean, _ in prompt_moments(q)]
+        return _behind_sinks(o.cap_scores(means, k, k, **options), budget, k.shape[1])
+
+    return each(select)
+
+
 def prompt_moments(q, sinks=4):
     """Mean and covariance of each query head's queries `[H, n, D]`, as they come: what a scorer is given here."""
     return [o.mean_and_covariance(head[sinks:]) for head in q]

@@ -10,6 +10,7 @@ import tiny
 
 import jaxkv
 from jaxkv import (
+    CAPKV,
     D2O,
     H2O,
     TOVA,
@@ -60,6 +61,7 @@ POLICIES = {
     "keydiff": KeyDiff(budget=ROWS, every=EVERY),
     "lagkv": LagKV(budget=ROWS, lag=4, every=EVERY),
     "curdkv": CurDKV(budget=ROWS, every=EVERY),
+    "capkv": CAPKV(budget=ROWS, every=EVERY),
     "expected": ExpectedAttention(budget=ROWS, future=16, every=EVERY),
     "adakv-expected": AdaKV(base=ExpectedAttention(budget=ROWS, future=16, epsilon=0.01, every=EVERY)),
     "defensive": DefensiveKV(budget=ROWS, window=8, every=EVERY),

@@ -29,7 +29,7 @@ def refusal(row: Row) -> str | None:
         return "none go"
     if row.name == "omnikv":
         return "what is read"
-    if "expected" in row.name:
+    if "expected" in row.name or row.name == "capkv":
         return "queries before RoPE"
     return "output projection" if "critical" in row.name or "defensive" in row.name else None
 

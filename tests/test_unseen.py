@@ -11,6 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import (
+    CAPKV,
     D2O,
     H2O,
     TOVA,
@@ -66,6 +67,8 @@ OTHERS = [
     KeyDiff(budget=16),
     LagKV(budget=16, lag=4),
     CurDKV(budget=16),
+    CAPKV(budget=16),
+    CAPKV(budget=16, every=8),
     ExpectedAttention(budget=16),
     ExpectedAttention(budget=16, every=8),
     AdaKV(base=ExpectedAttention(budget=16)),

@@ -17,6 +17,7 @@ from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.keydiff import KeyDiff
 from jaxkv.policies.methods.lagkv import LagKV
 from jaxkv.policies.methods.curdkv import CurDKV
+from jaxkv.policies.methods.capkv import CAPKV
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
@@ -27,6 +28,7 @@ from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
 __all__ = [
     "AdaKV",
     "BrutalOffload",
+    "CAPKV",
     "CaM",
     "CriticalKV",
     "CurDKV",
