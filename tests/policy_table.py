@@ -8,12 +8,14 @@ import table_oracles as t
 from table_oracles import WINDOW, Oracle
 
 from jaxkv import (
+    CAPKV,
     D2O,
     H2O,
     TOVA,
     AdaKV,
     CaM,
     CriticalKV,
+    CurDKV,
     DefensiveKV,
     ExpectedAttention,
     FullKV,
@@ -21,6 +23,7 @@ from jaxkv import (
     KeyDiff,
     KNorm,
     KVzip,
+    LagKV,
     LayerDefensiveKV,
     LocalWindow,
     Merge,
@@ -340,6 +343,27 @@ TABLE += (
         name="keydiff",
         make=lambda budget, **kw: KeyDiff(budget=budget, **kw),
         oracle=t.each(t.keydiff),
+        like="knorm",
+    ),
+    Row(
+        name="lagkv",
+        make=lambda budget, **kw: LagKV(budget=budget, lag=4, **kw),
+        oracle=t.lagkv(lag=4),
+        sinks=4,
+        like="knorm",
+    ),
+    Row(
+        name="curdkv",
+        make=lambda budget, **kw: CurDKV(budget=budget, **kw),
+        oracle=t.curdkv(),
+        sinks=4,
+        like="knorm",
+    ),
+    Row(
+        name="capkv",
+        make=lambda budget, **kw: CAPKV(budget=budget, **kw),
+        oracle=t.capkv(),
+        sinks=4,
         like="knorm",
     ),
     Row(

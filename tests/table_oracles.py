@@ -166,6 +166,38 @@ def keydiff(layer, q, k, budget):
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
 
+def _behind_sinks(scores, budget, n, gap=np.inf):
+    """Each head's best rows by `scores`, behind four sinks that stay; the smaller of `gap` and that at the cuts."""
+    forced = o.forced_positions(n, 4, 0, ())
+    picked = [o.top_select(row, o.resolve_budget(budget, n), forced, n) for row in scores]
+    return [kept for kept, _ in picked], min(gap, *(own for _, own in picked))
+
+
+def lagkv(**options):
+    """LagKV, whose values are the keys here."""
+
+    def select(layer, q, k, budget):
+        scores, gap = o.lag_scores(k, k, **options)
+        return _behind_sinks(scores, budget, k.shape[1], gap)
+
+    return each(select)
+
+
+def curdkv(**options):
+    """CurDKV, whose values are the keys here."""
+    return each(lambda layer, q, k, budget: _behind_sinks(o.cur_scores(k, k, **options), budget, k.shape[1]))
+
+
+def capkv(**options):
+    """CAPKV, whose values are the keys here, with mean queries as a scorer is given them here."""
+
+    def select(layer, q, k, budget):
+        means = [mean for mean, _ in prompt_moments(q)]
+        return _behind_sinks(o.cap_scores(means, k, k, **options), budget, k.shape[1])
+
+    return each(select)
+
+
 def prompt_moments(q, sinks=4):
     """Mean and covariance of each query head's queries `[H, n, D]`, as they come: what a scorer is given here."""
     return [o.mean_and_covariance(head[sinks:]) for head in q]

@@ -179,7 +179,8 @@ def test_the_extra_takes_what_is_pinned():
 
 
 def test_the_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 150
+    # Without the table of policies, which grows by itself.
+    assert sum(not line.startswith("| `") for line in TEXTS["README.md"].splitlines()) <= 128
 
 
 def test_lists_of_policies_are_made_of_their_files(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import running
 
 import jaxkv
-from jaxkv import AdaKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, StreamingLLM
+from jaxkv import CAPKV, AdaKV, CurDKV, ExpectedAttention, KeyDiff, LagKV, PyramidKV, SnapKV, StreamingLLM
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -61,11 +61,23 @@ UNSEEN_MAKERS = {
 UNSEEN_CASES = [f"{name}_{ratio}" for name in UNSEEN_MAKERS for ratio in ("r0.75", "r0.9")]
 
 
+# Newer methods, likewise.
+METHODS = running.archive("parity/p600_methods.npz")
+METHOD_MAKERS = {
+    "lagkv": lambda n: LagKV(budget=n),
+    "cur": lambda n: CurDKV(budget=n),
+    "cappress": lambda n: CAPKV(budget=n),
+}
+METHOD_CASES = [f"{name}_{ratio}" for name in METHOD_MAKERS for ratio in ("r0.75", "r0.9")]
+
+
 def policy_of(case):
     # kvpress truncates 600 * (1 - 0.9) in floats to 59 rows; its PyramidKV rounds to 60. The average says which.
     name = case.rsplit("_", 1)[0]
     if name in UNSEEN_MAKERS:
         return UNSEEN_MAKERS[name](round(UNSEEN[f"{case}__kept"].sum(axis=-1).mean()))
+    if name in METHOD_MAKERS:
+        return METHOD_MAKERS[name](round(METHODS[f"{case}__kept"].sum(axis=-1).mean()))
     return MAKERS[name](round(GOLDEN[f"{case}__n_kept"].mean()))
 
 
@@ -148,6 +160,28 @@ def test_rows_and_scores_without_a_look_at_the_end(case):
         # Sinks have no score here; there they have the largest.
         expected = UNSEEN[f"{case}__scores"][index, :, first:]
         assert running.gap(ours.scores[layer][:, first:], expected) < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", METHOD_CASES)
+def test_rows_and_scores_of_newer_methods(case):
+    theirs, ours = METHODS[f"{case}__kept"], run(case)
+    assert ours.kept.sum() == theirs.sum()
+    first = policy_of(case).parts().keep.sinks
+    for index, layer in enumerate(SCORED_LAYERS):
+        # Sinks have no score here; there they have the largest. LagKV's last rows all score 1 there.
+        found, expected = ours.scores[layer][:, first:], METHODS[f"{case}__scores"][index, :, first:]
+        found = np.minimum(found, 1.0) if case.startswith("lagkv") else found
+        assert running.gap(found, expected) < 1e-4 * np.abs(expected).max()
+    if not case.startswith("lagkv"):
+        assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()
+        return
+    # More than the budget is tied at the top there, and any of it stays, in places not even the sinks. Here sinks stay,
+    # and the last of the tied rows; what both keep are tied rows alone.
+    tied = np.flatnonzero(METHODS[f"{case}__scores"][0, 0] == 1)
+    assert len(tied) > theirs[0, 0].sum()
+    rows = [*range(first), *range(len(IDS) - int(theirs[0, 0].sum()) + first, len(IDS))]
+    assert np.isin(np.nonzero(theirs)[-1], tied).all() and np.isin(rows, tied).all()
+    assert ours.kept[..., rows].all()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,7 +31,7 @@ def refusal(row: Row) -> str | None:
         return "what is read"
     if row.name == "kvzip":
         return "reads the prompt twice"
-    if "expected" in row.name:
+    if "expected" in row.name or row.name == "capkv":
         return "queries before RoPE"
     return "output projection" if "critical" in row.name or "defensive" in row.name else None
 

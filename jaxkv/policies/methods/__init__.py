@@ -15,19 +15,24 @@ from jaxkv.policies.methods.cam import CaM
 from jaxkv.policies.methods.criticalkv import CriticalKV
 from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.keydiff import KeyDiff
+from jaxkv.policies.methods.lagkv import LagKV
+from jaxkv.policies.methods.curdkv import CurDKV
+from jaxkv.policies.methods.capkv import CAPKV
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
+from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
-from jaxkv.policies.methods.kvzip import KVzip
 # isort: on
 
 __all__ = [
     "AdaKV",
     "BrutalOffload",
+    "CAPKV",
     "CaM",
     "CriticalKV",
+    "CurDKV",
     "D2O",
     "DefensiveKV",
     "ExpectedAttention",
@@ -37,6 +42,7 @@ __all__ = [
     "KNorm",
     "KVzip",
     "KeyDiff",
+    "LagKV",
     "LayerDefensiveKV",
     "LocalWindow",
     "OmniKV",

@@ -1,0 +1,120 @@
+"""CAPKV: keep the rows whose values span most of what queries are likely to read."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Float
+
+from jaxkv._checks import field, real, whole
+from jaxkv._values import Value
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import FutureQueries, Observed, Scorer
+
+# Added to weights, as in kvpress.
+_EPSILON = 1e-6
+# Least ridge as a share of the matrix' trace: beside much larger numbers float32 would lose a ridge of 1.
+_RIDGE = 1e-6
+# Largest number of a value that counts, so that sums of products stay finite.
+_MOST = 1e14
+# Not TF32, on GPUs.
+_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueCapacity(Scorer, Value):
+    """CAPKV's scorer: leverage of a row's value among all values, weighted by how well its key fits the mean query.
+
+    A row's weight w is exp(tau * cosine of key and mean query), over the largest of the query head; its score is
+    w v^T A^-1 v with A = I + sum of w v v^T, averaged over the group's query heads. The mean query is that of the
+    text's queries, rotated by the mean rotation of the 512 positions to come. `sinks` first rows take no part.
+    """
+
+    looks_at_end: ClassVar[bool] = False
+
+    sinks: int = 4
+    tau: float = 5.0
+    remembered: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Number of last queries that caches remember for the next compression: `remembered`."""
+        return self.remembered
+
+    @property
+    def future(self) -> FutureQueries:
+        """Settings (`FutureQueries`) of the mean query after the text, which `observe` reads."""
+        return FutureQueries(skip=self.sinks, covariance=False)
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: weighted leverage of each row's value, mean over the group's query heads."""
+        if seen.moments is None:
+            raise TypeError("ValueCapacity needs the mean of the queries")
+        index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
+        counts = jnp.broadcast_to((index >= self.sinks) & (index < seen.length[:, None, None]), seen.k.shape[:3])
+        v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
+
+        def sums(head: tuple[Array, ...]) -> tuple[Float[Array, "G S"], Float[Array, "G D D"]]:
+            mean, k, v, counted = head
+            fit = jnp.where(counted, self.tau * _product(_unit(mean), _unit(k).T), -jnp.inf)
+            weight = jnp.exp(fit - jnp.maximum(fit.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min))
+            wide = v.astype(jnp.float32)
+            return weight, lax.map(lambda w: _product(wide.T * (w + _EPSILON), wide), weight)
+
+        def score(head: tuple[Array, ...]) -> Float[Array, " S"]:
+            v, weight, inverse = head
+            leverage = lax.map(lambda each: (_product(v.astype(jnp.float32), each.T) ** 2).sum(axis=-1), inverse)
+            return (weight * leverage).mean(axis=0)
+
+        # A kv head at a time: float32 copies of all rows are in memory for one head alone.
+        mean, k, v, counts = (each.reshape(-1, *each.shape[2:]) for each in (seen.moments.mean, seen.k, v, counts))
+        weight, total = lax.map(sums, (mean, k, v, counts))
+        identity = jnp.eye(total.shape[-1], dtype=jnp.float32)
+        ridge = jnp.maximum(_RIDGE * jnp.trace(total, axis1=-2, axis2=-1), 1.0)[..., None, None]
+        lower = jnp.linalg.cholesky(total + ridge * identity)
+        inverse = solve_triangular(lower, jnp.broadcast_to(identity, lower.shape), lower=True)
+        return lax.map(score, (v, weight, inverse)).reshape(seen.k.shape[:3])
+
+
+def _unit(rows: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    """Rows in float32 with an L2 norm of 1; zeros stay."""
+    wide = rows.astype(jnp.float32)
+    return wide / jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1, keepdims=True)), 1e-12)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CAPKV(Method):
+    """Keeps sinks and the rows whose values, weighted by the mean query's fit to their keys, span the most.
+
+    Attributes:
+        sinks: first tokens that always stay; their queries are left out of the mean.
+        tau: sharpness of the weights: 0 weighs all rows alike.
+        remembered: last queries whose mean counts where rows are chosen again (`every`).
+
+    References:
+        CAPKV, arXiv:2604.25975; with normalised keys and a rotated mean query, as in kvpress.
+    """
+
+    budget: int | float | None = 1024
+    sinks: int = 4
+    tau: float = 5.0
+    remembered: int = 256
+
+    paper: ClassVar[str] = "CAPKV, arXiv:2604.25975"
+
+    def _check(self) -> None:
+        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        field(self, "tau", real, "give a number from 0 to 1000", high=1000.0)
+        field(self, "remembered", whole, "remember at least 1 query")
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by the weighted leverage of their values, and always keep sinks."""
+        # A cache that is not compressed again remembers nothing.
+        scorer = ValueCapacity(sinks=self.sinks, tau=self.tau, remembered=self.remembered if self.every else 0)
+        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

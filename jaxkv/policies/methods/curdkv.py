@@ -1,0 +1,104 @@
+"""CurDKV: keep the rows that a CUR decomposition would choose, by the norms of keys and values."""
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv._checks import choice, field, whole
+from jaxkv._values import Value
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import Observed, Scorer
+
+# Largest squared norm that counts: sums of them stay finite.
+_MOST = 1e30
+
+
+class Leverage(enum.Enum):
+    """Enum of which leverage scores count: of KEY, of VALUE, their AVERAGE or their PRODUCT."""
+
+    KEY = "key"
+    VALUE = "value"
+    AVERAGE = "kv_avg"
+    PRODUCT = "kv_product"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalLeverage(Scorer, Value):
+    """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a window of rows.
+
+    Attributes:
+        leverage: `Leverage`, or its value: which of the two count.
+        local_window: rows of a window, counted from the first row; a window as long as the text compares all its rows.
+
+    References:
+        Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
+    """
+
+    leverage: Leverage | str = Leverage.PRODUCT
+    local_window: int = 16
+
+    def __post_init__(self) -> None:
+        field(self, "leverage", choice, Leverage)
+        field(self, "local_window", whole, "compare windows of at least 1 row")
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: leverage of keys and values, over the head's sum of it."""
+        k, v = (self._shares(rows, seen.length) for rows in (seen.k, seen.v))
+        score = {
+            Leverage.KEY: k,
+            Leverage.VALUE: v,
+            Leverage.AVERAGE: (k + v) / 2,
+            Leverage.PRODUCT: k * v,
+        }[Leverage(self.leverage)]
+        total = score.sum(axis=-1, keepdims=True)
+        return score / jnp.where(total > 0, total, 1.0)
+
+    def _shares(self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Squared L2 norm of each row over the sum of its window; 0 in windows without one."""
+        slots = rows.shape[2]
+        size = min(self.local_window, slots)
+        inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
+        square = jnp.minimum((rows.astype(jnp.float32) ** 2).sum(axis=-1), _MOST)
+        square = jnp.pad(jnp.where(inside, square, 0.0), ((0, 0), (0, 0), (0, -slots % size)))
+        windows = square.reshape(*square.shape[:2], -1, size)
+        total = windows.sum(axis=-1, keepdims=True)
+        return (windows / jnp.where(total > 0, total, 1.0)).reshape(square.shape)[..., :slots]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurDKV(Method):
+    """Keeps sinks and the rows whose keys and values have the largest norms among their neighbours.
+
+    Norms stand for the leverage scores of a CUR decomposition, without the random projection that estimates them
+    cheaper. It looks at keys and values alone: no question has to be known, and no attention is computed.
+
+    Attributes:
+        sinks: first tokens that always stay.
+        leverage: `Leverage`, or its value: "key", "value", "kv_avg" or "kv_product".
+        local_window: tokens among which norms are compared.
+
+    References:
+        Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
+    """
+
+    budget: int | float | None = 1024
+    sinks: int = 4
+    leverage: Leverage | str = Leverage.PRODUCT
+    local_window: int = 16
+
+    paper: ClassVar[str] = "CurDKV, arXiv:2509.15038"
+
+    def _check(self) -> None:
+        scorer = LocalLeverage(leverage=self.leverage, local_window=self.local_window)
+        self._adopt(scorer, "leverage", "local_window")
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by norms among their neighbours, and always keep sinks."""
+        scorer = LocalLeverage(leverage=self.leverage, local_window=self.local_window)
+        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

@@ -1,0 +1,139 @@
+"""LagKV, CurDKV and CAPKV where the policy table does not look: options, short prompts, rows alike, zero norms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import table_oracles as t
+import test_oracle_agreement as agreement
+import tiny
+from hypothesis import assume, given, settings
+from policy_table import Row
+
+from jaxkv import CAPKV, CurDKV, LagKV
+from jaxkv.policies import Observed, QueryMoments
+
+GQA = tiny.MODELS["gqa3"]
+EACH = {
+    "lagkv": LagKV(lag=4),
+    "lagkv-cross": LagKV(lag=4, cross_scoring=True),
+    "curdkv": CurDKV(),
+    "curdkv-average": CurDKV(leverage="kv_avg", local_window=1000),
+    "capkv": CAPKV(),
+}
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def observed(policy, k, v, lengths, mean=None):
+    """The scorer's observations of one layer of keys and values `[B, K, S, D]`."""
+    scorer, (batch, heads, _, dim) = policy.parts().scorer, k.shape
+    seen = Observed(
+        q=jnp.zeros((batch, heads, 2, 0, dim)),
+        q_positions=jnp.zeros((batch, 0), jnp.int32),
+        k=jnp.asarray(k),
+        v=jnp.asarray(v),
+        length=jnp.asarray(lengths, jnp.int32),
+        layer=jnp.int32(0),
+        key=jax.random.key(0),
+    )
+    if scorer.future is not None:
+        mean = drawn(batch, heads, 2, dim, seed=7) if mean is None else mean
+        moments = QueryMoments(mean=jnp.asarray(mean), covariance=None, asked=scorer.future)
+        seen = seen.__class__(**{**vars(seen), "moments": moments})
+    return scorer.observe(seen)
+
+
+def _row(make, oracle):
+    return Row(name="", make=lambda budget, **kw: make(budget=budget, **kw), oracle=oracle)
+
+
+OPTIONS = {
+    "lagkv-cross": _row(lambda **kw: LagKV(lag=4, cross_scoring=True, **kw), t.lagkv(lag=4, ranks=False)),
+    "lagkv-long": _row(lambda **kw: LagKV(lag=17, **kw), t.lagkv(lag=17)),
+    "curdkv-key": _row(lambda **kw: CurDKV(leverage="key", **kw), t.curdkv(leverage="key")),
+    "curdkv-value": _row(
+        lambda **kw: CurDKV(leverage="value", local_window=7, **kw), t.curdkv(leverage="value", local_window=7)
+    ),
+    "curdkv-average": _row(
+        lambda **kw: CurDKV(leverage="kv_avg", local_window=100, **kw), t.curdkv(leverage="kv_avg", local_window=100)
+    ),
+    "capkv-flat": _row(lambda **kw: CAPKV(tau=0.0, **kw), t.capkv(tau=0.0)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(max_examples=3)
+@given(seed=agreement.seeds, lengths=agreement.lengths_of_two)
+def test_options_agree_with_the_oracle(name, seed, lengths):
+    assume(agreement.check_agreement(OPTIONS[name], seed, 3, lengths, 20))
+
+
+def test_rows_alike_rank_by_position_in_every_partition():
+    k = np.tile(drawn(1, 1, 1, 8), (1, 2, 30, 1))
+    found = np.asarray(observed(LagKV(lag=8), k, k, [30]))
+    # Constant channels: no partition has a range, and no row stands out.
+    np.testing.assert_array_equal(found[0, :, 4:20] * 8, [[*range(7, -1, -1)] * 2] * 2)
+    assert (found[0, :, 20:] >= 1).all() and (np.diff(found[0, :, 20:]) > 0).all()
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 12, 19, 20])
+def test_a_budget_below_the_last_rows_keeps_the_last_of_them(n):
+    """Texts with less than two partitions, and one with just two."""
+    cache, logits, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(0, (n, 30)), LagKV(budget=6, lag=8))
+    assert np.isfinite(logits).all()
+    expected = sorted({*range(min(n, 4)), *range(max(0, n - 2), n)})
+    assert all(head == expected for layer in tiny.kept(cache) for head in layer[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-20, 1e5, 1e18])
+@pytest.mark.parametrize("policy", EACH.values(), ids=EACH)
+def test_scores_of_extreme_rows_are_finite(policy, scale):
+    k, v = (drawn(2, 2, 40, 8, seed=seed) * np.float32(scale) for seed in (1, 2))
+    # The second text's padding holds anything, and few rows of one direction make a matrix of low rank.
+    k[1, :, 25:], v[1, :, 25:], v[0] = np.nan, np.nan, v[0, :, :1]
+    found = np.asarray(observed(policy, k, v, [40, 25]))
+    assert np.isfinite(found[0]).all() and np.isfinite(found[1, :, :25]).all()
+    assert np.isfinite(np.asarray(observed(policy, k, v, [2, 1]))[:, :, 0]).all()
+
+
+def test_a_mean_query_of_zero_weighs_all_rows_alike():
+    k, v = (drawn(1, 2, 40, 8, seed=seed) for seed in (1, 2))
+    of_zero = observed(CAPKV(), k, v, [40], mean=np.zeros((1, 2, 2, 8), np.float32))
+    np.testing.assert_allclose(of_zero, observed(CAPKV(tau=0.0), k, v, [40]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", EACH.values(), ids=EACH)
+def test_scores_of_16_bits_are_computed_in_float32(policy, dtype):
+    k, v = (jnp.asarray(drawn(1, 2, 40, 8, seed=seed), dtype) for seed in (1, 2))
+    found = observed(policy, k, v, [40])
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, observed(policy, k.astype("float32"), v.astype("float32"), [40]), rtol=1e-6)
+
+
+def test_capacity_takes_texts_of_several_blocks():
+    k, v = (drawn(1, 1, 1100, 8, seed=seed) for seed in (1, 2))
+    mean = drawn(1, 1, 2, 8)
+    expected = t.o.cap_scores(mean[0, 0], k[0], v[0])
+    np.testing.assert_allclose(observed(CAPKV(), k, v, [1100], mean)[0], expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LagKV(lag=0), "lag=0: compare partitions"),
+        (lambda: LagKV(sinks=-1), "sinks=-1"),
+        (lambda: LagKV(cross_scoring=1), "cross_scoring=1"),
+        (lambda: LagKV(budget=3), "budget=3: below sinks"),
+        (lambda: CurDKV(local_window=0), "local_window=0: compare windows"),
+        (lambda: CurDKV(leverage="both"), "leverage='both'"),
+        (lambda: CAPKV(tau=-1), "tau=-1"),
+        (lambda: CAPKV(remembered=0), "remembered=0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
