@@ -8,6 +8,7 @@ import table_oracles as t
 from table_oracles import WINDOW, Oracle
 
 from jaxkv import (
+    CAKE,
     D2O,
     H2O,
     TOVA,
@@ -294,6 +295,14 @@ TABLE += (
         window=WINDOW,
         merges=True,
         like="snapkv",
+    ),
+    Row(
+        name="cake",
+        make=lambda budget, **kw: CAKE(budget=budget, window=WINDOW, **kw),
+        oracle=t.window(oracle=o.cake),
+        window=WINDOW,
+        level=False,
+        like="pyramidkv-entropy",
     ),
     Row(
         name="criticalkv",

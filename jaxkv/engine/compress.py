@@ -205,10 +205,10 @@ def _observe(
     scores, mass = scored(matters, seen, axes)
     if spread.from_scores and not spread.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
+        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen)
         each = gathered(each, "K", 1, axes)
-        each = gathered(each, "G", 2, axes) if each.ndim == 3 else each
-        weight = spread.weight(each.reshape(len(each), -1))
+        each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
+        weight = spread.weight(each.reshape(len(each), -1, *each.shape[3:]))
     return scores, mass, weight
 
 

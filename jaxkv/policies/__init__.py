@@ -25,6 +25,7 @@ from jaxkv.policies.layers import (
 )
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.methods import *  # noqa: F403
+from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
@@ -78,6 +79,7 @@ __all__ = [
     "Policy",
     "PoolOrder",
     "Position",
+    "PreferenceLayers",
     "ProtectedHeads",
     "QueryMoments",
     "Rank",
@@ -94,6 +96,7 @@ __all__ = [
     "UniformLayers",
     "ValueMerge",
     "VarianceLayers",
+    "VaryingAttention",
     "Weights",
     "WindowAttention",
     "WorstAttention",

@@ -16,6 +16,7 @@ from oracles.ada import *
 from oracles.attention import *
 from oracles.baselines import *
 from oracles.budgets import *
+from oracles.cake import *
 from oracles.columns import *
 from oracles.evict import *
 from oracles.merging import *
