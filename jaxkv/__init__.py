@@ -49,8 +49,8 @@ _HOMES = {
     # Written by docs/make_lists.py.
     "jaxkv.policies.methods": (
         "AdaKV BrutalOffload CAKE CaM CriticalKV D2O DefensiveKV ExpectedAttention "
-        "FullKV GlobalBudget H2O KNorm KeyDiff LayerDefensiveKV LocalWindow OmniKV "
-        "PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
+        "FullKV GlobalBudget H2O HeadKV KNorm KeyDiff LayerDefensiveKV LocalWindow "
+        "OmniKV PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

@@ -26,6 +26,7 @@ from jaxkv.policies.layers import (
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
+from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
@@ -56,6 +57,7 @@ __all__ = [
     "GiniLayers",
     "GlobalLayers",
     "GroupReduce",
+    "Importance",
     "Joined",
     "KVPressLayers",
     "Keep",

@@ -19,6 +19,7 @@ from oracles.budgets import *
 from oracles.cake import *
 from oracles.columns import *
 from oracles.evict import *
+from oracles.headkv import *
 from oracles.merging import *
 from oracles.policies import *
 from oracles.scores import *

@@ -50,9 +50,7 @@ class VaryingAttention(WindowAttention):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceLayers(FromScores):
-    """CAKE's layer budgets: in proportion to entropy^(1/tau1) * variance^(1/tau2) of attention; exact sum.
-
-    Both are of the scorer's last queries' attention to the rows before them, summed over rows, queries and heads.
+    """CAKE's layer budgets: in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention; exact.
 
     Attributes:
         tau1: temperature of the entropy of each query's attention over rows.
