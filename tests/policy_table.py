@@ -8,6 +8,7 @@ import table_oracles as t
 from table_oracles import WINDOW, Oracle
 
 from jaxkv import (
+    CAKE,
     CAPKV,
     D2O,
     H2O,
@@ -300,6 +301,14 @@ TABLE += (
         window=WINDOW,
         merges=True,
         like="snapkv",
+    ),
+    Row(
+        name="cake",
+        make=lambda budget, **kw: CAKE(budget=budget, window=WINDOW, **kw),
+        oracle=t.window(oracle=o.cake),
+        window=WINDOW,
+        level=False,
+        like="pyramidkv-entropy",
     ),
     Row(
         name="criticalkv",

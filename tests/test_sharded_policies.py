@@ -37,8 +37,8 @@ TRAVELS = {
     "embed": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
     "layer": {"all-reduce": ["B R E", "B K R"]},
-    # What is observed, where a group's query heads lie apart; claims of heads on their layer's budget.
-    "_observe": {"all-reduce": ["B K R", "B R"], "all-gather": ["B K", "B K G"]},
+    # What is observed, where a group's query heads lie apart; claims of heads, of n numbers each, on rows.
+    "_observe": {"all-reduce": ["B K R", "B R"], "all-gather": ["B K", "B K G", "B K G n"]},
     "unordered": {"all-reduce": [""]},
     "_choose": {"all-gather": ["B K R", "B J R"]},
     # Whether any head drops rows.

@@ -1,5 +1,6 @@
 """Budgets of layers by variance: exact whatever the variances, and what D2O's appendix proves about water-filling."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles as o
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.policies import OfficialVarianceLayers, Statistic, VarianceLayers
+from jaxkv.policies import Observed, OfficialVarianceLayers, Statistic, VarianceLayers
 
 KINDS = [each.value for each in Statistic]
 LAYERS, LENGTH = 6, 400
@@ -84,8 +85,19 @@ def test_the_statistic_agrees_with_the_oracle(kind):
     sums = np.pad(o.column_sums(q, k).reshape(1, 2, 2, 30), ((0, 0),) * 3 + ((0, 10),), constant_values=7.0)
     length = jnp.asarray([30], jnp.int32)
     nothing = jnp.zeros((1, 2, 40), jnp.float32), jnp.zeros((1, 1, 40), bool)
+    keys = jnp.zeros((1, 2, 40, 8), jnp.float32)
+    seen = Observed(
+        q=jnp.zeros((1, 2, 2, 0, 8), jnp.float32),
+        q_positions=jnp.zeros((1, 0), jnp.int32),
+        k=keys,
+        v=keys,
+        length=length,
+        layer=jnp.int32(0),
+        key=jax.random.key(0),
+        sums=jnp.asarray(sums, jnp.float32),
+    )
     layers = VarianceLayers(statistic=kind)
-    ours = layers.weight(layers.of_heads(*nothing, jnp.asarray(sums, jnp.float32), length).reshape(1, -1))
+    ours = layers.weight(layers.of_heads(*nothing, seen).reshape(1, -1))
     np.testing.assert_allclose(ours, [o.layer_statistic(q, k, kind)], rtol=1e-5)
 
 

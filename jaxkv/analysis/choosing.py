@@ -185,7 +185,8 @@ class _Choices:
         axes = self.flat.axes
         for layers, wanted, last in zip(groups, rows, recent, strict=True):
             some, newest = (place(each, "B", axes, jnp.int32) for each in (wanted, last))
-            masks = choose(layers, some, newest, self.below, heads=self.parts.heads, axes=axes).masks
+            heads, index = self.parts.heads, len(self.chosen)
+            masks = choose(layers, some, newest, self.below, heads=heads, axes=axes, index=index).masks
             self.below = masks[-1][:, 0] if self.parts.nested else None
             self.chosen += [host(mask)[0] for mask in masks]
         self.waiting = []

@@ -98,9 +98,9 @@ def window_mass(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
-    reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
-) -> Float[Array, "B K S"]:
-    """Scores `f32[B, K, S]`: attention probabilities of w queries over all keys, reduced by `reduce` head by head.
+    reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "*n"]],
+) -> Float[Array, "B K *n"]:
+    """Attention probabilities of w queries over all keys, reduced by `reduce` head by head: to `[S]` scores, say.
 
     `reduce` takes one kv head's float32 probabilities and its queries' positions. Negative positions are padding, of a
     prompt shorter than w.
@@ -108,12 +108,13 @@ def window_mass(
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
-        """Scores `f32[S]` of the keys of one kv head of one sequence."""
+        """Reduced probabilities of one kv head of one sequence."""
         return reduce(probabilities(*inputs), inputs[2])
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
     by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread))
-    return lax.map(head, by_head).reshape(batch, heads, -1)
+    reduced = lax.map(head, by_head)
+    return reduced.reshape(batch, heads, *reduced.shape[1:])
 
 
 def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:

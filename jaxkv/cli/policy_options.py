@@ -8,14 +8,14 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from jaxkv._errors import require
 from jaxkv._values import shortened
 from jaxkv.cli.fields import Arity, Words, kinds_of, words_of
 from jaxkv.cli.numbers import real, whole
-from jaxkv.policies import MaxPool, Merge, Method, NoPool
+from jaxkv.policies import AvgPool, MaxPool, Merge, Method, NoPool
 from jaxkv.policies.attended import Pooling
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
@@ -95,7 +95,7 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
     words, default = words_of(kinds), typing.cast(Any, field.default)
     # Fields that hold a part of a policy, which the command line sets by one number or a switch.
     if kinds and set(kinds) <= set(typing.get_args(Pooling)):
-        words = Words(read=_pooling, metavar="K")
+        words = Words(read=partial(_pooling, AvgPool if isinstance(default, AvgPool) else MaxPool), metavar="K")
         flag = "--pool-kernel" if field.name == "pooling" else f"{flag}-kernel"
         about = "width of the pooling over neighbours, odd; 1 for none"
     elif kinds == (LayerBudgets,) and hasattr(default, "beta"):
@@ -109,10 +109,10 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
     return None if words is None else Option(field=field.name, flag=flag, words=words, about=about)
 
 
-def _pooling(word: str) -> MaxPool | NoPool:
-    """Max pooling with the kernel width parsed from `word`; `NoPool` for width 1."""
+def _pooling(kind: type[AvgPool | MaxPool], word: str) -> Pooling:
+    """Pooling of class `kind` with the kernel width parsed from `word`; `NoPool` for width 1."""
     kernel = whole(word)
-    return NoPool() if kernel == 1 else MaxPool(kernel)
+    return NoPool() if kernel == 1 else kind(kernel)
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._values import Typed
-from jaxkv.policies.heads import HeadBudgets, chooses_apart, most_rows, own_budgets, within_capacity
+from jaxkv.policies.heads import HeadBudgets, chooses_apart, most_rows, needs_layer, own_budgets, within_capacity
 from jaxkv.policies.topk import sortable, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
@@ -67,16 +67,19 @@ def choose(
     *,
     heads: HeadBudgets,
     axes: Axes | None = None,
+    index: int = 0,
 ) -> Choice:
     """Masks of the rows to keep by score, one per layer (layers may share a budget), and the count of moved rows.
 
     `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
     last `recent` rows of every layer. Only rows in `allowed`, by default all, can be chosen. Sequences that are not
-    `due` keep all rows. Ties go to the lowest head, then to the lowest layer, then to the lowest position.
+    `due` keep all rows. `index` is that of the first layer. Ties go to the lowest head, then to the lowest layer, then
+    to the lowest position.
     """
     if layers[0].scores is None:
         return Choice(tuple(layer.inside for layer in layers), None)
-    return _choose(tuple(layers), rows, recent, allowed, due, heads=Typed(heads), axes=axes)
+    layer = jnp.int32(index) if needs_layer(heads) else None
+    return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=Typed(heads), axes=axes)
 
 
 @program(static=("heads", "axes"))
@@ -86,6 +89,7 @@ def _choose(
     recent: Int[Array, " B"] | None,
     allowed: Bool[Array, "B S"] | None,
     due: Bool[Array, " B"] | None,
+    index: Int[Array, ""] | None,
     *,
     heads: Typed,
     axes: Axes | None,
@@ -105,8 +109,9 @@ def _choose(
     anyway = forced[:, 0].sum(axis=-1, dtype=jnp.int32)
     most = candidates.sum(axis=(1, 2), dtype=jnp.int32) // candidates.shape[1]
     base = jnp.clip(rows - anyway, 0, most)
-    chosen = budgets.choose(scores, candidates, base, anyway, norms)
-    if candidates.shape[1] > 1 and not budgets.uniform:
+    of: dict[str, Any] = {} if index is None else {"layer": index}
+    chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
+    if not budgets.uniform and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates
         left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(len(base), -1)

@@ -173,9 +173,10 @@ def _chosen(
         choice = choose(seen, rows[0], recent[0], due=due, heads=parts.heads, axes=source.axes)
         return list(choice.masks), choice.moved
     masks, moved = list[Array](), None
-    for at in range(len(group)):
+    for at, index in enumerate(group):
         # Free a layer's scores as soon as its rows have been chosen.
-        choice = choose([seen.pop(0)], rows[at], recent[at], below, due, heads=parts.heads, axes=source.axes)
+        one, heads, axes = [seen.pop(0)], parts.heads, source.axes
+        choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=index)
         masks += choice.masks
         moved, below = moved_in_all(moved, choice.moved), masks[-1][:, 0] if parts.nested else None
     return masks, moved
@@ -205,10 +206,10 @@ def _observe(
     scores, mass = scored(matters, seen, axes)
     if spread.from_scores and not spread.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen.sums, seen.length)
+        each = spread.of_heads(mass, (inside & ~forced)[:, None], seen)
         each = gathered(each, "K", 1, axes)
-        each = gathered(each, "G", 2, axes) if each.ndim == 3 else each
-        weight = spread.weight(each.reshape(len(each), -1))
+        each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
+        weight = spread.weight(each.reshape(len(each), -1, *each.shape[3:]))
     return scores, mass, weight
 
 

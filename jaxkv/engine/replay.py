@@ -65,7 +65,7 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
 
 
 def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
-    """N, the tokens that are read for one chunk of prompts of bucket `slots`: texts included, padded to whole blocks."""
+    """N, the tokens that are read for one chunk of prompts of bucket `slots`: texts, and padding to whole blocks."""
     before = max(len(texts.first), len(texts.following) + asked.tail) + len(texts.closing)
     tokens = before + min(asked.chunk, slots)
     blocks = -(-tokens // MOST)

@@ -25,6 +25,8 @@ from jaxkv.policies.layers import (
 )
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.methods import *  # noqa: F403
+from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
+from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
@@ -55,6 +57,7 @@ __all__ = [
     "GiniLayers",
     "GlobalLayers",
     "GroupReduce",
+    "Importance",
     "Joined",
     "KVPressLayers",
     "Keep",
@@ -78,6 +81,7 @@ __all__ = [
     "Policy",
     "PoolOrder",
     "Position",
+    "PreferenceLayers",
     "ProtectedHeads",
     "QueryMoments",
     "Rank",
@@ -94,6 +98,7 @@ __all__ = [
     "UniformLayers",
     "ValueMerge",
     "VarianceLayers",
+    "VaryingAttention",
     "Weights",
     "WindowAttention",
     "WorstAttention",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -186,15 +187,29 @@ class WindowAttention(Scorer, Value):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention `[B, K, S]` on each row, averaged over the window's queries and reduced over the group's heads."""
+        if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
+            return backend_of(seen.implementation).window_mean(seen.q, seen.k, seen.q_positions, seen.length)
+        return self.reduced(seen, mean_over_window)
+
+    def reduced(
+        self, seen: Observed, over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]]
+    ) -> Float[Array, "B K S"]:
+        """Attention `[B, K, S]` reduced by `over_queries`, then over the group's heads; pooled before that if FIRST.
+
+        Args:
+            seen: the layer.
+            over_queries: from one kv head's probabilities and the queries' positions to a number per head and row.
+
+        Returns:
+            The observations.
+        """
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             if self.order is PoolOrder.FIRST:
                 p = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
-            heads = mean_over_window(p, position)
+            heads = over_queries(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
-        if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            return backend_of(seen.implementation).window_mean(seen.q, seen.k, seen.q_positions, seen.length)
         return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -45,6 +45,9 @@ class HeadBudgets(Protocol):
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
             norms: norms of the values seen through the output projection; None unless `needs_norms`.
+
+        Head budgets that differ by layer have an attribute `needs_layer`, True, and take a further argument `layer`,
+        the layer's index `i32[]`.
         """
 
 
@@ -240,11 +243,13 @@ class TwoStageHeads(Value):
         base: Int[Array, " B"],
         forced: Int[Array, " B"],
         norms: Float[Array, "B K S"] | None = None,
+        layer: Int[Array, ""] | None = None,
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows chosen by score, then by score times norm; `budgets` gives each head's number."""
         if norms is None:
             raise TypeError("TwoStageHeads needs the values' norms")
-        count = self.budgets.choose(scores, candidates, base, forced).sum(axis=-1, dtype=jnp.int32)
+        of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
+        count = self.budgets.choose(scores, candidates, base, forced, **of).sum(axis=-1, dtype=jnp.int32)
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
         safe = _part(share, count + forced[:, None]) - forced[:, None]
         weighted = (scores + jnp.float32(self.epsilon)) * norms
@@ -264,6 +269,11 @@ def chooses_apart(heads: HeadBudgets) -> bool:
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
     """The head budgets inside `TwoStageHeads`, at any depth; other head budgets are returned as they are."""
     return inner_budgets(heads.budgets) if isinstance(heads, TwoStageHeads) else heads
+
+
+def needs_layer(heads: HeadBudgets) -> bool:
+    """True if the head budgets, or those inside two stages, differ by layer: `choose` then reads the layer's index."""
+    return getattr(inner_budgets(heads), "needs_layer", False)
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._checks import field, real
 from jaxkv._errors import require
 from jaxkv._values import Value, halved, is_traced, namespace
+from jaxkv.policies.scorer import Observed
 
 # numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.
 Counts = Any
@@ -41,27 +42,30 @@ class LayerBudgets(Protocol):
 
     @property
     def needs_sums(self) -> bool:
-        """True if `of_heads` reads `sums`, the attention that rows receive from all queries."""
+        """True if `of_heads` reads `seen.sums`, the attention that rows receive from all queries."""
+        return False
+
+    @property
+    def needs_queries(self) -> bool:
+        """True if `of_heads` reads `seen.q`, the last queries that the scorer reads; a scorer without is refused."""
         return False
 
     def of_heads(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
-        sums: Float[Array, "B K G S"] | None,
-        length: Int[Array, " B"],
+        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
         """Statistic of one layer's scores or attention per kv head or query head, from which `weight` is computed.
 
         Args:
             scores: before pooling.
             candidates: rows that are neither padding nor stay anyway.
-            sums: attention received from all queries, if needed.
-            length: tokens of each sequence.
+            seen: the layer, as the scorer sees it; `seen.sums` if needed.
+
+        Returns:
+            `[B, K]`, `[B, K, G]`, or several statistics of each query head, `[B, K, G, n]`.
         """
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
-    def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
+    def weight(self, heads: Float[Array, "B H *n"]) -> Float[Array, " B"]:
         """Weight `[B]` of one layer in the division of rows among layers: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
@@ -244,7 +248,7 @@ class ExponentialLayers(_Decreasing):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _FromScores(LayerBudgets, Value):
+class FromScores(LayerBudgets, Value):
     """Base of layer budgets that divide rows in proportion to a statistic of each layer's scores."""
 
     from_scores: ClassVar[bool] = True
@@ -267,15 +271,11 @@ def _shares(scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]) -> 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EntropyLayers(_FromScores):
+class EntropyLayers(FromScores):
     """Layer budgets by entropy: layers whose attention is spread more evenly get more rows (PyramidKV, Table 5)."""
 
     def of_heads(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
-        sums: Float[Array, "B K G S"] | None,
-        length: Int[Array, " B"],
+        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K"]:
         """Entropy in nats `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
         share = _shares(scores, candidates)
@@ -284,15 +284,11 @@ class EntropyLayers(_FromScores):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GiniLayers(_FromScores):
+class GiniLayers(FromScores):
     """Layer budgets by Gini coefficient: layers of more concentrated attention get more rows (PyramidKV, Table 5)."""
 
     def of_heads(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
-        sums: Float[Array, "B K G S"] | None,
-        length: Int[Array, " B"],
+        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K"]:
         """Gini coefficient `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
         share = jnp.where(candidates, _shares(scores, candidates), -1.0)

@@ -216,6 +216,9 @@ class Parts(Value):
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
         remedy = "layers that look at scores need a scorer: give one"
         require(scorer is not None or not self.layers.from_scores, "layers", self.layers, remedy)
+        remedy = f"layers that look at last queries need a scorer that reads some, unlike {scorer}: give SnapKV's, say"
+        needy = getattr(self.layers, "needs_queries", False)
+        require(not needy or bool(scorer and scorer.queries), "layers", self.layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not self.layers.joint or own_budgets(self.heads) is not None, "layers", self.layers, remedy)
         one_set = shares_positions(self.heads)

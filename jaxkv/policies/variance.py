@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import choice, field, real
 from jaxkv._errors import require
 from jaxkv._values import Value, halved, is_traced, namespace, plain
 from jaxkv.policies.layers import Counts, LayerBudgets, Reals, Table, finite, round_remainders, round_to_sum
+from jaxkv.policies.scorer import Observed
 
 # No layer falls below this share of the prompt, as in the published code.
 _LEAST = 100
@@ -64,13 +65,10 @@ class VarianceLayers(LayerBudgets, Value):
         object.__setattr__(self, "dense_layers", layers)
 
     def of_heads(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B 1 S"],
-        sums: Float[Array, "B K G S"] | None,
-        length: Int[Array, " B"],
+        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
         """Variance over keys of the attention that they received from all queries, `[B, K, G]` for each query head."""
+        sums, length = seen.sums, seen.length
         if sums is None:
             raise TypeError("VarianceLayers needs sums over all queries")
         batch, heads, group, slots = sums.shape

@@ -16,10 +16,12 @@ from oracles.ada import *
 from oracles.attention import *
 from oracles.baselines import *
 from oracles.budgets import *
+from oracles.cake import *
 from oracles.capkv import *
 from oracles.columns import *
 from oracles.curdkv import *
 from oracles.evict import *
+from oracles.headkv import *
 from oracles.lagkv import *
 from oracles.merging import *
 from oracles.policies import *

@@ -8,6 +8,8 @@ from jaxkv.policies.methods.full import FullKV
 from jaxkv.policies.methods.streaming import StreamingLLM
 from jaxkv.policies.methods.snapkv import SnapKV
 from jaxkv.policies.methods.pyramidkv import PyramidKV
+from jaxkv.policies.methods.cake import CAKE
+from jaxkv.policies.methods.headkv import HeadKV
 from jaxkv.policies.methods.adakv import AdaKV
 from jaxkv.policies.methods.heavy import H2O, RoCo, TOVA
 from jaxkv.policies.methods.d2o import D2O
@@ -29,6 +31,7 @@ from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
 __all__ = [
     "AdaKV",
     "BrutalOffload",
+    "CAKE",
     "CAPKV",
     "CaM",
     "CriticalKV",
@@ -39,6 +42,7 @@ __all__ = [
     "FullKV",
     "GlobalBudget",
     "H2O",
+    "HeadKV",
     "KNorm",
     "KVzip",
     "KeyDiff",

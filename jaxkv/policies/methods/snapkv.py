@@ -32,7 +32,7 @@ class WindowMethod(Method):
     allocation: LayerBudgets = UniformLayers()
 
     def _check(self) -> None:
-        self._adopt(self._scorer, "window", "pooling", "group", "order")
+        self._adopt(self._scorer, *(each.name for each in dataclasses.fields(self._scorer)))
         instance("allocation", self.allocation, LayerBudgets, "give budgets over layers, LinearLayers() say")
 
     @property

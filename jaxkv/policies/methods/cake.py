@@ -1,0 +1,120 @@
+"""CAKE: more rows for layers whose attention is spread out and changes from query to query."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import attention
+from jaxkv._checks import field, real
+from jaxkv._values import namespace
+from jaxkv.attention.columns import mean_over_window
+from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
+from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table, finite
+from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import Observed
+
+
+def _variance(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
+    """Unbiased variance of probabilities over the window's queries, padding queries left out; 0 for a single query."""
+    exists = (position >= 0).astype(jnp.float32)[:, None]
+    off = (p - mean_over_window(p, position)[:, None]) * exists
+    return (off * off).sum(axis=1) / jnp.maximum(exists.sum() - 1, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VaryingAttention(WindowAttention):
+    """CAKE's scorer: mean of the window's attention to each row plus `gamma` times its variance over queries, pooled.
+
+    Attributes:
+        gamma: weight of the variance.
+    """
+
+    pooling: Pooling = AvgPool(5)
+    gamma: float = 200.0
+
+    def __post_init__(self) -> None:
+        field(self, "gamma", real, "give 0 or more", high=1e30)
+        super().__post_init__()
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Attention `[B, K, S]` on each row, mean plus `gamma` times variance over queries, reduced over the group."""
+
+        def over_queries(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
+            return mean_over_window(p, position) + self.gamma * _variance(p, position)
+
+        return self.reduced(seen, over_queries)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceLayers(FromScores):
+    """CAKE's layer budgets: in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention; exact.
+
+    Attributes:
+        tau1: temperature of the entropy of each query's attention over rows.
+        tau2: temperature of the variance of each row's attention over queries.
+    """
+
+    needs_queries: ClassVar[bool] = True
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        field(self, "tau1", real, "give a temperature of 0.01 or more", low=0.01, high=1e30)
+        field(self, "tau2", real, "give a temperature of 0.01 or more", low=0.01, high=1e30)
+
+    def of_heads(
+        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
+    ) -> Float[Array, "B K G 2"]:
+        """Entropy and variance `[B, K, G, 2]` of each query head's attention to the rows before the last queries."""
+
+        def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G 2"]:
+            before = jnp.arange(p.shape[-1], dtype=jnp.int32) <= position[-1] - len(position)
+            p = jnp.where(before & (position >= 0)[:, None], p, 0.0)
+            entropy = -(p * jnp.log(jnp.where(p > 0, p, 1.0))).sum(axis=(1, 2))
+            return jnp.stack([entropy, _variance(p, position).sum(axis=-1)], axis=-1)
+
+        return attention.window_mass(seen.q, seen.k, seen.q_positions, reduce)
+
+    def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:
+        """Logarithm `[B]` of the layer's preference: log(entropy) / tau1 + log(variance) / tau2."""
+        logs = jnp.log(jnp.maximum(heads.sum(axis=1), jnp.finfo(jnp.float32).tiny))
+        return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
+
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+        """Rows per kv head `[L, N]`: the forced rows, and the rest of the budget in proportion to preferences."""
+        logs = finite(weights)
+        weights = namespace(logs).exp(logs - logs.max(axis=0))
+        return super().rows(budget, length, forced, layers=layers, window=window, weights=weights)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CAKE(WindowMethod):
+    """Keeps rows of high and of changing attention from the window's queries; more in layers that look widely.
+
+    All layers' rows are held until the last one has been looked at: without the published cascade, which compresses
+    lower layers again while upper ones run. Tokens after the prompt are appended.
+
+    Attributes:
+        gamma: weight of the attention's variance over queries beside its mean.
+        allocation: budgets of the layers. The published code sets `PreferenceLayers(tau1=..., tau2=...)` by model.
+
+    References:
+        Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv:2503.12491.
+    """
+
+    budget: int | float | None = 1024
+    pooling: Pooling = AvgPool(5)
+    gamma: float = 200.0
+    allocation: LayerBudgets = PreferenceLayers()
+
+    paper: ClassVar[str] = "CAKE, arXiv:2503.12491"
+
+    @property
+    def _scorer(self) -> VaryingAttention:
+        """The scorer `VaryingAttention` with this policy's fields."""
+        return VaryingAttention(gamma=self.gamma, **vars(super()._scorer))

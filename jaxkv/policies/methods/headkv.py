@@ -1,0 +1,120 @@
+"""HeadKV: budgets of kv heads by how important each was found to be, the same for every prompt."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxkv._checks import field, real
+from jaxkv._errors import require
+from jaxkv._values import Value, namespace, shortened
+from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, round_remainders, round_to_sum
+from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.registry import register
+from jaxkv.policies.topk import sortable, top
+
+# Parts of a layer, of which kv heads get whole ones: exact in int32.
+_PARTS = 1 << 15
+
+
+def _read(given: Any) -> tuple[tuple[float, ...], ...]:
+    """Scores `[L][H]` as nested tuples, from a table or from a JSON file of a table or of {"layer-head": [numbers]}."""
+    table: Any = json.loads(Path(given).read_text("utf-8")) if isinstance(given, str) else given
+    try:
+        if isinstance(table, dict):
+            places = [tuple(map(int, name.split("-"))) for name in table]
+            means, table = list(map(np.mean, table.values())), np.full(np.max(places, axis=0) + 1, np.nan)
+            table[tuple(zip(*places, strict=True))] = means
+        array = np.asarray(table, np.float64)
+    except (TypeError, ValueError):
+        array = np.zeros(0)
+    fits = array.ndim == 2 and bool((array >= 0).all() and 0 < array.sum() < np.inf)
+    remedy = "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...], or a JSON file of them"
+    require(fits, "scores", shortened(repr(given)), remedy)
+    return tuple(map(tuple, array.tolist()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Importance(LayerBudgets, Value):
+    """HeadKV's budgets, of layers and of heads at once: rows in proportion to each head's share; exact sums.
+
+    Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
+    parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score.
+    """
+
+    uniform: ClassVar[bool] = False
+    needs_norms: ClassVar[bool] = False
+    needs_layer: ClassVar[bool] = True
+
+    scores: str | tuple[tuple[float, ...], ...]
+    beta: int | float = 1.2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scores", _read(self.scores))
+        field(self, "beta", real, "give 1 (all rows go by the scores) or more", low=1.0, high=1e30)
+
+    def shares(self) -> Float[np.ndarray, "L H"]:
+        """Each head's share of all rows: 1/beta of them in proportion to scores, the rest in even parts."""
+        scores = np.asarray(self.scores)
+        return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
+
+    def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
+        """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
+        require(len(self.scores) == layers, "scores", f"{len(self.scores)} layers", f"the model has {layers}")
+        xp = namespace(budget)
+        rest = layers * (xp.asarray(budget, xp.int64) - forced)
+        share = xp.asarray(self.shares().sum(axis=1)[:, None])
+        return forced + round_to_sum(share * rest.astype(xp.float64), rest, length - forced)
+
+    def choose(
+        self, scores: Array, candidates: Array, base: Array, forced: Array, norms: Any = None, layer: Any = None
+    ) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
+        shares, heads = self.shares(), scores.shape[1]
+        remedy = f"the model has {heads} kv heads: give a score for each, or for each query head"
+        require(shares.shape[1] % heads == 0, "scores", f"{shares.shape[1]} heads", remedy)
+        each = shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300  # even parts of a layer without a share
+        parts = jnp.asarray(round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32)[layer]
+        total = heads * base[:, None]
+        rest, rows = total % _PARTS * parts, total // _PARTS * parts + total % _PARTS * parts // _PARTS
+        more = top((rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - rows.sum(axis=-1, dtype=jnp.int32))
+        rows, keys = rows + more.astype(jnp.int32), jnp.where(candidates, sortable(scores), jnp.uint32(0))
+        return top(keys, jnp.minimum(rows, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadKV(WindowMethod):
+    """Keeps rows as SnapKV does, more in heads that were found important for retrieval, all layers together.
+
+    Attributes:
+        scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike.
+        beta: 1/beta of the rows go by the scores, the rest evenly: larger is more even.
+
+    References:
+        Fu et al., Not All Heads Matter, arXiv:2410.19258; a kv head takes the sum of its query heads' shares.
+    """
+
+    budget: int | float | None = 1024
+    scores: str | tuple[tuple[float, ...], ...] | None = None
+    beta: int | float = 1.2
+
+    paper: ClassVar[str] = "HeadKV, arXiv:2410.19258"
+
+    def _check(self) -> None:
+        super()._check()
+        if self.scores is not None:
+            self._adopt(Importance(scores=self.scores, beta=self.beta), "scores", "beta")
+            require(self.allocation == UniformLayers(), "allocation", self.allocation, "leave it out: scores say it")
+
+    def parts(self) -> Parts:
+        """Returns SnapKV's `Parts`, with budgets of layers and heads by `scores` if there are any."""
+        if self.scores is None:
+            return super().parts()
+        budgets = Importance(scores=self.scores, beta=self.beta)
+        return dataclasses.replace(self.observed(), layers=budgets, heads=budgets)

@@ -1,0 +1,132 @@
+"""HeadKV, whose scores belong to one model: the oracle, meshes, slots, compressing again, refusals."""
+
+import json
+
+import jax
+import meshes
+import numpy as np
+import oracles as o
+import pytest
+import slot_runs
+import tiny
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from policy_table import BY_NAME, WINDOW, Row
+from test_invariants import check_alone, check_prefill
+from test_oracle_agreement import DIM, LAYERS, SHAPES, draw_layers, lengths_of_two, library_kept, seeds
+
+import jaxkv
+from jaxkv import CriticalKV, HeadKV, SnapKV
+from jaxkv.policies import LinearLayers
+
+
+def scores_of(layers, heads, seed=0):
+    """Importances of which a few are large, as in published files."""
+    return tuple(map(tuple, (np.random.default_rng(seed).random((layers, heads)) ** 4).tolist()))
+
+
+def row_of(layers, heads):
+    """A row of the policy table for models of so many layers and query heads."""
+    scores = scores_of(layers, heads)
+    return Row(
+        name="headkv",
+        make=lambda budget, **kw: HeadKV(budget=budget, window=WINDOW, scores=scores, **kw),
+        oracle=lambda qs, ks, budget: o.headkv(qs, ks, budget, scores, WINDOW),
+        window=WINDOW,
+        uniform=False,
+        level=False,
+    )
+
+
+@pytest.mark.parametrize("group", SHAPES)
+@settings(max_examples=15)
+@given(seeds, lengths_of_two, st.sampled_from((10, 13, 20, 0.5)), st.sampled_from((1.0, 1.2, 3)))
+def test_kept_rows_are_the_oracles(group, seed, lengths, budget, beta):
+    q, k = draw_layers(seed, group, lengths)
+    scores, heads = scores_of(LAYERS, group * SHAPES[group], seed), SHAPES[group]
+    policy = HeadKV(budget=budget, window=WINDOW, scores=scores, beta=beta, min_budget="clamp")
+    kept = library_kept(policy, q, k, lengths)
+    for row, n in enumerate(lengths):
+        qs = [layer[row, :, :, :n].reshape(-1, n, DIM).astype(np.float64) for layer in q]
+        ks = [layer[row, :, :n].astype(np.float64) for layer in k]
+        expected, gap = o.headkv(qs, ks, budget, scores, WINDOW, beta)
+        assume(gap > o.MIN_GAP)
+        assert [layer[row] for layer in kept] == expected
+        rows = max(o.resolve_budget(budget, n), min(WINDOW, n))
+        assert sum(len(head) for layer in expected for head in layer) == LAYERS * heads * rows
+
+
+def test_invariants():
+    config = tiny.TWO_LAYERS
+    model, row = tiny.tiny(config), row_of(config.layers, config.heads)
+    check_prefill(row, model, 3, (61, 7, 30), 20)
+    check_alone(row, model, 4, (45, 6), 20)
+
+
+@pytest.mark.parametrize("every", (None, 3))
+@pytest.mark.parametrize("kv_heads", (4, 2))
+def test_meshes(monkeypatch, kv_heads, every):
+    monkeypatch.setitem(BY_NAME, "headkv", row_of(meshes.LAYERS, 2 * kv_heads))
+    meshes.run.cache_clear()
+    of = {"asks": True} if every is None else {"every": every}
+    assert meshes.run("headkv", kv_heads, mesh=(2, 4), **of) == meshes.run("headkv", kv_heads, **of)
+    meshes.run.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_slots(dtype):
+    config = tiny.TWO_LAYERS
+    policy = row_of(config.layers, config.heads).policy(20)
+    slot_runs.check(tiny.tiny(config, dtype=dtype), policy, slot_runs.requests(1, 8))
+
+
+def test_all_alike_is_snapkv():
+    q, k = draw_layers(5, 3, (40, 31))
+    same = HeadKV(budget=12, window=WINDOW, scores=((2.0,) * 2,) * LAYERS)
+    assert library_kept(same, q, k, (40, 31)) == library_kept(SnapKV(budget=12, window=WINDOW), q, k, (40, 31))
+    assert HeadKV().parts() == HeadKV(beta=2.0).parts() == SnapKV().parts()
+
+
+def test_two_stages_keep_each_heads_number():
+    config = tiny.TWO_LAYERS
+    base = row_of(config.layers, config.kv_heads).policy(20)
+    caches = [
+        jaxkv.Session(tiny.tiny(config), each).prefill([list(range(50))]) for each in (base, CriticalKV(base=base))
+    ]
+    one, two = (np.asarray(jax.device_get(cache.length)) for cache in caches)
+    assert one.tolist() == two.tolist() and len(set(one.reshape(-1).tolist())) > 1
+
+
+def test_files(as_users_call, tmp_path):
+    table, path = scores_of(2, 3), tmp_path / "scores.json"
+    path.write_text(json.dumps(table))
+    assert HeadKV(scores=str(path)) == HeadKV(scores=table) == HeadKV(scores=[list(row) for row in table])
+    named = {f"{layer}-{head}": [table[layer][head]] * 2 for head in range(3) for layer in range(2)}
+    path.write_text(json.dumps(named))
+    assert HeadKV(scores=str(path)) == HeadKV(scores=table)
+    path.write_text(json.dumps({name: named[name] for name in list(named)[:-1]}))
+    with pytest.raises(ValueError, match="scores=.*for each layer and head"):
+        HeadKV(scores=str(path))
+
+
+@pytest.mark.parametrize("bad", [(), (1.0,), ((1.0,), (1.0, 2.0)), ((-1.0, 2.0),), ((0.0,),), ((float("inf"),),), "[]"])
+def test_what_is_no_table_is_refused(as_users_call, tmp_path, bad):
+    if isinstance(bad, str):
+        (tmp_path / "bad.json").write_text(bad)
+        bad = str(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="scores=.*for each layer and head"):
+        HeadKV(scores=bad)
+
+
+def test_what_does_not_fit_is_refused(as_users_call):
+    with pytest.raises(ValueError, match="beta=0.5: give 1"):
+        HeadKV(scores=((1.0,),), beta=0.5)
+    with pytest.raises(ValueError, match="allocation=.*scores say it"):
+        HeadKV(scores=((1.0,),), allocation=LinearLayers())
+    model = tiny.tiny(tiny.TWO_LAYERS)
+    for scores, message in (
+        (scores_of(5, 2), "5 layers.: the model has 2"),
+        (scores_of(2, 7), "7 heads.: the model has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jaxkv.Session(model, HeadKV(budget=40, scores=scores)).prefill([list(range(50))])
