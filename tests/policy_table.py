@@ -15,6 +15,7 @@ from jaxkv import (
     CaM,
     CriticalKV,
     DefensiveKV,
+    DropKV,
     ExpectedAttention,
     FullKV,
     GlobalBudget,
@@ -376,6 +377,13 @@ TABLE += (
         window=WINDOW,
         uniform=False,
         level=False,
+    ),
+    Row(
+        name="dropkv",
+        make=lambda budget, **kw: DropKV(budget=budget, window=WINDOW, **kw),
+        oracle=t.each(t.dropkv),
+        window=WINDOW,
+        like="snapkv",
     ),
     Row(
         name="globalbudget-keydiff",

@@ -201,6 +201,13 @@ def defensive(over_layers=False):
     return oracle
 
 
+def dropkv(layer, q, k, budget):
+    n = k.shape[1]
+    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+    picked = [o.top_select(row, rows, forced, n) for row in o.dropkv_scores(q, k, k, WINDOW)]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
 def global_keydiff(qs, ks, budget):
     n = ks[0].shape[1]
     return o.global_select([o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3)

@@ -17,6 +17,7 @@ from jaxkv import (
     CaM,
     CriticalKV,
     DefensiveKV,
+    DropKV,
     ExpectedAttention,
     GlobalBudget,
     KeyDiff,
@@ -61,6 +62,7 @@ POLICIES = {
     "defensive": DefensiveKV(budget=ROWS, window=8, every=EVERY),
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
     "globalbudget": GlobalBudget(base=KeyDiff(budget=ROWS, every=EVERY), alpha=0.3),
+    "dropkv": DropKV(budget=ROWS, window=8, every=EVERY),
 }
 # Rows that go one by one while drawing, and many at once behind a question.
 EVICTING = {

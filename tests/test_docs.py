@@ -179,7 +179,8 @@ def test_the_extra_takes_what_is_pinned():
 
 
 def test_the_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 150
+    """The list of policies, a line for each, left out."""
+    assert len([line for line in TEXTS["README.md"].splitlines() if not line.startswith("| `")]) <= 128
 
 
 def test_lists_of_policies_are_made_of_their_files(tmp_path, monkeypatch):

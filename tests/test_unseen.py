@@ -18,6 +18,7 @@ from jaxkv import (
     CaM,
     CriticalKV,
     DefensiveKV,
+    DropKV,
     ExpectedAttention,
     FullKV,
     GlobalBudget,
@@ -50,6 +51,7 @@ LOOKING = [
     SnapKV(**SMALL, every=8),
     OmniKV(filter_layers=(0,), adjacent=0, budget=16, base=SnapKV(**SMALL)),
     GlobalBudget(base=SnapKV(**SMALL)),
+    DropKV(**SMALL),
     Policy(budget=16, scorer=WindowAttention(window=4)),
 ]
 OTHERS = [

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.attention.xla import (
     KEY_BLOCK,
@@ -98,21 +98,23 @@ def window_mass(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
-    reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, " S"]],
+    reduce: Callable[..., Float[Array, " S"]],
+    *rows: Shaped[Array, "B K ..."],
 ) -> Float[Array, "B K S"]:
     """Scores `f32[B, K, S]`: attention probabilities of w queries over all keys, reduced by `reduce` head by head.
 
-    `reduce` takes one kv head's float32 probabilities and its queries' positions. Negative positions are padding, of a
-    prompt shorter than w.
+    `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
+    array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
         """Scores `f32[S]` of the keys of one kv head of one sequence."""
-        return reduce(probabilities(*inputs), inputs[2])
+        q_head, k_head, position, *others = inputs
+        return reduce(probabilities(q_head, k_head, position), position, *others)
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread))
+    by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread, *rows))
     return lax.map(head, by_head).reshape(batch, heads, -1)
 
 

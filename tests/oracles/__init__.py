@@ -17,6 +17,7 @@ from oracles.attention import *
 from oracles.baselines import *
 from oracles.budgets import *
 from oracles.columns import *
+from oracles.dropkv import *
 from oracles.evict import *
 from oracles.merging import *
 from oracles.policies import *

@@ -17,6 +17,7 @@ from jaxkv.policies.methods.pyramidinfer import PyramidInfer
 from jaxkv.policies.methods.keydiff import KeyDiff
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
+from jaxkv.policies.methods.dropkv import DropKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
@@ -29,6 +30,7 @@ __all__ = [
     "CriticalKV",
     "D2O",
     "DefensiveKV",
+    "DropKV",
     "ExpectedAttention",
     "FullKV",
     "GlobalBudget",
