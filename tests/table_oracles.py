@@ -208,6 +208,12 @@ def dropkv(layer, q, k, budget):
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
 
+def chunkkv(layer, q, k, budget):
+    n = k.shape[1]
+    forced = o.forced_positions(n, 2, WINDOW, ())
+    return o.chunk_select(o.window_scores(q, k, WINDOW), o.resolve_budget(budget, n), forced, n, 5)
+
+
 def global_keydiff(qs, ks, budget):
     n = ks[0].shape[1]
     return o.global_select([o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3)

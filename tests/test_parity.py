@@ -12,7 +12,7 @@ import pytest
 import running
 
 import jaxkv
-from jaxkv import AdaKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, StreamingLLM
+from jaxkv import AdaKV, ChunkKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, StreamingLLM
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -59,6 +59,10 @@ UNSEEN_MAKERS = {
     "keydiff": lambda n: KeyDiff(budget=n),
 }
 UNSEEN_CASES = [f"{name}_{ratio}" for name in UNSEEN_MAKERS for ratio in ("r0.75", "r0.9")]
+# Chunks of neighbouring rows: the peer keeps whole ones alone, so that its budget here is their rows.
+CHUNKS = running.archive("parity/p600_chunks.npz")
+CHUNK_MAKERS = {"chunkkv_snap": lambda n: ChunkKV(base=SnapKV(budget=n, window=32, pooling=AvgPool(5)))}
+CHUNK_CASES = [f"{name}_{ratio}" for name in CHUNK_MAKERS for ratio in ("r0.75", "r0.9")]
 
 
 def policy_of(case):
@@ -66,6 +70,8 @@ def policy_of(case):
     name = case.rsplit("_", 1)[0]
     if name in UNSEEN_MAKERS:
         return UNSEEN_MAKERS[name](round(UNSEEN[f"{case}__kept"].sum(axis=-1).mean()))
+    if name in CHUNK_MAKERS:
+        return CHUNK_MAKERS[name](round(CHUNKS[f"{case}__kept"].sum(axis=-1).mean()))
     return MAKERS[name](round(GOLDEN[f"{case}__n_kept"].mean()))
 
 
@@ -148,6 +154,17 @@ def test_rows_and_scores_without_a_look_at_the_end(case):
         # Sinks have no score here; there they have the largest.
         expected = UNSEEN[f"{case}__scores"][index, :, first:]
         assert running.gap(ours.scores[layer][:, first:], expected) < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CHUNK_CASES)
+def test_whole_chunks_and_the_scores_of_their_rows(case):
+    theirs, ours = CHUNKS[f"{case}__kept"], run(case)
+    assert ours.kept.sum() == theirs.sum()
+    assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()
+    before = len(IDS) - policy_of(case).parts().keep.window
+    for index, layer in enumerate(SCORED_LAYERS):
+        expected = CHUNKS[f"{case}__scores"][index, :, :before]
+        assert running.gap(ours.scores[layer][:, :before], expected) < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,6 +16,7 @@ from jaxkv import (
     TOVA,
     AdaKV,
     CaM,
+    ChunkKV,
     CriticalKV,
     DefensiveKV,
     DropKV,
@@ -52,6 +53,7 @@ LOOKING = [
     OmniKV(filter_layers=(0,), adjacent=0, budget=16, base=SnapKV(**SMALL)),
     GlobalBudget(base=SnapKV(**SMALL)),
     DropKV(**SMALL),
+    ChunkKV(base=SnapKV(**SMALL), chunk=3),
     Policy(budget=16, scorer=WindowAttention(window=4)),
 ]
 OTHERS = [

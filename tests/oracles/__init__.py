@@ -16,6 +16,7 @@ from oracles.ada import *
 from oracles.attention import *
 from oracles.baselines import *
 from oracles.budgets import *
+from oracles.chunkkv import *
 from oracles.columns import *
 from oracles.dropkv import *
 from oracles.evict import *
