@@ -48,9 +48,10 @@ _HOMES = {
     "jaxkv.policies": "Keep Merge Method Policy VarianceLayers register",
     # Written by docs/make_lists.py.
     "jaxkv.policies.methods": (
-        "AdaKV BrutalOffload CaM ChunkKV CriticalKV D2O DefensiveKV DropKV "
-        "ExpectedAttention FullKV GlobalBudget H2O KNorm KeyDiff LayerDefensiveKV LocalWindow "
-        "OmniKV PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
+        "AdaKV BrutalOffload CaM ChunkKV Compactor CriticalKV D2O DefensiveKV "
+        "DropKV ExpectedAttention FullKV GlobalBudget H2O KNorm KeyDiff LayerDefensiveKV "
+        "LocalWindow OmniKV PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM "
+        "TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

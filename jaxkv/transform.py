@@ -318,6 +318,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (parts.every, "it compresses while tokens are drawn, and here a prompt only: leave every= out"),
         (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
         (parts.needs.future, f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
+        (parts.needs.blocks, f"{name} looks at keys before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),
     ):
         require(not refused, "policy", policy, remedy)
     return policy

@@ -14,6 +14,7 @@ from jaxkv import (
     AdaKV,
     CaM,
     ChunkKV,
+    Compactor,
     CriticalKV,
     DefensiveKV,
     DropKV,
@@ -393,6 +394,14 @@ TABLE += (
         sinks=2,
         window=WINDOW,
         like="snapkv",
+    ),
+    Row(
+        name="compactor",
+        make=lambda budget, **kw: Compactor(budget=budget, sinks=2, window=4, block=16, sketch=6, **kw),
+        oracle=t.each(t.compactor),
+        sinks=2,
+        window=4,
+        like="knorm",
     ),
     Row(
         name="globalbudget-keydiff",

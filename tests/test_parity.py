@@ -12,7 +12,7 @@ import pytest
 import running
 
 import jaxkv
-from jaxkv import AdaKV, ChunkKV, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, StreamingLLM
+from jaxkv import AdaKV, ChunkKV, Compactor, ExpectedAttention, KeyDiff, PyramidKV, SnapKV, StreamingLLM
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -59,9 +59,13 @@ UNSEEN_MAKERS = {
     "keydiff": lambda n: KeyDiff(budget=n),
 }
 UNSEEN_CASES = [f"{name}_{ratio}" for name in UNSEEN_MAKERS for ratio in ("r0.75", "r0.9")]
-# Chunks of neighbouring rows: the peer keeps whole ones alone, so that its budget here is their rows.
+# Chunks of neighbouring rows, of which the peer keeps whole ones alone: its budget here is their rows. And attention
+# within blocks.
 CHUNKS = running.archive("parity/p600_chunks.npz")
-CHUNK_MAKERS = {"chunkkv_snap": lambda n: ChunkKV(base=SnapKV(budget=n, window=32, pooling=AvgPool(5)))}
+CHUNK_MAKERS = {
+    "chunkkv_snap": lambda n: ChunkKV(base=SnapKV(budget=n, window=32, pooling=AvgPool(5))),
+    "noncausalattnpress": lambda n: Compactor(budget=n, sinks=0, window=0, blending=0.0, published=True),
+}
 CHUNK_CASES = [f"{name}_{ratio}" for name in CHUNK_MAKERS for ratio in ("r0.75", "r0.9")]
 
 
@@ -157,7 +161,7 @@ def test_rows_and_scores_without_a_look_at_the_end(case):
 
 
 @pytest.mark.parametrize("case", CHUNK_CASES)
-def test_whole_chunks_and_the_scores_of_their_rows(case):
+def test_whole_chunks_and_scores_within_blocks(case):
     theirs, ours = CHUNKS[f"{case}__kept"], run(case)
     assert ours.kept.sum() == theirs.sum()
     assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()

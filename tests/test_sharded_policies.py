@@ -6,7 +6,8 @@ from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 from policy_table import TABLE
 
 NESTED = [row.name for row in TABLE if row.policy(BUDGET).parts().nested]
-AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in NESTED))
+ONCE = [*NESTED, *(row.name for row in TABLE if row.policy(BUDGET).parts().needs.blocks)]
+AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in ONCE))
 EVERY = 3
 
 

@@ -29,8 +29,8 @@ def refusal(row: Row) -> str | None:
         return "none go"
     if row.name == "omnikv":
         return "what is read"
-    if "expected" in row.name:
-        return "queries before RoPE"
+    if "expected" in row.name or row.name == "compactor":
+        return "before RoPE"
     return "output projection" if "critical" in row.name or "defensive" in row.name else None
 
 

@@ -1,7 +1,7 @@
 """The one door to attention: functions of arrays that know neither caches nor policies.
 
 `backend_of` gives the `Backend` of an `Implementation`. Plain XLA whatever the backend: `causal` and `column_sums` of
-one sequence, `pool_sums`, `probabilities`, `window_mass`, `filters`, and `merge` of two sets of keys.
+one sequence, `block_sums`, `pool_sums`, `probabilities`, `window_mass`, `filters`, and `merge` of two sets of keys.
 """
 
 from jaxkv.attention.backend import Backend
@@ -14,7 +14,15 @@ from jaxkv.attention.choice import (
     choose,
     named,
 )
-from jaxkv.attention.columns import Received, add_received, column_sums, pool_sums, probabilities, window_mass
+from jaxkv.attention.columns import (
+    Received,
+    add_received,
+    block_sums,
+    column_sums,
+    pool_sums,
+    probabilities,
+    window_mass,
+)
 from jaxkv.attention.merging import merge, merge_with_lse
 from jaxkv.attention.xla import causal
 
@@ -26,6 +34,7 @@ __all__ = [
     "Received",
     "add_received",
     "backend_of",
+    "block_sums",
     "capability_of",
     "causal",
     "choose",

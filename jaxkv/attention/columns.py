@@ -80,6 +80,22 @@ def column_sums(
     return lax.map(head, (scaled, k, lse.reshape(heads, -1) * LOG2E))
 
 
+def block_sums(
+    q: Float[Array, "B K G T D"], k: Float[Array, "B K T D"], inside: Bool[Array, "B T"], *, zeros: bool = False
+) -> Float[Array, "B K G T"]:
+    """Attention `f32[B, K, G, T]` that each key of a block receives from the block's T queries, earlier and later ones.
+
+    Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are products that nothing divides, and all
+    others take part as if their logits were 0.
+    """
+    logits = jnp.einsum("bkgtd,bksd->bkgts", q, k, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    queries, keys = inside[:, None, None, :, None], inside[:, None, None, None]
+    if zeros:
+        return jax.nn.softmax(jnp.where(queries & keys, logits, 0.0), axis=-1).sum(axis=3)
+    p = jax.nn.softmax(jnp.where(keys, logits * (1.0 / logit_divisor(q.shape[-1])), MASKED), axis=-1)
+    return jnp.where(queries & keys, p, 0.0).sum(axis=3)
+
+
 def probabilities(
     q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
 ) -> Float[Array, "G w S"]:

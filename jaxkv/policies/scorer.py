@@ -59,6 +59,32 @@ class QueryMoments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockAttention:
+    """Settings of `BlockSums`: attention within blocks of a prompt, where queries see later keys as well.
+
+    Attributes:
+        size: tokens of a block.
+        first: number of first tokens that belong to no block.
+        last: number of last tokens that belong to no block.
+        zeros: kvpress' arithmetic: logits are not divided, and a block of fewer tokens is filled by logits of 0.
+    """
+
+    size: int = 256
+    first: int = 0
+    last: int = 0
+    zeros: bool = False
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["asked"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSums:
+    """Attention `f32[B, K, G, S]` that each key receives from all queries of its block, and the settings."""
+
+    sums: Float[Array, "B K G S"]
+    asked: BlockAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
     """Config of what prefill computes per layer beyond keys and values: last queries, attention sums, norms, moments.
 
@@ -68,6 +94,7 @@ class Needs:
         norms: L1 norms of values seen through the output projection.
         unrotated: keys before RoPE.
         future: settings of the `QueryMoments` to compute.
+        blocks: settings of the `BlockSums` to compute.
     """
 
     queries: int = 0
@@ -75,11 +102,15 @@ class Needs:
     norms: bool = False
     unrotated: bool = False
     future: tuple[FutureQueries, ...] = ()
+    blocks: tuple[BlockAttention, ...] = ()
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals", "moments"],
+    data_fields=[
+        *("q", "q_positions", "k", "v", "length", "layer", "key"),
+        *("sums", "norms", "norm_totals", "moments", "blocks", "unrotated"),
+    ],
     meta_fields=["implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +130,8 @@ class Observed:
             needs them.
         norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
         moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
+        blocks: attention that each key receives from all queries of its block, if the scorer needs it.
+        unrotated: `[B, K, S, D]` keys before RoPE, likewise.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -116,6 +149,8 @@ class Observed:
     norms: Float[Array, "B K S"] | None = None
     norm_totals: Float[Array, "B #K S"] | None = None
     moments: QueryMoments | None = None
+    blocks: BlockSums | None = None
+    unrotated: Float[Array, "B K S D"] | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None
@@ -158,6 +193,11 @@ class Scorer(Protocol):
     @property
     def future(self) -> FutureQueries | None:
         """Settings of the `QueryMoments` that `observe` reads; None if it reads none."""
+        return None
+
+    @property
+    def blocks(self) -> BlockAttention | None:
+        """Settings of the `BlockSums` that `observe` reads, beside `seen.unrotated`, of prompts alone; or None."""
         return None
 
     @property
@@ -220,7 +260,7 @@ def looks_at_end(scorer: Scorer) -> bool:
 
 def sees_query_heads(scorer: Scorer) -> bool:
     """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
-    return bool(scorer.queries or scorer.sums or future_of(scorer))
+    return bool(scorer.queries or scorer.sums or future_of(scorer) or blocks_of(scorer))
 
 
 def norms_of(scorer: Scorer) -> bool:
@@ -231,6 +271,11 @@ def norms_of(scorer: Scorer) -> bool:
 def future_of(scorer: Scorer) -> FutureQueries | None:
     """Settings of the `QueryMoments` that a scorer reads; None if it reads none or lacks the property."""
     return getattr(scorer, "future", None)
+
+
+def blocks_of(scorer: Scorer) -> BlockAttention | None:
+    """Settings of the `BlockSums` that a scorer reads; None if it reads none or lacks the property."""
+    return getattr(scorer, "blocks", None)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
@@ -259,6 +304,8 @@ def check_scorer(label: str, scorer: Any) -> None:
             raise TypeError(f"{label}.{name}={value!r}: give {wanted}")
     if not isinstance(future_of(scorer), (FutureQueries, type(None))):
         raise TypeError(f"{label}.future={scorer.future!r}: give FutureQueries(...), or None")
+    if not isinstance(blocks_of(scorer), (BlockAttention, type(None))):
+        raise TypeError(f"{label}.blocks={scorer.blocks!r}: give BlockAttention(...), or None")
     try:
         group_of(scorer)
     except ValueError:

@@ -18,6 +18,7 @@ from oracles.baselines import *
 from oracles.budgets import *
 from oracles.chunkkv import *
 from oracles.columns import *
+from oracles.compactor import *
 from oracles.dropkv import *
 from oracles.evict import *
 from oracles.merging import *

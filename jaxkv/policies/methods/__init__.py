@@ -18,6 +18,7 @@ from jaxkv.policies.methods.keydiff import KeyDiff
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.dropkv import DropKV
+from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
@@ -29,6 +30,7 @@ __all__ = [
     "BrutalOffload",
     "CaM",
     "ChunkKV",
+    "Compactor",
     "CriticalKV",
     "D2O",
     "DefensiveKV",
