@@ -48,10 +48,10 @@ _HOMES = {
     "jaxkv.policies": "Keep Merge Method Policy VarianceLayers register",
     # Written by docs/make_lists.py.
     "jaxkv.policies.methods": (
-        "AdaKV BrutalOffload CAKE CAPKV CaM CriticalKV CurDKV D2O "
-        "DefensiveKV ExpectedAttention FullKV GlobalBudget H2O HeadKV KNorm KVzip "
-        "KeyDiff LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV Random "
-        "RoCo SnapKV StreamingLLM TOVA"
+        "AdaKV BrutalOffload CAKE CAPKV CaM ChunkKV Compactor CriticalKV "
+        "CurDKV D2O DefensiveKV DropKV ExpectedAttention FullKV GlobalBudget H2O "
+        "HeadKV KNorm KVzip KeyDiff LagKV LayerDefensiveKV LocalWindow OmniKV "
+        "PyramidInfer PyramidKV Random RoCo SnapKV StreamingLLM TOVA"
     ),
     "jaxkv.resharding": "reshard",
     "jaxkv.results": "Generation Stats Stream",

@@ -233,6 +233,30 @@ def defensive(over_layers=False):
     return oracle
 
 
+def dropkv(layer, q, k, budget):
+    n = k.shape[1]
+    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+    picked = [o.top_select(row, rows, forced, n) for row in o.dropkv_scores(q, k, k, WINDOW)]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
+def chunkkv(layer, q, k, budget):
+    n = k.shape[1]
+    forced = o.forced_positions(n, 2, WINDOW, ())
+    return o.chunk_select(o.window_scores(q, k, WINDOW), o.resolve_budget(budget, n), forced, n, 5)
+
+
+def compactor(layer, q, k, budget):
+    (heads, n, dim), rows = k.shape, o.resolve_budget(budget, k.shape[1])
+    # The projections are the library's promise, by key and layer.
+    draws = np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(0), layer), (heads, dim, 6)), np.float64)
+    blending = 1 - budget if isinstance(budget, float) else 0.35
+    scores = o.compactor_scores(q, k, k, k, draws, size=16, first=2, last=4, blending=blending)
+    padded = np.pad(scores, ((0, 0), (2, 4)))
+    picked = [o.top_select(row, rows, o.forced_positions(n, 2, 4, ()), n) for row in padded]
+    return [kept for kept, _ in picked], min(gap for _, gap in picked)
+
+
 def global_keydiff(qs, ks, budget):
     n = ks[0].shape[1]
     return o.global_select([o.keydiff_scores(k) for k in ks], o.resolve_budget(budget, n), [], n, alpha=0.3)

@@ -16,9 +16,11 @@ from jaxkv import (
     TOVA,
     AdaKV,
     CaM,
+    ChunkKV,
     CriticalKV,
     CurDKV,
     DefensiveKV,
+    DropKV,
     ExpectedAttention,
     GlobalBudget,
     KeyDiff,
@@ -67,6 +69,8 @@ POLICIES = {
     "defensive": DefensiveKV(budget=ROWS, window=8, every=EVERY),
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
     "globalbudget": GlobalBudget(base=KeyDiff(budget=ROWS, every=EVERY), alpha=0.3),
+    "dropkv": DropKV(budget=ROWS, window=8, every=EVERY),
+    "chunkkv": ChunkKV(base=SnapKV(budget=ROWS, window=8, every=EVERY), chunk=5),
 }
 # Rows that go one by one while drawing, and many at once behind a question.
 EVICTING = {
@@ -85,7 +89,7 @@ LENGTHS = (20, 13)
 
 def once(policy):
     """The policy without what it does while decoding."""
-    if isinstance(policy, (AdaKV, CriticalKV, GlobalBudget)):
+    if isinstance(policy, (AdaKV, ChunkKV, CriticalKV, GlobalBudget)):
         return dataclasses.replace(policy, base=once(policy.base), budget=None, every=None, merge=None)
     return dataclasses.replace(policy, every=None)
 

@@ -15,8 +15,8 @@ from table_oracles import critical_norms, replayed
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
-from jaxkv.policies import AdaptiveHeads, Observed, ProtectedHeads, QueryMoments, UniformHeads, topk
-from jaxkv.policies.scorer import future_of, norms_of, replay_of
+from jaxkv.policies import AdaptiveHeads, BlockSums, Observed, ProtectedHeads, QueryMoments, UniformHeads, topk
+from jaxkv.policies.scorer import blocks_of, future_of, norms_of, replay_of
 
 SLOTS, DIM, LAYERS = 48, 8, 3
 SHAPES = {1: 3, 3: 2, 4: 2, 8: 1}  # GQA ratio to kv heads
@@ -68,6 +68,8 @@ class _Drawn(compress.Source):
             norms=jnp.asarray(critical_norms(k)) if norms_of(parts.scorer) else None,
             moments=self.moments(index),
             replayed=None if replay_of(parts.scorer) is None else jnp.asarray(replayed(k)),
+            blocks=self.blocks(index),
+            unrotated=jnp.asarray(k),
         )
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
@@ -85,6 +87,19 @@ class _Drawn(compress.Source):
         mean = np.stack([row.mean(axis=2) for row in q])
         covariance = jnp.asarray(outer, jnp.float32) if asked.covariance else None
         return QueryMoments(mean=jnp.asarray(mean, jnp.float32), covariance=covariance, asked=asked)
+
+    def blocks(self, index):
+        """Attention that each key receives within its block, block by block, if the scorer asks for it."""
+        asked = blocks_of(self.parts.scorer)
+        if asked is None:
+            return None
+        sums = np.zeros(self.q[index].shape[:-1], np.float32)
+        for first in range(asked.first, SLOTS, asked.size):
+            at = np.arange(first, min(first + asked.size, SLOTS))
+            inside = jnp.asarray(at < self.lengths[:, None] - asked.last)
+            q, k = (jnp.asarray(each[index][..., at, :]) for each in (self.q, self.k))
+            sums[..., at] = attention.block_sums(q, k, inside)
+        return BlockSums(sums=jnp.asarray(sums), asked=asked)
 
     def wanted(self, group, claims):
         parts, lengths, forced = self.parts, self.lengths, self.forced.sum(axis=1)

@@ -12,7 +12,19 @@ import pytest
 import running
 
 import jaxkv
-from jaxkv import CAPKV, AdaKV, CurDKV, ExpectedAttention, KeyDiff, LagKV, PyramidKV, SnapKV, StreamingLLM
+from jaxkv import (
+    CAPKV,
+    AdaKV,
+    ChunkKV,
+    Compactor,
+    CurDKV,
+    ExpectedAttention,
+    KeyDiff,
+    LagKV,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
@@ -59,6 +71,14 @@ UNSEEN_MAKERS = {
     "keydiff": lambda n: KeyDiff(budget=n),
 }
 UNSEEN_CASES = [f"{name}_{ratio}" for name in UNSEEN_MAKERS for ratio in ("r0.75", "r0.9")]
+# Chunks of neighbouring rows, of which the peer keeps whole ones alone: its budget here is their rows. And attention
+# within blocks.
+CHUNKS = running.archive("parity/p600_chunks.npz")
+CHUNK_MAKERS = {
+    "chunkkv_snap": lambda n: ChunkKV(base=SnapKV(budget=n, window=32, pooling=AvgPool(5))),
+    "noncausalattnpress": lambda n: Compactor(budget=n, sinks=0, window=0, blending=0.0, published=True),
+}
+CHUNK_CASES = [f"{name}_{ratio}" for name in CHUNK_MAKERS for ratio in ("r0.75", "r0.9")]
 
 
 # Newer methods, likewise.
@@ -78,6 +98,8 @@ def policy_of(case):
         return UNSEEN_MAKERS[name](round(UNSEEN[f"{case}__kept"].sum(axis=-1).mean()))
     if name in METHOD_MAKERS:
         return METHOD_MAKERS[name](round(METHODS[f"{case}__kept"].sum(axis=-1).mean()))
+    if name in CHUNK_MAKERS:
+        return CHUNK_MAKERS[name](round(CHUNKS[f"{case}__kept"].sum(axis=-1).mean()))
     return MAKERS[name](round(GOLDEN[f"{case}__n_kept"].mean()))
 
 
@@ -182,6 +204,17 @@ def test_rows_and_scores_of_newer_methods(case):
     rows = [*range(first), *range(len(IDS) - int(theirs[0, 0].sum()) + first, len(IDS))]
     assert np.isin(np.nonzero(theirs)[-1], tied).all() and np.isin(rows, tied).all()
     assert ours.kept[..., rows].all()
+
+
+@pytest.mark.parametrize("case", CHUNK_CASES)
+def test_whole_chunks_and_scores_within_blocks(case):
+    theirs, ours = CHUNKS[f"{case}__kept"], run(case)
+    assert ours.kept.sum() == theirs.sum()
+    assert (ours.kept & theirs).sum() >= 0.999 * theirs.sum()
+    before = len(IDS) - policy_of(case).parts().keep.window
+    for index, layer in enumerate(SCORED_LAYERS):
+        expected = CHUNKS[f"{case}__scores"][index, :, :before]
+        assert running.gap(ours.scores[layer][:, :before], expected) < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)

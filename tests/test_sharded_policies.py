@@ -5,7 +5,8 @@ import pytest
 from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 from policy_table import TABLE
 
-ONCE = [row.name for row in TABLE if (parts := row.policy(BUDGET).parts()).nested or parts.needs.replay]
+NEEDS = {row.name: row.policy(BUDGET).parts() for row in TABLE}
+ONCE = [name for name, parts in NEEDS.items() if parts.nested or parts.needs.replay or parts.needs.blocks]
 AGAIN = meshes.one_of_each(row for row in TABLE if not (row.keeps_all or row.evicts or row.name in ONCE))
 EVERY = 3
 

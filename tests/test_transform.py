@@ -31,8 +31,8 @@ def refusal(row: Row) -> str | None:
         return "what is read"
     if row.name == "kvzip":
         return "reads the prompt twice"
-    if "expected" in row.name or row.name == "capkv":
-        return "queries before RoPE"
+    if "expected" in row.name or row.name in ("capkv", "compactor"):
+        return "before RoPE"
     return "output projection" if "critical" in row.name or "defensive" in row.name else None
 
 

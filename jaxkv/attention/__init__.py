@@ -1,7 +1,8 @@
 """The one door to attention: functions of arrays that know neither caches nor policies.
 
 `backend_of` gives the `Backend` of an `Implementation`. Plain XLA whatever the backend: `causal` and `column_sums` of
-one sequence, `pool_sums`, `probabilities`, `window_mass`, `chunk_peaks`, `filters`, and `merge` of two sets of keys.
+one sequence, `block_sums`, `pool_sums`, `probabilities`, `window_mass`, `chunk_peaks`, `filters`, and `merge` of two
+sets of keys.
 """
 
 from jaxkv.attention.backend import Backend
@@ -14,7 +15,15 @@ from jaxkv.attention.choice import (
     choose,
     named,
 )
-from jaxkv.attention.columns import Received, add_received, column_sums, pool_sums, probabilities, window_mass
+from jaxkv.attention.columns import (
+    Received,
+    add_received,
+    block_sums,
+    column_sums,
+    pool_sums,
+    probabilities,
+    window_mass,
+)
 from jaxkv.attention.merging import merge, merge_with_lse
 from jaxkv.attention.peaks import chunk_peaks
 from jaxkv.attention.xla import causal
@@ -27,6 +36,7 @@ __all__ = [
     "Received",
     "add_received",
     "backend_of",
+    "block_sums",
     "capability_of",
     "causal",
     "choose",

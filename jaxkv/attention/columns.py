@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxkv.attention.xla import (
     KEY_BLOCK,
@@ -80,6 +80,22 @@ def column_sums(
     return lax.map(head, (scaled, k, lse.reshape(heads, -1) * LOG2E))
 
 
+def block_sums(
+    q: Float[Array, "B K G T D"], k: Float[Array, "B K T D"], inside: Bool[Array, "B T"], *, zeros: bool = False
+) -> Float[Array, "B K G T"]:
+    """Attention `f32[B, K, G, T]` that each key of a block receives from the block's T queries, earlier and later ones.
+
+    Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are products that nothing divides, and all
+    others take part as if their logits were 0.
+    """
+    logits = jnp.einsum("bkgtd,bksd->bkgts", q, k, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    queries, keys = inside[:, None, None, :, None], inside[:, None, None, None]
+    if zeros:
+        return jax.nn.softmax(jnp.where(queries & keys, logits, 0.0), axis=-1).sum(axis=3)
+    p = jax.nn.softmax(jnp.where(keys, logits * (1.0 / logit_divisor(q.shape[-1])), MASKED), axis=-1)
+    return jnp.where(queries & keys, p, 0.0).sum(axis=3)
+
+
 def probabilities(
     q: Float[Array, "G w D"], k: Float[Array, "S D"], position: Int[Array, " w"]
 ) -> Float[Array, "G w S"]:
@@ -98,21 +114,23 @@ def window_mass(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
-    reduce: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "*n"]],
+    reduce: Callable[..., Float[Array, "*n"]],
+    *rows: Shaped[Array, "B K ..."],
 ) -> Float[Array, "B K *n"]:
     """Attention probabilities of w queries over all keys, reduced by `reduce` head by head: to `[S]` scores, say.
 
-    `reduce` takes one kv head's float32 probabilities and its queries' positions. Negative positions are padding, of a
-    prompt shorter than w.
+    `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
+    array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
         """Reduced probabilities of one kv head of one sequence."""
-        return reduce(probabilities(*inputs), inputs[2])
+        q_head, k_head, position, *others = inputs
+        return reduce(probabilities(q_head, k_head, position), position, *others)
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread))
+    by_head = tuple(a.reshape(batch * heads, *a.shape[2:]) for a in (q, k, spread, *rows))
     reduced = lax.map(head, by_head)
     return reduced.reshape(batch, heads, *reduced.shape[1:])
 

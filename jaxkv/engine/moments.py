@@ -1,4 +1,4 @@
-"""Mean and covariance of queries, rotated to positions after the text: the statistics of ExpectedAttention."""
+"""Statistics of a prompt's queries: mean and covariance after the text (ExpectedAttention), attention within blocks."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv import attention
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
 from jaxkv.models.values import Rope
-from jaxkv.policies.scorer import FutureQueries, QueryMoments
+from jaxkv.policies.scorer import BlockAttention, BlockSums, FutureQueries, QueryMoments
 
 
 class _Sums(NamedTuple):
@@ -42,6 +43,26 @@ def prompt_moments(
 
     blocks = (length.max() + size - 1) // size
     return _turned(lax.fori_loop(0, blocks, add, nothing), length, block.spec.rope, asked)
+
+
+def prompt_block_sums(
+    block: Block, x: Float[Array, "B S E"], length: Int[Array, " B"], table: Angles, asked: BlockAttention
+) -> BlockSums:
+    """Attention that each key of prompts receives from all queries of its block, by hidden states before the block."""
+    slots = x.shape[1]
+
+    def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
+        position = asked.first + index * asked.size + jnp.arange(asked.size, dtype=jnp.int32)
+        at = jnp.minimum(position, slots - 1)
+        normed, by = block.normed(jnp.take(x, at, axis=1)), table.at(at[None])
+        k = rotate(block.keys_values(normed)[0], by, normed.dtype)
+        inside = position < (length - asked.last)[:, None]
+        return attention.block_sums(block.queries(normed, by), k, inside, zeros=asked.zeros)
+
+    count = max(1, -(-(slots - asked.first) // asked.size))
+    sums = jnp.moveaxis(lax.map(of_block, jnp.arange(count, dtype=jnp.int32)), 0, 3)
+    sums = jnp.pad(sums.reshape(*sums.shape[:3], -1), ((0, 0), (0, 0), (0, 0), (asked.first, 0)))
+    return BlockSums(sums=sums[..., :slots], asked=asked)
 
 
 def last_moments(

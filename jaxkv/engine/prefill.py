@@ -35,7 +35,7 @@ from jaxkv.models.values import Rope
 from jaxkv.policies.parts import Ongoing
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reading
-from jaxkv.policies.scorer import Needs, Observed, Scorer, future_of, norms_of
+from jaxkv.policies.scorer import Needs, Observed, Scorer, blocks_of, future_of, norms_of
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, inside, place, put, settle_down, where
 
@@ -123,9 +123,9 @@ def observed(
     key: PRNGKeyArray,
     implementation: Implementation,
 ) -> Observed:
-    """Makes the `Observed` input of a scorer (last queries, keys, values, sums, norms) from one layer's output."""
+    """Makes the `Observed` input of a scorer (last queries, keys, values, sums, norms, ...) from one layer's output."""
     # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
-    first, future = out.q.shape[3] - scorer.queries, future_of(scorer)
+    first, future, blocks = out.q.shape[3] - scorer.queries, future_of(scorer), blocks_of(scorer)
     return Observed(
         q=out.q[..., first:, :],
         q_positions=out.q_positions[:, first:],
@@ -138,6 +138,8 @@ def observed(
         norms=out.norms if norms_of(scorer) else None,
         moments=next((each for each in out.moments if each.asked == future), None),
         replayed=out.replayed,
+        blocks=next((each for each in out.blocks if each.asked == blocks), None),
+        unrotated=None if blocks is None else out.unrotated,
         implementation=implementation,
         axes=flat.axes,
         group_axes=flat.axes,
@@ -301,7 +303,7 @@ class Prompts(Source):
         """Runs a layer; returns its rows and scores as `Candidates`, and keeps its keys and values for packing."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         out = self.ran.pop(index) if index in self.ran else self._run(index)
-        k = out.k if out.unrotated is None else out.unrotated
+        k = out.unrotated if parts.rolling and out.unrotated is not None else out.k
         rows = Unpacked(k, out.v, self.unscored.inside)
         if self.remembered[index]:
             last = out.q[..., out.q.shape[3] - self.remembered[index] :, :]

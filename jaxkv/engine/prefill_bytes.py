@@ -148,7 +148,7 @@ class PrefillBytes:
         # Hidden states and queries of all prompts (it holds one prompt's queries), and the table of angles.
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
-        found += 4 * cells * config.heads * parts.needs.sums + self._moments()
+        found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
         # Scores, sort keys and masks of all layers, where the heads of all layers compete for rows.
         found += 20 * cells * config.kv_heads * config.layers * parts.layers.joint
         # Merging compares float32 copies of one layer's rows.
@@ -224,7 +224,8 @@ class PrefillBytes:
         """Bytes that a layer's program returns for scoring: window queries, column sums, norms, rotated keys."""
         needs, config = self.parts.needs, self.config
         window = self.batch * config.heads * needs.queries * config.head_dim * self.item
-        size = config.head_dim * self.item * needs.unrotated + 4 * config.group * needs.sums + 4 * needs.norms
+        size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
+        size += 4 * config.group * (needs.sums + len(needs.blocks))
         return window + self._rows_of(size) + self._moments()
 
     def _layer(self, top: bool) -> int:
@@ -244,6 +245,8 @@ class PrefillBytes:
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
         norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
+        # Logits and probabilities of all heads within one block of tokens.
+        norms = max([norms, *(8 * self.batch * config.heads * asked.size**2 for asked in needs.blocks)])
         if top and not needs.sums:
             return max(WORKSPACE, norms)
         return max(attend, norms, 0 if top else finish)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import Walk, as_bits, from_bits
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
-from jaxkv.engine.moments import prompt_moments
+from jaxkv.engine.moments import prompt_block_sums, prompt_moments
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.rope import Angles, rotate
-from jaxkv.policies.scorer import Needs, QueryMoments
+from jaxkv.policies.scorer import BlockSums, Needs, QueryMoments
 from jaxkv.sharding.collectives import mean_of_devices
 
 # On a CPU, 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
@@ -29,13 +29,14 @@ class LayerOut:
         x: hidden states for the next layer `[B, S, E]`; after the last layer the last token's `[B, E]`.
         k: rotated keys.
         v: values.
-        unrotated: keys before RoPE where the policy stores those.
+        unrotated: keys before RoPE; None unless `needs.unrotated`.
         q: rotated queries of the last w = `needs.queries` tokens.
         q_positions: their positions; negative ones do not exist.
         sums: attention that each key receives from all queries; None unless `needs.sums`.
         norms: `value_norms`; None unless `needs.norms`.
         moments: mean and covariance of queries, for each setting in `needs.future`.
         replayed: largest attention of a second pass over the prompt, once it has run; None unless `needs.replay`.
+        blocks: attention that each key receives within its block, for each setting in `needs.blocks`.
     """
 
     x: Shaped[Array, "B ..."]
@@ -48,6 +49,7 @@ class LayerOut:
     norms: Float[Array, "B K S"] | None
     moments: tuple[QueryMoments, ...] = ()
     replayed: Float[Array, "B K S"] | None = None
+    blocks: tuple[BlockSums, ...] = ()
 
 
 def layer(
@@ -73,6 +75,7 @@ def layer(
     window = block.queries(block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at))
     size = block_size(slots, _BLOCKS)
     moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
+    blocks = tuple(prompt_block_sums(block, x, length, table, asked) for asked in needs.blocks)
     backend = backend_of(implementation)
     run = _at_once if backend.at_once else _by_sequence
     x, k, v, unrotated, sums = run(block, x, length, table, needs, last, backend)
@@ -99,6 +102,7 @@ def layer(
         sums=sums,
         norms=value_norms(block, v) if needs.norms else None,
         moments=moments,
+        blocks=blocks,
     )
 
 

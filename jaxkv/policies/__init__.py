@@ -33,7 +33,7 @@ from jaxkv.policies.policy import Method, Policy
 from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.scorer import BlockAttention, BlockSums, FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.policies.unseen import FutureAttention, KeyDifference, KeyNorm, Position, Uniform01, WorstAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 from jaxkv.policies.wrapper import Wrapper
@@ -43,6 +43,8 @@ __all__ = [
     "Again",
     "Append",
     "AvgPool",
+    "BlockAttention",
+    "BlockSums",
     "ByAge",
     "ByAttention",
     "CumulativeAttention",

@@ -22,7 +22,7 @@ from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
-from jaxkv.policies.scorer import Needs, Scorer, check_scorer, future_of, norms_of, replay_of
+from jaxkv.policies.scorer import Needs, Scorer, blocks_of, check_scorer, future_of, norms_of, replay_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,6 +235,8 @@ class Parts(Value):
             twice = scorer is not None and replay_of(scorer) is not None and after.rank is None
             require(not twice, "every", after.every, "a cache has no prompt to read a second time: leave it out")
             require(not self.nested, "every", after.every, "layers that build on one another are chosen once only")
+            remedy = f"{scorer} reads all queries of a prompt, which no cache remembers: leave it out"
+            require(scorer is None or blocks_of(scorer) is None, "every", after.every, remedy)
             asks = scorer is not None and future_of(scorer) is not None and after.rank is None
             remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
             require(not asks or bool(scorer and scorer.queries), "every", after.every, remedy)
@@ -272,14 +274,15 @@ class Parts(Value):
         asked = 0 if read is None else read.queries
         if scorer is None:
             return Needs(queries=asked)
-        future = future_of(scorer)
+        future, blocks = future_of(scorer), blocks_of(scorer)
         return Needs(
             queries=max(scorer.queries, asked),
             sums=scorer.sums or self.layers.needs_sums,
             norms=self.heads.needs_norms or norms_of(scorer),
             future=() if future is None else (future,),
             replay=replay_of(scorer),
-            unrotated=self.rolling,
+            unrotated=self.rolling or blocks is not None,
+            blocks=() if blocks is None else (blocks,),
         )
 
     @property

@@ -104,6 +104,32 @@ class QueryMoments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockAttention:
+    """Settings of `BlockSums`: attention within blocks of a prompt, where queries see later keys as well.
+
+    Attributes:
+        size: tokens of a block.
+        first: number of first tokens that belong to no block.
+        last: number of last tokens that belong to no block.
+        zeros: kvpress' arithmetic: logits are not divided, and a block of fewer tokens is filled by logits of 0.
+    """
+
+    size: int = 256
+    first: int = 0
+    last: int = 0
+    zeros: bool = False
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["asked"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSums:
+    """Attention `f32[B, K, G, S]` that each key receives from all queries of its block, and the settings."""
+
+    sums: Float[Array, "B K G S"]
+    asked: BlockAttention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
     """Config of what prefill computes per layer beyond keys and values: last queries, attention sums, norms, moments.
 
@@ -114,6 +140,7 @@ class Needs:
         unrotated: keys before RoPE.
         future: settings of the `QueryMoments` to compute.
         replay: settings of a second pass over the prompt; None for none.
+        blocks: settings of the `BlockSums` to compute.
     """
 
     queries: int = 0
@@ -122,13 +149,14 @@ class Needs:
     unrotated: bool = False
     future: tuple[FutureQueries, ...] = ()
     replay: Replay | None = None
+    blocks: tuple[BlockAttention, ...] = ()
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
         *("q", "q_positions", "k", "v", "length", "layer", "key"),
-        *("sums", "norms", "norm_totals", "moments", "replayed"),
+        *("sums", "norms", "norm_totals", "moments", "replayed", "blocks", "unrotated"),
     ],
     meta_fields=["implementation", "axes", "group_axes"],
 )
@@ -151,6 +179,8 @@ class Observed:
         moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
         replayed: `f32[B, K, S]` largest attention that any query of the second pass paid the row, 0 for the first
             `sinks` rows, if the scorer needs it.
+        blocks: attention that each key receives from all queries of its block, if the scorer needs it.
+        unrotated: `[B, K, S, D]` keys before RoPE, likewise.
         implementation: of attention: `Implementation.XLA` or a kernel library.
         axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
             here, or each kv head comes as a sequence of its own.
@@ -169,6 +199,8 @@ class Observed:
     norm_totals: Float[Array, "B #K S"] | None = None
     moments: QueryMoments | None = None
     replayed: Float[Array, "B K S"] | None = None
+    blocks: BlockSums | None = None
+    unrotated: Float[Array, "B K S D"] | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None
@@ -216,6 +248,11 @@ class Scorer(Protocol):
     @property
     def replay(self) -> Replay | None:
         """Settings of the second pass over the prompt whose attention `observe` reads; None if it reads none."""
+        return None
+
+    @property
+    def blocks(self) -> BlockAttention | None:
+        """Settings of the `BlockSums` that `observe` reads, beside `seen.unrotated`, of prompts alone; or None."""
         return None
 
     @property
@@ -278,7 +315,7 @@ def looks_at_end(scorer: Scorer) -> bool:
 
 def sees_query_heads(scorer: Scorer) -> bool:
     """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
-    return bool(scorer.queries or scorer.sums or future_of(scorer) or replay_of(scorer))
+    return bool(scorer.queries or scorer.sums or future_of(scorer) or replay_of(scorer) or blocks_of(scorer))
 
 
 def norms_of(scorer: Scorer) -> bool:
@@ -294,6 +331,11 @@ def future_of(scorer: Scorer) -> FutureQueries | None:
 def replay_of(scorer: Scorer) -> Replay | None:
     """Settings of the second pass that a scorer reads; None if it reads none or lacks the property."""
     return getattr(scorer, "replay", None)
+
+
+def blocks_of(scorer: Scorer) -> BlockAttention | None:
+    """Settings of the `BlockSums` that a scorer reads; None if it reads none or lacks the property."""
+    return getattr(scorer, "blocks", None)
 
 
 def check_scorer(label: str, scorer: Any) -> None:
@@ -324,6 +366,8 @@ def check_scorer(label: str, scorer: Any) -> None:
         raise TypeError(f"{label}.future={scorer.future!r}: give FutureQueries(...), or None")
     if not isinstance(replay_of(scorer), (Replay, type(None))):
         raise TypeError(f"{label}.replay={scorer.replay!r}: give Replay(...), or None")
+    if not isinstance(blocks_of(scorer), (BlockAttention, type(None))):
+        raise TypeError(f"{label}.blocks={scorer.blocks!r}: give BlockAttention(...), or None")
     try:
         group_of(scorer)
     except ValueError:

@@ -18,8 +18,11 @@ from oracles.baselines import *
 from oracles.budgets import *
 from oracles.cake import *
 from oracles.capkv import *
+from oracles.chunkkv import *
 from oracles.columns import *
+from oracles.compactor import *
 from oracles.curdkv import *
+from oracles.dropkv import *
 from oracles.evict import *
 from oracles.headkv import *
 from oracles.lagkv import *

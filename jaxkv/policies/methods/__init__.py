@@ -22,6 +22,9 @@ from jaxkv.policies.methods.curdkv import CurDKV
 from jaxkv.policies.methods.capkv import CAPKV
 from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
+from jaxkv.policies.methods.dropkv import DropKV
+from jaxkv.policies.methods.compactor import Compactor
+from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
 from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
@@ -34,10 +37,13 @@ __all__ = [
     "CAKE",
     "CAPKV",
     "CaM",
+    "ChunkKV",
+    "Compactor",
     "CriticalKV",
     "CurDKV",
     "D2O",
     "DefensiveKV",
+    "DropKV",
     "ExpectedAttention",
     "FullKV",
     "GlobalBudget",

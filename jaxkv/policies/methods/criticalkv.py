@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.heads import TwoStageHeads
+from jaxkv.policies.methods.chunkkv import ChunkedHeads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -39,8 +40,10 @@ class CriticalKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Raises ValueError for bases that already use the values' norms, or evict rows while decoding."""
+        """Raises ValueError for bases that use the values' norms, keep whole chunks, or evict rows while decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
+        rows = not isinstance(parts.heads, ChunkedHeads)
+        require(rows, "base", base, "it keeps whole chunks, not the best rows: give a policy that chooses row by row")
         require(not parts.evicts, "base", base, "rows that go one by one are not looked at twice: give mode='prefill'")
 
     def wrap(self, base: Parts) -> Parts:

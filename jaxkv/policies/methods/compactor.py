@@ -1,0 +1,121 @@
+"""Compactor: keep rows by attention within blocks of the prompt, and keys that others do not stand for."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxkv._checks import field, flag, real, whole
+from jaxkv._values import Value
+from jaxkv.policies.attended import AvgPool
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import BlockAttention, Observed, Scorer
+from jaxkv.sharding.collectives import mean_of_devices, own, total
+from jaxkv.sharding.mesh import Axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockAndLeverage(Scorer, Value):
+    """Compactor's scorer: attention of a row's own block by its value's norm, and its key's leverage score, added.
+
+    Attributes:
+        blocks: settings of the blocks; tokens that belong to none take no part.
+        blending: weight of the leverage scores, both being normalised over the layer; 0 leaves them out.
+        sketch: columns of the random projection of keys by which leverage scores are computed.
+    """
+
+    blocks: BlockAttention = BlockAttention()
+    blending: float = 0.35
+    sketch: int = 48
+
+    @property
+    def draws(self) -> bool:
+        """True if keys are projected at random: if `blending` is not 0."""
+        return self.blending > 0
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: normalised block attention by value norm, plus `blending` times normalised leverage."""
+        assert seen.blocks is not None and seen.unrotated is not None
+        index, last = jnp.arange(seen.k.shape[2], dtype=jnp.int32), seen.length - self.blocks.last
+        counts = (index >= self.blocks.first) & (index < last[:, None, None])
+        received = mean_of_devices(seen.blocks.sums.mean(axis=2), "G", seen.group_axes)
+        received *= jnp.linalg.norm(seen.v.astype(jnp.float32), axis=-1)
+        score = _normalised(AvgPool(3)(received, counts), counts, seen.axes)
+        if not self.draws:
+            return score
+        heads = score.shape[1] * (1 if seen.axes is None else seen.axes.size("K"))
+        draws = jax.random.normal(jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch))
+        leverage = _leverage(seen.unrotated, own(draws, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None])
+        return score + jnp.float32(self.blending) * _normalised(leverage, counts, seen.axes)
+
+
+def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
+    """Leverage scores `[B, K, S]` of centred keys after a projection `[K, D, m]`: squared lengths, once whitened."""
+    k = jnp.where(inside, k.astype(jnp.float32), 0.0)
+    mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(jnp.float32)
+    y = jnp.einsum("bksd,kdm->bksm", jnp.where(inside, k - mean, 0.0), projection, precision=lax.Precision.HIGHEST)
+    gram = jnp.einsum("bksm,bksn->bkmn", y, y, precision=lax.Precision.HIGHEST)
+    # More than the usual ridge of 0.01 where rounding of large keys would swallow it.
+    ridge = jnp.maximum(0.01, 4e-6 * jnp.trace(gram, axis1=2, axis2=3))[..., None, None]
+    factor = lax.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[-1], dtype=jnp.float32))
+    white = lax.linalg.triangular_solve(factor, y, left_side=False, lower=True, transpose_a=True)
+    return (white * white).sum(axis=-1)
+
+
+def _normalised(x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None) -> Float[Array, "B K S"]:
+    """Scores minus their mean, over their deviation, of all kv heads' rows that count; other rows get anything."""
+
+    def summed(each: Array) -> Array:
+        return total(jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K")
+
+    number = jnp.maximum(summed(jnp.ones_like(x)), 2.0)
+    off = x - summed(x) / number
+    return off / jnp.maximum(jnp.sqrt(summed(off * off) / (number - 1.0)), 1e-6)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compactor(Method):
+    """Keeps rows by attention within blocks of the prompt, which sees later tokens too, and by leverage of their keys.
+
+    Attributes:
+        sinks: first tokens that always stay, and take no part in the scores.
+        window: last tokens that do, likewise.
+        block: tokens of a block.
+        sketch: columns of the random projection of keys.
+        blending: weight of leverage; None takes the share of rows that a ratio drops, and 0.35 for a number of rows.
+        published: kvpress' arithmetic within blocks: logits are not divided by sqrt(D), and zeros fill the last block.
+
+    References:
+        Chari and Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression, arXiv:2507.08143.
+    """
+
+    budget: int | float | None = 1024
+    sinks: int = 8
+    window: int = 4
+    block: int = 256
+    sketch: int = 48
+    blending: float | None = None
+    published: bool = False
+
+    paper: ClassVar[str] = "Compactor, arXiv:2507.08143"
+
+    def _check(self) -> None:
+        field(self, "block", whole, "give 1 token or more")
+        field(self, "sketch", whole, "give 1 column or more")
+        field(self, "published", flag)
+        if self.blending is not None:
+            field(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by block attention and leverage, and always keep first and last tokens."""
+        keep = Keep(sinks=self.sinks, window=self.window)
+        asked = BlockAttention(size=self.block, first=keep.sinks, last=keep.window, zeros=self.published)
+        usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
+        blending = usual if self.blending is None else self.blending
+        return self.compose(scorer=BlockAndLeverage(blocks=asked, blending=blending, sketch=self.sketch), keep=keep)

@@ -1,0 +1,108 @@
+"""DropKV: keep the rows whose loss alone would change the attention output of the prompt's last queries most."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv._checks import field, whole
+from jaxkv._errors import require
+from jaxkv._values import Value
+from jaxkv.policies.attended import NoPool, Pooling
+from jaxkv.policies.parts import Keep, Parts
+from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import Observed, Scorer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputChange(Scorer, Value):
+    """DropKV's scorer: squared change of the window's attention outputs if the row alone is dropped.
+
+    Query i, with probabilities p and output o, then gives o + (o - v_j) p_j / (1 - p_j): attention is normalised anew
+    over the other rows. The squared L2 norm of the change is summed over the window's queries, and averaged over the
+    query heads of a group.
+
+    Attributes:
+        window: number of the prompt's last queries that are read.
+        pooling: how scores spread to neighbours; the window's own columns take no part.
+    """
+
+    window: int = 32
+    pooling: Pooling = NoPool()
+
+    def __post_init__(self) -> None:
+        field(self, "window", whole, "observe at least 1 query")
+        pools = callable(self.pooling) and not isinstance(self.pooling, type)
+        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
+
+    @property
+    def queries(self) -> int:
+        """Number of last queries that the scorer reads: `window`."""
+        return self.window
+
+    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+        """Squared change `[B, K, S]` of the window's outputs without each row, summed over queries, mean over heads."""
+        return attention.window_mass(seen.q, seen.k, seen.q_positions, _changes, seen.v)
+
+    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: the changes pooled over neighbours, the window's columns left out."""
+        index = jnp.arange(observed.shape[-1], dtype=jnp.int32)
+        return self.pooling(observed, index < (length - self.window)[:, None, None])
+
+
+def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]) -> Float[Array, " S"]:
+    """Squared change `[S]` of one kv head's outputs without each row, by probabilities of its queries and values."""
+    index = jnp.arange(p.shape[-1], dtype=jnp.int32)
+    inside = index <= position[-1]
+    v = jnp.where(inside[:, None], v.astype(jnp.float32), 0.0)
+    # Differences of values are all that counts: near their mean, squares cancel least.
+    mean = v.sum(axis=0) / jnp.maximum(position[-1] + 1, 1).astype(jnp.float32)
+    v = jnp.where(inside[:, None], v - mean, 0.0)
+    # One row may have nearly all of a query's attention. Its change, p (v - output of the other rows), is computed
+    # without 1 - p and without the small difference of v and o; the other rows' p is at most a half.
+    peak = p.argmax(axis=-1)
+    is_peak = index == peak[..., None]
+    others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
+    held, left = _product("gws,sd->gwd", others, v), others.sum(axis=-1, keepdims=True)
+    of_peak = ((most * (best - held / jnp.where(left > 0, left, 1.0))) ** 2).sum(axis=-1, keepdims=True)
+    out = held + most * best
+    products = _product("gwd,sd->gws", out, v)
+    distances = jnp.maximum((v * v).sum(axis=-1) - 2 * products + (out * out).sum(axis=-1, keepdims=True), 0.0)
+    changes = jnp.where(is_peak, of_peak, (others / (1 - others)) ** 2 * distances)
+    return jnp.where((position >= 0)[:, None], changes, 0.0).sum(axis=1).mean(axis=0)
+
+
+def _product(axes: str, a: Array, b: Array) -> Array:
+    """Einsum of two float32 arrays at the highest precision, so that GPUs do not use TF32."""
+    return jnp.einsum(axes, a, b, precision=lax.Precision.HIGHEST)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DropKV(Method):
+    """Keeps the rows without which the attention outputs of the prompt's last queries would change most.
+
+    Attributes:
+        window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
+        sinks: first tokens that always stay.
+        pooling: how scores spread to neighbours.
+
+    References:
+        DropKV: eviction by decoupled residual-output perturbation, https://openreview.net/forum?id=MqfNzH3TVH.
+    """
+
+    budget: int | float | None = 1024
+    window: int = 32
+    sinks: int = 0
+    pooling: Pooling = NoPool()
+
+    paper: ClassVar[str] = "DropKV, openreview MqfNzH3TVH"
+
+    def parts(self) -> Parts:
+        """Returns `Parts` that score rows by the change of the window's outputs without them."""
+        scorer = OutputChange(window=self.window, pooling=self.pooling)
+        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window))

@@ -1,0 +1,61 @@
+"""Whole chunks of rows, the same in every head: the choice against its oracle, and what it refuses as a base."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+
+from jaxkv import H2O, AdaKV, ChunkKV, CriticalKV, KNorm, PyramidInfer, SnapKV
+from jaxkv.engine import choosing
+from jaxkv.policies.methods.chunkkv import ChunkedHeads
+
+SLOTS = 64
+
+
+def library(scores, rows, forced, n, chunk):
+    """Kept positions of one sequence, beside another of half its length, in slots with padding that ranks first."""
+    padded = np.full((2, len(scores), SLOTS), 1e9)
+    padded[:, :, :n] = scores
+    mask = jnp.asarray(np.isin(np.arange(SLOTS), forced)[None] & np.array([[True], [False]]))
+    length = jnp.asarray([n, n // 2], jnp.int32)
+    layer = choosing.of_prompt(jnp.asarray(padded, jnp.float32), mask, length)
+    chosen = choosing.choose([layer], jnp.asarray([rows, 1], jnp.int32), heads=ChunkedHeads(chunk=chunk)).masks[0]
+    assert (np.asarray(chosen)[1].sum(axis=-1) == 1).all()
+    return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
+
+
+@pytest.mark.parametrize("levels", (3, 1000), ids=("tied", "apart"))
+@pytest.mark.parametrize("forced", ((), (0, 1, 2), (0, 12, 40, 41, 42)), ids=len)
+@pytest.mark.parametrize("chunk", (1, 4, 20, 100))
+def test_rows_are_those_of_the_oracle(levels, forced, chunk):
+    rng, n = np.random.default_rng(chunk), 43
+    # Sums of four whole numbers, and their means over chunks of a power of two, are exact.
+    scores = rng.integers(-levels, levels, (4, n)).astype(np.float64)
+    for rows in (len(forced) + 1, 17, 30, n - 1, n):
+        expected, gap = o.chunk_select(scores, rows, list(forced), n, chunk)
+        if chunk != 20 or gap > o.MIN_GAP:
+            assert library(scores, rows, forced, n, chunk) == expected
+        assert all(len(head) == rows for head in expected)
+
+
+def test_bases_whose_rows_have_no_whole_chunks_are_refused():
+    for base, remedy in (
+        (AdaKV(budget=64), "heads choose in a way of their own"),
+        (CriticalKV(budget=64), "heads choose in a way of their own"),
+        (PyramidInfer(budget=64), "rows of the layer below"),
+        (H2O(budget=64), "give mode='prefill'"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            ChunkKV(base=base)
+    for wrapper in (AdaKV, CriticalKV):
+        with pytest.raises(ValueError, match="base="):
+            wrapper(base=ChunkKV(budget=64))
+    with pytest.raises(ValueError, match="chunk=0: give 1 row or more"):
+        ChunkKV(chunk=0)
+
+
+def test_the_base_is_snapkv_unless_said():
+    assert ChunkKV(budget=64) == ChunkKV(base=SnapKV(budget=64)) != ChunkKV(base=KNorm(budget=64))
+    assert dataclasses.replace(ChunkKV(budget=64), chunk=7).parts().heads == ChunkedHeads(chunk=7)
