@@ -22,7 +22,6 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.policies.methods import FullKV
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
@@ -187,7 +186,9 @@ def _require(holds: Any, about: str, *where: object) -> None:
 
 def _rows_are_the_prompts(case: _Case) -> None:
     """Checks that kept rows are equal to the prompt's own rows, in ascending order without repeats."""
-    whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, FullKV()))}
+    # Rounded as the policy's store rounds them.
+    everything = _Given(made=Parts(store=case.parts.store))
+    whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
     merges, rolls = case.parts.merge is not None, case.parts.rolling
     for part in segments(case.cache):
         where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
@@ -256,7 +257,7 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
     if case.parts.budget is None or case.parts.rolling:
         return
     roomy = _Given(made=dataclasses.replace(case.parts, budget=max(case.lengths) + _NEW))
-    ours, whole = case.drawn(roomy), case.drawn(_Given(made=Parts(read=case.parts.read)))
+    ours, whole = case.drawn(roomy), case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store)))
     same = all((one == other).all() for one, other in zip(ours.tokens, whole.tokens, strict=True))
     _require(same, "a budget of the whole text changes no token")
 

@@ -27,6 +27,7 @@ from jaxkv._settings import settled
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.stores import Dense
 from jaxkv.engine.choosing import Candidates, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, unordered
 from jaxkv.engine.compress import compress as compress_all
@@ -316,6 +317,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (parts.rolling, "it stores keys before RoPE, and here they come after it: leave rolling positions out"),
         (parts.evicts, f"{name} drops a row for every new one, and here none go: give mode='prefill' or slide=False"),
         (parts.every, "it compresses while tokens are drawn, and here a prompt only: leave every= out"),
+        (parts.store is not Dense, f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out"),
         (parts.needs.norms, f"{name} looks at values through the output projection, unknown here: use its base"),
         (parts.needs.replay, f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill"),
         (parts.needs.future, f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate"),

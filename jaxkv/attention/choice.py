@@ -19,7 +19,7 @@ class Implementation(enum.Enum):
     """Enum of attention implementations by name, each with the import path of its `Backend` class.
 
     Attributes:
-        AUTO: the fastest that the device and the policy allow.
+        AUTO: the fastest that the device, the dtype and the head dim allow.
         XLA: plain XLA, everywhere.
         PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
         INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.

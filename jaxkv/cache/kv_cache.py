@@ -189,7 +189,7 @@ class KVCache:
     @property
     def full_nbytes(self) -> int:
         """Bytes that all tokens seen would take in an uncompressed cache without padding."""
-        each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].k.dtype.itemsize
+        each = self.config.layers * self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
         return int(host(self.seen)[: self.batch].sum()) * each
 
     @property

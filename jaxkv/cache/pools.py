@@ -35,6 +35,11 @@ class Pool:
         return self.store.view()[1]
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of keys and values as attention reads them; decodes no row."""
+        return jax.eval_shape(type(self.store).view, self.store)[0].dtype
+
+    @property
     def rows(self) -> int:
         """P, the number of rows per sequence."""
         return self.pos.shape[1]

@@ -1,4 +1,4 @@
-"""Stores: how a pool holds the keys and values of its cache rows; no other module touches these arrays."""
+"""Stores: how a pool holds the keys and values of its cache rows; beside them only fused kernels write these arrays."""
 
 import abc
 import dataclasses

@@ -147,7 +147,7 @@ def compress(
 
 def _wait(pool: Pool) -> None:
     """Blocks until a pool has been computed; does nothing in a trace."""
-    if not isinstance(pool.k, jax.core.Tracer):
+    if not isinstance(pool.pos, jax.core.Tracer):
         jax.block_until_ready(pool)
 
 

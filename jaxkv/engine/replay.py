@@ -182,7 +182,7 @@ def _layer_again(
         turn = by.block(at, size)
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
         k, v = put_slice(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put_slice(v, new, (0, 0, at, 0))
-        own, own_lse = lax.map(lambda a: attention.causal(*a, at), (q, k, v))
+        own, own_lse = lax.map(lambda a: attention.causal(a[0], a[1], a[2], at), (q, k, v))
         x = put_slice(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
         weights = None if by_row is None else (1 / _norm(normed), by_row)
         found = attention.chunk_peaks(q, own_lse, read, count - at, inside, weights)

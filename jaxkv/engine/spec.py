@@ -147,7 +147,7 @@ def spec_for(flat: Flat, cache: KVCache, implementation: Implementation = Implem
     return specialise(
         flat,
         cache.policy.parts(),
-        cache.pools[0].k.dtype,
+        cache.pools[0].dtype,
         slots=cache.slots,
         extended=cache.extended,
         banked=cache.bank is not None,

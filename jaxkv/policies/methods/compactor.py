@@ -41,11 +41,10 @@ class BlockAndLeverage(Scorer, Value):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: normalised block attention by value norm, plus `blending` times normalised leverage."""
         assert seen.blocks is not None and seen.unrotated is not None
-        index, last = jnp.arange(seen.k.shape[2], dtype=jnp.int32), seen.length - self.blocks.last
-        counts = (index >= self.blocks.first) & (index < last[:, None, None])
-        received = mean_of_devices(seen.blocks.sums.mean(axis=2), "G", seen.group_axes)
-        received *= jnp.linalg.norm(seen.v.astype(jnp.float32), axis=-1)
-        score = _normalised(AvgPool(3)(received, counts), counts, seen.axes)
+        index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
+        counts = (index >= self.blocks.first) & (index < (seen.length - self.blocks.last)[:, None, None])
+        received, v = mean_of_devices(seen.blocks.sums.mean(axis=2), "G", seen.group_axes), seen.v.astype(jnp.float32)
+        score = _normalised(AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes)
         if not self.draws:
             return score
         heads = score.shape[1] * (1 if seen.axes is None else seen.axes.size("K"))
@@ -106,8 +105,8 @@ class Compactor(Method):
     paper: ClassVar[str] = "Compactor, arXiv:2507.08143"
 
     def _check(self) -> None:
-        field(self, "block", whole, "give 1 token or more")
-        field(self, "sketch", whole, "give 1 column or more")
+        for name in ("block", "sketch"):
+            field(self, name, whole, "give 1 or more")
         field(self, "published", flag)
         if self.blending is not None:
             field(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
