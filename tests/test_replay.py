@@ -1,5 +1,7 @@
 """KVzip's second pass over prompts, against float64 attention over prompt and repeated chunk in one text."""
 
+import argparse
+
 import jax.numpy as jnp
 import numpy as np
 import oracles as o
@@ -10,9 +12,11 @@ from policy_table import REPEATED
 import jaxkv
 from jaxkv import GlobalBudget, KVzip
 from jaxkv.analysis.choosing import kept_rows
+from jaxkv.cli import policy_options
 from jaxkv.engine import replay
 from jaxkv.engine.compress import finished
 from jaxkv.engine.lengths import bucket
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.prefill import read_layers
 from jaxkv.policies.scorer import Needs, Replay
 
@@ -153,3 +157,47 @@ def test_analyses_take_the_rows_that_its_prefill_keeps():
         cache, _, _ = tiny.run(model, [ids], policy)
         rows = [[np.flatnonzero(head).tolist() for head in layer] for layer in masks[policy]]
         assert rows == [[sorted(head) for head in layer[0]] for layer in tiny.kept(cache)]
+
+
+def test_plans_count_texts_tails_and_sinks():
+    """A plan's bytes grow with the tokens that are read before a chunk, up to the prompt's length for its tail."""
+    model = tiny.tiny(tiny.TWO_LAYERS)
+
+    def peak(**given):
+        return plan_prefill(model.config, KVzip(budget=0.9, **REPEATED | given), [400]).peak_bytes
+
+    assert peak(first=(1,) * 3000) > peak(first=(1,) * 1000) > peak()
+    assert peak(tail=10**8) == peak(tail=512) > peak()
+    assert peak(sinks=300) > peak()
+
+
+def test_a_tail_may_be_longer_than_the_prompt():
+    model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(8, (30, 9))
+    caches = [tiny.run(model, prompts, KVzip(budget=8, **REPEATED | {"tail": tail}))[0] for tail in (24, 10**8)]
+    assert tiny.kept(caches[0]) == tiny.kept(caches[1])
+
+
+@pytest.mark.parametrize("over", ("layer", "model"))
+def test_plans_for_gpus_count_all_layers_that_wait_for_the_second_pass(over):
+    """Whichever heads compete: a layer runs while the rows of all those below are there, uncompressed."""
+    kw = {"gpus": "h100x1", "context": 100_000}
+    small, full = (
+        jaxkv.plan("llama-3.1-8b", policy=policy, **kw)
+        for policy in (KVzip(budget=0.1, over=over), jaxkv.SnapKV(budget=1.0))
+    )
+    assert small.sizes.peak >= 0.98 * full.sizes.peak
+
+
+def test_the_scorer_is_a_part_of_ones_own_policies():
+    model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(9, (40, 24))
+    replay = jaxkv.policies.Replay(sinks=SINKS, **REPEATED)
+    mine = jaxkv.Policy(scorer=jaxkv.policies.ReplayAttention(replay=replay), budget=8)
+    ours = KVzip(budget=8, over="head", sinks=SINKS, **REPEATED)
+    assert tiny.kept(tiny.run(model, prompts, mine)[0]) == tiny.kept(tiny.run(model, prompts, ours)[0])
+
+
+def test_the_command_line_sets_the_texts():
+    parser = argparse.ArgumentParser()
+    policy_options.add_policy_options(parser)
+    words = ["--policy", "kvzip", "--first", "Say it.", "--following", "", "--closing", "\n"]
+    assert policy_options.policy_from(parser.parse_args(words)) == KVzip(first="Say it.", following="", closing="\n")

@@ -68,6 +68,7 @@ _ONE = {
     frozenset({float}): Words(read=real, metavar="X"),
     frozenset({int, float}): Words(read=whole_or_real, metavar="N"),
     frozenset({str}): Words(read=str, metavar="WORD"),
+    frozenset({str, tuple[int, ...]}): Words(read=str, metavar="TEXT"),
     frozenset({str, tuple[tuple[float, ...], ...]}): Words(read=str, metavar="FILE"),
     frozenset({bool}): Words(read=bool, arity=Arity.SWITCH),
     frozenset({tuple[int, ...]}): Words(read=whole, metavar="N", arity=Arity.SEVERAL),

@@ -99,15 +99,23 @@ class PrefillBytes:
         return self.parts.needs.replay
 
     def _again(self) -> int:
-        """Bytes of a second pass over the prompts beside their keys and values: scores of all layers, activations."""
+        """Bytes of a second pass over the prompts beside their keys and values: scores of all layers, activations.
+
+        The arrays that layers return for scoring wait in all of them.
+        """
         if self.replay is None:
             return 0
-        # Texts before a chunk come out of the model's tokenizer: a block of queries has room for them.
-        config, tokens = self.config, self.batch * (min(self.replay.chunk, self.slots) + QUERY_BLOCK)
+        asked, chunk = self.replay, min(self.replay.chunk, self.slots)
+        # Text becomes tokens in the model's tokenizer, fewer than its letters; a block of queries is the least.
+        first, following, closing = (len(each or ()) for each in (asked.first, asked.following, asked.closing))
+        before = max(first, following + min(asked.tail, self.slots)) + closing
+        config, tokens = self.config, self.batch * (chunk + max(QUERY_BLOCK, before))
         each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
         inner = (4 * (1 + config.gated) + self.item) * config.hidden
-        logits = 12 * config.group * QUERY_BLOCK * (2 * min(self.replay.chunk, self.slots) + QUERY_BLOCK)
-        return self._rows_of(4 * self.config.layers) + tokens * (each + inner) + logits
+        sinks = max(QUERY_BLOCK // 2, min(asked.sinks, self.slots))
+        logits = 12 * config.group * 2 * QUERY_BLOCK * (chunk + sinks)
+        waiting = config.layers * self._looked()
+        return self._rows_of(4 * config.layers) + waiting + tokens * (each + inner) + logits
 
     @property
     def _offloaded(self) -> int:
@@ -167,6 +175,8 @@ class PrefillBytes:
             there += rows + (0 if top else hidden)
             found |= {f"{name}, {each}": there + more for each, more in self._afterwards(index, top).items()}
         if self.replay is not None:
+            # All layers below the top one have run, and wait, while its neighbour runs.
+            found["first pass"] = self._always() + hidden + (layers - 1) * (rows + self._looked()) + self._layer(False)
             found["second pass"] = self._always() + layers * rows + self._again()
         found["logits"] = self._always() + sum(self.pools) + 4 * self.batch * self.config.vocab
         return found

@@ -22,7 +22,7 @@ from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.rope import angles, rotate
 from jaxkv.policies.scorer import Replay
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import place
+from jaxkv.sharding.mesh import place, where
 from jaxkv.text.tokenizer import Text
 
 # The most tokens that go through a layer at a time.
@@ -66,7 +66,7 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
 
 def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
     """N, the tokens that are read for one chunk of prompts of bucket `slots`: texts, and padding to whole blocks."""
-    before = max(len(texts.first), len(texts.following) + asked.tail) + len(texts.closing)
+    before = max(len(texts.first), len(texts.following) + min(asked.tail, slots)) + len(texts.closing)
     tokens = before + min(asked.chunk, slots)
     blocks = -(-tokens // MOST)
     return blocks * -(-tokens // blocks)
@@ -105,7 +105,9 @@ def replayed(
     (tokens, lengths, texts), layers, axes = padded, len(flat.blocks), flat.axes
     assert texts is not None
     length = place(lengths, "B", axes, jnp.int32)
-    peaks = [jnp.zeros(ran[index].k.shape[:3], jnp.float32) for index in range(layers)]
+    shape = ran[0].k.shape[:3]
+    # Each device makes its own part.
+    peaks = [jnp.zeros(shape, jnp.float32, device=where("B K S", shape, axes)) for _ in range(layers)]
     share = worth / (layers * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
     for first, ids, count in chunks(tokens, lengths, asked, texts):
         x = _embedded(flat.ends, place(ids, "B N", axes), graphs=flat.graphs)

@@ -28,12 +28,22 @@ from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
 from jaxkv.policies.methods.headkv import Importance
 from jaxkv.policies.methods.heavy import Mode
+from jaxkv.policies.methods.kvzip import ReplayAttention
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method, Policy
 from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
 from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import BlockAttention, BlockSums, FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.scorer import (
+    BlockAttention,
+    BlockSums,
+    FutureQueries,
+    GroupReduce,
+    Observed,
+    QueryMoments,
+    Replay,
+    Scorer,
+)
 from jaxkv.policies.unseen import FutureAttention, KeyDifference, KeyNorm, Position, Uniform01, WorstAttention
 from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
 from jaxkv.policies.wrapper import Wrapper
@@ -88,6 +98,8 @@ __all__ = [
     "QueryMoments",
     "Rank",
     "Reads",
+    "Replay",
+    "ReplayAttention",
     "Row",
     "Scope",
     "Scorer",
