@@ -17,9 +17,10 @@ def block_attention(q, k, size, first=0, last=0, zeros=False):
     Returns:
         [K, n - first - last] float64.
     """
-    q, k = (np.asarray(x, np.float64)[:, first : np.shape(k)[1] - last] for x in (q, k))
+    part = slice(first, max(np.shape(k)[1] - last, first))
+    q, k = (np.asarray(x, np.float64)[:, part] for x in (q, k))
     heads, n, dim = k.shape
-    grouped, out = q.reshape(heads, -1, n, dim), np.zeros((heads, n))
+    grouped, out = q.reshape(heads, len(q) // heads, n, dim), np.zeros((heads, n))
     for begin in range(0, n, size):
         part = slice(begin, min(begin + size, n))
         logits = np.einsum("kgid,kjd->kgij", grouped[:, :, part], k[:, part])
