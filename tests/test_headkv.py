@@ -56,6 +56,20 @@ def test_kept_rows_are_the_oracles(group, seed, lengths, budget, beta):
         assert sum(len(head) for layer in expected for head in layer) == LAYERS * heads * rows
 
 
+@pytest.mark.parametrize("beta", (1.005, 1.2, 3))
+def test_numbers_of_rows_are_the_formulas(beta):
+    """The published numbers: score / sum * (b / beta) * L * H + b - b / beta; a kv head has its query heads' mean."""
+    q, k = draw_layers(0, 4, (48, 40))
+    marks, base = np.asarray(scores_of(LAYERS, 8, seed=4)), 14 - WINDOW
+    policy = HeadKV(budget=14, window=WINDOW, scores=tuple(map(tuple, marks.tolist())), beta=beta)
+    formula = marks / marks.sum() * (base / beta) * marks.size + base - base / beta
+    formula = formula.reshape(LAYERS, 2, 4).mean(axis=-1)
+    assert formula.max() < 40 - WINDOW
+    for kept in library_kept(policy, q, k, (48, 40)), library_kept(policy, q[:, ::-1], k[:, ::-1], (40, 48)):
+        found = np.array([[[len(head) - WINDOW for head in row] for row in layer] for layer in kept])
+        assert (np.abs(found - formula[:, None]) < 2).all()
+
+
 def test_invariants():
     config = tiny.TWO_LAYERS
     model, row = tiny.tiny(config), row_of(config.layers, config.heads)

@@ -71,6 +71,26 @@ def test_options_agree_with_the_oracle(name, seed, lengths):
     assume(agreement.check_agreement(OPTIONS[name], seed, 3, lengths, 20))
 
 
+@pytest.mark.parametrize(
+    ("policy", "oracle"),
+    [
+        (EACH["lagkv"], lambda k, v, mean: t.o.lag_scores(k, v, lag=4)[0]),
+        (EACH["lagkv-cross"], lambda k, v, mean: t.o.lag_scores(k, v, lag=4, ranks=False)[0]),
+        (CurDKV(leverage="key"), lambda k, v, mean: t.o.cur_scores(k, v, leverage="key")),
+        (CurDKV(leverage="value"), lambda k, v, mean: t.o.cur_scores(k, v, leverage="value")),
+        (EACH["curdkv"], lambda k, v, mean: t.o.cur_scores(k, v)),
+        (EACH["capkv"], lambda k, v, mean: t.o.cap_scores(mean, k, v)),
+    ],
+)
+def test_keys_and_values_are_not_mixed_up(policy, oracle):
+    """In the policy table the values are the keys."""
+    k, v, mean = drawn(2, 2, 40, 8, seed=1), 0.3 + drawn(2, 2, 40, 8, seed=2), drawn(2, 2, 2, 8, seed=3)
+    found = np.asarray(observed(policy, k, v, [40, 25], mean))
+    for row, n in enumerate((40, 25)):
+        expected = oracle(k[row, :, :n], v[row, :, :n], mean[row].reshape(-1, 8))
+        np.testing.assert_allclose(found[row, :, 4:n], expected[:, 4:], rtol=2e-5)
+
+
 def test_rows_alike_rank_by_position_in_every_partition():
     k = np.tile(drawn(1, 1, 1, 8), (1, 2, 30, 1))
     found = np.asarray(observed(LagKV(lag=8), k, k, [30]))

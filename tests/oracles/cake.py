@@ -6,17 +6,24 @@ import numpy as np
 
 from oracles.budgets import forced_positions, layer_rows, resolve_budget
 from oracles.policies import full
-from oracles.scores import pool_columns, window_probs
 from oracles.select import top_select
 
 
-def _sample_variance(values):
-    """Unbiased variance; 0 for a single value."""
-    values = [float(x) for x in values]
-    if len(values) == 1:
-        return 0.0
-    mean = math.fsum(values) / len(values)
-    return math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)
+def _logs(q, k, window):
+    """Logarithms [H, w, n] of the last queries' probabilities over all visible keys; -inf for later ones."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    n, group = k.shape[1], len(q) // len(k)
+    rows = np.arange(n - min(window, n), n)
+    logits = np.einsum("hid,hjd->hij", q[:, rows], k.repeat(group, axis=0)) / np.sqrt(k.shape[2])
+    logits = np.where(np.arange(n) <= rows[:, None], logits, -np.inf)
+    return logits - np.logaddexp.reduce(logits, axis=2, keepdims=True)
+
+
+def _variance(probs):
+    """Unbiased variance over queries: of [H, w, m], the mean over pairs of half their squared difference, [H, m]."""
+    w = probs.shape[1]
+    pairs = [(probs[:, i] - probs[:, j]) ** 2 / 2 for i in range(w) for j in range(i)]
+    return np.mean(pairs, axis=0) if pairs else np.zeros((len(probs), probs.shape[2]))
 
 
 def cake_scores(q, k, window=32, kernel=5, gamma=200.0):
@@ -32,16 +39,12 @@ def cake_scores(q, k, window=32, kernel=5, gamma=200.0):
     Returns:
         [K, n - min(window, n)] float64.
     """
-    probs = window_probs(q, k, window)
-    heads, w, n = probs.shape
-    kv_heads, columns = np.shape(k)[0], n - w
-    each = np.zeros((heads, columns))
-    for h in range(heads):
-        for j in range(columns):
-            column = [float(x) for x in probs[h, :, j]]
-            each[h, j] = math.fsum(column) / w + gamma * _sample_variance(column)
-        each[h] = pool_columns(each[h], kernel, "avg")
-    return each.reshape(kv_heads, heads // kv_heads, columns).mean(axis=1)
+    probs = np.exp(_logs(q, k, window))
+    before = probs.shape[2] - probs.shape[1]
+    marks = (probs.mean(axis=1) + gamma * _variance(probs))[:, :before]
+    marks = marks.reshape(len(k), len(q) // len(k), before).mean(axis=1)
+    wide = np.pad(marks, ((0, 0), (kernel // 2, kernel // 2)))
+    return sum(wide[:, at : at + before] for at in range(kernel)) / kernel
 
 
 def cake_preference(q, k, window=32, tau1=1.0, tau2=1.0):
@@ -57,15 +60,12 @@ def cake_preference(q, k, window=32, tau1=1.0, tau2=1.0):
     Returns:
         A float.
     """
-    probs = window_probs(q, k, window)
-    heads, w, n = probs.shape
-    cells = [float(x) for x in probs[:, :, : n - w].reshape(-1)]
-    entropy = -math.fsum(x * math.log(x) for x in cells if x > 0)
-    variance = math.fsum(_sample_variance(probs[h, :, j]) for h in range(heads) for j in range(n - w))
-    return entropy ** (1 / tau1) * variance ** (1 / tau2)
+    logs = _logs(q, k, window)
+    logs = logs[:, :, : logs.shape[2] - logs.shape[1]]
+    return float(-(np.exp(logs) * logs).sum()) ** (1 / tau1) * float(_variance(np.exp(logs)).sum()) ** (1 / tau2)
 
 
-def cake(qs, ks, budget, window=32, tau1=1.0, tau2=1.0):
+def cake(qs, ks, budget, window=32, tau1=1.0, tau2=1.0, gamma=200.0):
     """CAKE over all layers, without the cascade: rows in proportion to preferences, then the best of each head.
 
     Args:
@@ -75,6 +75,7 @@ def cake(qs, ks, budget, window=32, tau1=1.0, tau2=1.0):
         window: rows of the observation window, all forced.
         tau1: temperature of the entropy.
         tau2: temperature of the variance.
+        gamma: weight of the variance in the scores.
 
     Returns:
         kept, L lists of K ascending lists, and the gap: the smallest of all cuts and of the rounding of layers' rows.
@@ -87,7 +88,7 @@ def cake(qs, ks, budget, window=32, tau1=1.0, tau2=1.0):
     rows, margin = layer_rows("entropy", n, budget, len(ks), len(forced), weights=weights)
     kept, gap = [], margin / max(rows)
     for q, k, r in zip(qs, ks, rows, strict=True):
-        picked = [top_select(row, r, forced, n) for row in cake_scores(q, k, window)]
+        picked = [top_select(row, r, forced, n) for row in cake_scores(q, k, window, gamma=gamma)]
         kept.append([positions for positions, _ in picked])
         gap = min(gap, *(own for _, own in picked))
     return kept, gap

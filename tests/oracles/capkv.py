@@ -3,13 +3,11 @@
 import numpy as np
 
 
-def _unit(x):
-    x = np.asarray(x, np.float64)
-    return x / max(float(np.sqrt((x * x).sum())), 1e-12)
-
-
 def cap_scores(means, k, v, *, sinks=4, tau=5.0, epsilon=1e-6):
-    """CAPKV's scores of one layer.
+    """CAPKV's scores of one layer: `w_j v_j^T (I + sum_i w_i v_i v_i^T)^-1 v_j`, mean over the group's query heads.
+
+    Weights are exp(tau * cosine) over the query head's largest, as in kvpress. Instead of the matrix over channels,
+    that of the rows' inner products G is inverted: the j-th leverage of weighted values is 1 - ((1 + G)^-1)_jj.
 
     Args:
         means: mean query [D] of each of H query heads, as if rotated after the text.
@@ -22,17 +20,15 @@ def cap_scores(means, k, v, *, sinks=4, tau=5.0, epsilon=1e-6):
     Returns:
         [K, n] float64.
     """
-    heads, n, dim = np.shape(k)
+    heads, n = np.shape(k)[:2]
     group, out = len(means) // heads, np.zeros((heads, n))
-    for head in range(heads if n > sinks else 0):
-        for mean in means[head * group : (head + 1) * group]:
-            logits = np.array([tau * float(_unit(mean) @ _unit(row)) for row in k[head, sinks:]])
-            weights = np.exp(logits - logits.max())
-            values = v[head, sinks:].astype(np.float64)
-            matrix = np.eye(dim) + sum(
-                (w + epsilon) * np.outer(row, row) for w, row in zip(weights, values, strict=True)
-            )
-            inverse = np.linalg.inv(matrix)
-            for j, (w, row) in enumerate(zip(weights, values, strict=True)):
-                out[head, sinks + j] += w * float(row @ inverse @ row) / group
+    k, v = (np.asarray(x, np.float64)[:, sinks:] for x in (k, v))
+    for h, mean in enumerate(np.asarray(means, np.float64) if n > sinks else ()):
+        keys, values = k[h // group], v[h // group]
+        lengths = np.maximum(np.linalg.norm(keys, axis=1) * np.linalg.norm(mean), 1e-30)
+        fit = tau * (keys @ mean) / lengths
+        weights = np.exp(fit - fit.max())
+        gram = np.sqrt(np.outer(weights + epsilon, weights + epsilon)) * (values @ values.T)
+        leverage = 1 - np.diag(np.linalg.inv(np.eye(len(gram)) + gram))
+        out[h // group, sinks:] += weights / (weights + epsilon) * leverage / group
     return out

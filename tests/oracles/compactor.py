@@ -2,9 +2,6 @@
 
 import numpy as np
 
-from oracles.attention import softmax
-from oracles.scores import pool_columns
-
 
 def block_attention(q, k, size, first=0, last=0, zeros=False):
     """Attention that each key of [first, n - last) receives from all queries of its block, mean over the group.
@@ -20,25 +17,30 @@ def block_attention(q, k, size, first=0, last=0, zeros=False):
     Returns:
         [K, n - first - last] float64.
     """
-    heads, n, dim = np.shape(k)
-    group, out = len(q) // heads, np.zeros((heads, n))
-    for h, queries in enumerate(np.asarray(q, np.float64)):
-        keys = np.asarray(k[h // group], np.float64)
-        for begin in range(first, n - last, size):
-            members = range(begin, min(begin + size, n - last))
-            empty = size - len(members) if zeros else 0
-            for i in members:
-                logits = [float(queries[i] @ keys[j]) / (1.0 if zeros else dim**0.5) for j in members]
-                out[h // group, begin : begin + len(members)] += softmax(logits + [0.0] * empty)[0][: len(members)]
-            out[h // group, begin : begin + len(members)] += empty / size
-    return out[:, first : n - last] / group
+    part = slice(first, max(np.shape(k)[1] - last, first))
+    q, k = (np.asarray(x, np.float64)[:, part] for x in (q, k))
+    heads, n, dim = k.shape
+    grouped, out = q.reshape(heads, len(q) // heads, n, dim), np.zeros((heads, n))
+    for begin in range(0, n, size):
+        part = slice(begin, min(begin + size, n))
+        logits = np.einsum("kgid,kjd->kgij", grouped[:, :, part], k[:, part])
+        count = logits.shape[-1]
+        if zeros:
+            logits = np.pad(logits, ((0, 0), (0, 0), (0, size - count), (0, size - count)))
+        else:
+            logits = logits / np.sqrt(dim)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        shares = weights / weights.sum(axis=-1, keepdims=True)
+        out[:, part] = shares.sum(axis=2).mean(axis=1)[:, :count]
+    return out
 
 
 def leverage_scores(k, projection, ridge=0.01):
-    """Leverage of each centred, projected key: y (Y'Y + ridge)^-1 y' for [n, D] keys and [D, m] columns."""
+    """Leverage of each centred, projected key of `[n, D]` by columns `[D, m]`: sum of u^2 s^2 / (s^2 + ridge), from the
+    singular value decomposition instead of an inverse."""
     y = (np.asarray(k, np.float64) - np.mean(k, axis=0, dtype=np.float64)) @ np.asarray(projection, np.float64)
-    inverse = np.linalg.inv(y.T @ y + ridge * np.eye(y.shape[1]))
-    return np.array([row @ inverse @ row for row in y])
+    u, s, _ = np.linalg.svd(y, full_matrices=False)
+    return u**2 @ (s**2 / (s**2 + ridge))
 
 
 def normalised(scores):
@@ -66,8 +68,8 @@ def compactor_scores(q, k, v, raw, projections, *, size, first, last, blending, 
     """
     part = slice(first, np.shape(k)[1] - last)
     received = block_attention(q, k, size, first, last, zeros)
-    received = received * np.linalg.norm(np.asarray(v, np.float64)[:, part], axis=-1)
-    scores = normalised(np.array([pool_columns(row, 3, "avg") for row in received]))
+    received = np.pad(received * np.linalg.norm(np.asarray(v, np.float64)[:, part], axis=-1), ((0, 0), (1, 1)))
+    scores = normalised((received[:, :-2] + received[:, 1:-1] + received[:, 2:]) / 3)
     columns = projections.shape[2]
     leverage = [leverage_scores(raw[h, part], projections[h] / columns**0.5) for h in range(len(k))]
-    return scores + (blending * normalised(np.array(leverage)) if blending else 0.0)
+    return scores + blending * normalised(np.array(leverage))

@@ -3,18 +3,17 @@
 import numpy as np
 
 
+def _shares(rows, local_window):
+    """Squared norms `[K, n]` of rows `[K, n, D]`, each over the sum of its window; 0 in a window of zeros."""
+    square = np.einsum("knd,knd->kn", rows, rows)
+    starts = range(0, square.shape[1], local_window)
+    total = np.add.reduceat(square, starts, axis=1).repeat(local_window, axis=1)[:, : square.shape[1]]
+    return np.divide(square, total, out=np.zeros_like(square), where=total > 0)
+
+
 def cur_scores(k, v, *, local_window=16, leverage="kv_product"):
-    """CurDKV's scores `[K, n]` of one layer's keys and values `[K, n, D]`."""
-    heads, n = np.shape(k)[:2]
-    out = np.zeros((heads, n))
-    for head in range(heads):
-        shares = {}
-        for name, rows in (("key", k[head]), ("value", v[head])):
-            norm = [float((row.astype(np.float64) ** 2).sum()) for row in rows]
-            first = [local_window * (j // local_window) for j in range(n)]
-            total = [sum(norm[at : at + local_window]) for at in first]
-            shares[name] = np.array([x / y if y else 0.0 for x, y in zip(norm, total, strict=True)])
-        shares["kv_avg"] = (shares["key"] + shares["value"]) / 2
-        shares["kv_product"] = shares["key"] * shares["value"]
-        out[head] = shares[leverage] / (shares[leverage].sum() or 1.0)
-    return out
+    """CurDKV's scores `[K, n]` of one layer's keys and values `[K, n, D]`, of sum 1 in each head."""
+    keys, values = (_shares(np.asarray(x, np.float64), local_window) for x in (k, v))
+    kinds = {"key": keys, "value": values, "kv_avg": (keys + values) / 2, "kv_product": keys * values}
+    total = kinds[leverage].sum(axis=1, keepdims=True)
+    return kinds[leverage] / np.where(total > 0, total, 1.0)

@@ -1,8 +1,11 @@
-"""DropKV's scores by its definition: attention outputs are computed anew without each row; in float64."""
+"""DropKV's scores by their definition: the softmax over logits is taken anew without each row; in float64."""
 
 import numpy as np
 
-from oracles.scores import window_probs
+
+def _softmax(logits):
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def dropkv_scores(q, k, v, window=32):
@@ -17,15 +20,15 @@ def dropkv_scores(q, k, v, window=32):
     Returns:
         [K, n - min(window, n)] float64: summed over the window's queries, mean over the group's query heads.
     """
-    v = np.asarray(v, np.float64)
-    heads, n = np.shape(k)[:2]
-    probs = window_probs(q, k, window)
-    group, out = len(probs) // heads, np.zeros((heads, n - min(window, n)))
-    for h, queries in enumerate(probs):
-        for p in queries:
-            whole = sum(p[j] * v[h // group, j] for j in range(n))
-            for j in range(out.shape[1]):
-                rest = [i for i in range(n) if i != j]
-                without = sum(p[i] * v[h // group, i] for i in rest) / sum(p[i] for i in rest)
-                out[h // group, j] += float(((without - whole) ** 2).sum()) / group
-    return out
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    (heads, n, dim), before = k.shape, k.shape[1] - min(window, k.shape[1])
+    out = np.zeros((len(q), before))
+    for h, queries in enumerate(q):
+        keys, values = k[h // (len(q) // heads)], v[h // (len(q) // heads)]
+        for i in range(before, n):
+            logits = keys[: i + 1] @ queries[i] / np.sqrt(dim)
+            # Row j of this table: the logits without the j-th.
+            without = np.where(np.eye(before, i + 1, dtype=bool), -np.inf, logits)
+            change = (_softmax(without) - _softmax(logits)) @ values[: i + 1]
+            out[h] += (change**2).sum(axis=1)
+    return out.reshape(heads, len(q) // heads, before).mean(axis=1)

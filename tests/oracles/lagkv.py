@@ -3,8 +3,17 @@
 import numpy as np
 
 
+def _shares(rows, following):
+    """Softmax over a partition's rows `[lag, D]` of their deviation over channels, as the following partition scales
+    them; channels that do not vary there count as 0."""
+    low, span = following.min(axis=0), np.ptp(following, axis=0)
+    scaled = np.divide(rows - low, span, out=np.zeros_like(rows), where=span > 0)
+    weights = np.exp(np.std(scaled, axis=1, ddof=1))
+    return weights / weights.sum()
+
+
 def lag_scores(k, v, *, sinks=4, lag=128, ranks=True):
-    """LagKV's scores of one layer, by plain loops over partitions and rows.
+    """LagKV's scores of one layer.
 
     Args:
         k: [K, n, D], after RoPE.
@@ -18,26 +27,13 @@ def lag_scores(k, v, *, sinks=4, lag=128, ranks=True):
         rows of a partition (inf where their order does not count).
     """
     heads, n = np.shape(k)[:2]
-    out, gap = np.tile(1 + np.arange(n) / n, (heads, 1)), np.inf
-    for head in range(heads):
-        for first in range(sinks, n - 2 * lag + 1, lag):
-            both = np.zeros(lag)
-            for x in (k[head].astype(np.float64), v[head].astype(np.float64)):
-                following = x[first + lag : first + 2 * lag]
-                spread = np.empty(lag)
-                for at in range(lag):
-                    channels = [
-                        (c - f.min()) / (f.max() - f.min()) if f.max() > f.min() else 0.0
-                        for c, f in zip(x[first + at], following.T, strict=True)
-                    ]
-                    mean = sum(channels) / len(channels)
-                    spread[at] = (sum((c - mean) ** 2 for c in channels) / (len(channels) - 1)) ** 0.5
-                weights = np.exp(spread - spread.max())
-                both += weights / weights.sum() / 2
-            if not ranks:
-                out[head, first : first + lag] = both
-                continue
-            out[head, first : first + lag] = [sum(other < mine for other in both) / lag for mine in both]
-            ordered = np.sort(both)
-            gap = min(gap, *((ordered[1:] - ordered[:-1]) / ordered[1:]))
+    out, gap = np.ones((heads, n)) + np.arange(n) / n, np.inf
+    pairs = np.stack([k, v]).astype(np.float64)
+    for part in range((n - sinks) // lag - 1):
+        at, after = (slice(sinks + p * lag, sinks + (p + 1) * lag) for p in (part, part + 1))
+        for head in range(heads):
+            score = np.mean([_shares(x[head, at], x[head, after]) for x in pairs], axis=0)
+            out[head, at] = score.argsort().argsort() / lag if ranks else score
+            if ranks and lag > 1:
+                gap = min(gap, (1 - np.sort(score)[:-1] / np.sort(score)[1:]).min())
     return out, gap

@@ -52,6 +52,9 @@ class VaryingAttention(WindowAttention):
 class PreferenceLayers(FromScores):
     """CAKE's layer budgets: in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention; exact.
 
+    Rows that a layer does not have go to the others in even parts, as in the published code; whole rows are made by
+    largest remainder, where that code rounds down and gives what is left to the first layers.
+
     Attributes:
         tau1: temperature of the entropy of each query's attention over rows.
         tau2: temperature of the variance of each row's attention over queries.

@@ -31,8 +31,9 @@ class ValueCapacity(Scorer, Value):
     """CAPKV's scorer: leverage of a row's value among all values, weighted by how well its key fits the mean query.
 
     A row's weight w is exp(tau * cosine of key and mean query), over the largest of the query head; its score is
-    w v^T A^-1 v with A = I + sum of w v v^T, averaged over the group's query heads. The mean query is that of the
-    text's queries, rotated by the mean rotation of the 512 positions to come. `sinks` first rows take no part.
+    w v^T A^-1 v with A = I + sum of w v v^T, averaged over the group's query heads; where values are so large that
+    float32 loses 1 beside them, I grows to a millionth of the trace. The mean query is that of the text's queries,
+    rotated by the mean rotation of the 512 positions to come. `sinks` first rows take no part.
     """
 
     looks_at_end: ClassVar[bool] = False

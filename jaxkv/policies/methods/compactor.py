@@ -23,6 +23,8 @@ from jaxkv.sharding.mesh import Axes
 class BlockAndLeverage(Scorer, Value):
     """Compactor's scorer: attention of a row's own block by its value's norm, and its key's leverage score, added.
 
+    Leverage is that of centred keys, with a ridge of 0.01, or more beside keys so large that float32 would lose it.
+
     Attributes:
         blocks: settings of the blocks; tokens that belong to none take no part.
         blending: weight of the leverage scores, both being normalised over the layer; 0 leaves them out.

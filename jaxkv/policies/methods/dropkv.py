@@ -63,7 +63,8 @@ def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Arra
     mean = v.sum(axis=0) / jnp.maximum(position[-1] + 1, 1).astype(jnp.float32)
     v = jnp.where(inside[:, None], v - mean, 0.0)
     # One row may have nearly all of a query's attention. Its change, p (v - output of the other rows), is computed
-    # without 1 - p and without the small difference of v and o; the other rows' p is at most a half.
+    # without 1 - p and without the small difference of v and o; the other rows' p is at most a half. Where float32
+    # holds none of theirs (logits 87 below the peak's), their mean output counts as that of all rows, 0 here.
     peak = p.argmax(axis=-1)
     is_peak = index == peak[..., None]
     others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]

@@ -44,7 +44,8 @@ class Importance(LayerBudgets, Value):
     """HeadKV's budgets, of layers and of heads at once: rows in proportion to each head's share; exact sums.
 
     Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
-    parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score.
+    parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score. The published code
+    budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no rows for.
     """
 
     uniform: ClassVar[bool] = False

@@ -23,9 +23,10 @@ class LagInformation(Scorer, Value):
     """LagKV's scorer: spread over channels of a row's key and value, scaled by the range of the next partition.
 
     Rows behind the sinks form partitions of `lag` rows. Each channel of a partition is scaled by minimum and maximum of
-    the same channel in the next one; the standard deviation over channels goes through a softmax over the partition,
-    for keys and values, and the mean of both ranks the partition's rows. The last full partition and the rows behind
-    it, which have no next one, score higher than all others, later rows first.
+    the same channel in the next one, a channel that does not vary there counting as 0; the standard deviation over
+    channels goes through a softmax over the partition, for keys and values, and the mean of both ranks the partition's
+    rows. The last full partition and the rows behind it, which have no next one, score higher than all others, later
+    rows first.
 
     Attributes:
         sinks: number of first rows that belong to no partition.
