@@ -4,6 +4,7 @@ Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits 
 """
 
 import dataclasses
+import inspect
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -96,6 +97,17 @@ class LayerBudgets(Protocol):
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Mask `[L]` of layers that keep all new rows, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
+
+
+def check_layers(label: str, layers: LayerBudgets) -> None:
+    """Raises TypeError for budgets by scores whose `of_heads` does not take the arguments that the engine gives."""
+    if not layers.from_scores or layers.joint:
+        return
+    try:
+        inspect.signature(layers.of_heads).bind("scores", "candidates", "seen")
+    except TypeError:
+        remedy = "give it the arguments (scores, candidates, seen); sums and lengths are seen.sums and seen.length"
+        raise TypeError(f"{label}={type(layers).__name__}.of_heads: {remedy}") from None
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:

@@ -18,7 +18,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.policies.checks import Span, as_budget, as_spans
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers
+from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
@@ -192,6 +192,7 @@ class Parts(Value):
             fits = isinstance(value, kind) and not isinstance(value, type)
             if not fits:
                 raise TypeError(f"{name}={value!r}: give {wanted}")
+        check_layers("layers", self.layers)
         check_merger("merge", self.merge)
         field(self, "rolling", flag)
         field(self, "nested", flag)
@@ -217,8 +218,7 @@ class Parts(Value):
         remedy = "layers that look at scores need a scorer: give one"
         require(scorer is not None or not self.layers.from_scores, "layers", self.layers, remedy)
         remedy = f"layers that look at last queries need a scorer that reads some, unlike {scorer}: give SnapKV's, say"
-        needy = getattr(self.layers, "needs_queries", False)
-        require(not needy or bool(scorer and scorer.queries), "layers", self.layers, remedy)
+        require(not self.layers.needs_queries or bool(scorer and scorer.queries), "layers", self.layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not self.layers.joint or own_budgets(self.heads) is not None, "layers", self.layers, remedy)
         one_set = shares_positions(self.heads)
