@@ -46,11 +46,6 @@ class LayerBudgets(Protocol):
         """True if `of_heads` reads `seen.sums`, the attention that rows receive from all queries."""
         return False
 
-    @property
-    def needs_queries(self) -> bool:
-        """True if `of_heads` reads `seen.q`, the last queries that the scorer reads; a scorer without is refused."""
-        return False
-
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
@@ -63,6 +58,9 @@ class LayerBudgets(Protocol):
 
         Returns:
             `[B, K]`, `[B, K, G]`, or several statistics of each query head, `[B, K, G, n]`.
+
+        Layer budgets that read `seen.q`, the last queries, have an attribute `needs_queries`, True: scorers that read
+        no queries are then refused.
         """
         raise TypeError(f"{type(self).__name__} does not look at scores")
 

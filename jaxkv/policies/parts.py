@@ -218,7 +218,8 @@ class Parts(Value):
         remedy = "layers that look at scores need a scorer: give one"
         require(scorer is not None or not self.layers.from_scores, "layers", self.layers, remedy)
         remedy = f"layers that look at last queries need a scorer that reads some, unlike {scorer}: give SnapKV's, say"
-        require(not self.layers.needs_queries or bool(scorer and scorer.queries), "layers", self.layers, remedy)
+        needy = getattr(self.layers, "needs_queries", False)
+        require(not needy or bool(scorer and scorer.queries), "layers", self.layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not self.layers.joint or own_budgets(self.heads) is not None, "layers", self.layers, remedy)
         one_set = shares_positions(self.heads)
