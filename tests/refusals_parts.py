@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv import Keep, Merge, Method, OmniKV, Policy, SnapKV
 from jaxkv.policies import (
     AdaptiveHeads,
+    BlockAttention,
     ByAge,
     CumulativeAttention,
     EntropyLayers,
@@ -120,6 +121,10 @@ def twice(self, index, cosine, dropped, nearest, goes, tau):
 def evicting(rank, merge=None):
     policy = Policy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
     return jaxkv.generate(tiny.tiny(GQA), tiny.prompts(1, (40, 25)), policy=policy, max_new_tokens=6, stop_at_eos=False)
+
+
+def old_of_heads(self, scores, candidates, sums, length):
+    return scores.mean(axis=-1)
 
 
 def with_queries(queries):
@@ -269,6 +274,24 @@ OWN = [
         ({"rolling": True, "layers": EntropyLayers()}, "rolling=True: heads and layers need segments of equal size"),
         ({"evict": ByAge(), "heads": SharedHeads(), "layers": EntropyLayers()}, "after=.*segments that lie alike"),
         ({"nested": True}, r"nested=True: heads need one set of positions: use SharedHeads\(\)"),
+    ),
+    *door(
+        "layers of a user's, as of_heads was before",
+        lambda layers: policy_of(layers=layers),
+        (
+            derived("Before", EntropyLayers, of_heads=old_of_heads)(),
+            TypeError,
+            r"layers=Before\.of_heads: give it the arguments \(scores, candidates, seen\); sums and lengths",
+        ),
+    ),
+    *door(
+        "BlockAttention",
+        lambda asked: BlockAttention(**asked),
+        ({"size": 0}, "size=0: give blocks of at least 1 token"),
+        ({"size": 8.0}, r"size=8\.0: give blocks"),
+        ({"first": -1}, "first=-1: give 0 or more first tokens"),
+        ({"last": None}, "last=None: give 0 or more last tokens"),
+        ({"zeros": 1}, "zeros=1: give True or False"),
     ),
     *calls("Parts", (lambda: Parts(layers=EntropyLayers()), "layers=.*look at scores need a scorer")),
     *door(

@@ -13,6 +13,7 @@ from test_policy_values import Mine
 
 import jaxkv
 from jaxkv import (
+    CAPKV,
     D2O,
     H2O,
     TOVA,
@@ -153,6 +154,8 @@ ROWS = [
         (lambda: DefensiveKV(kernel=4), "kernel=4: .*odd"),
         (lambda: DefensiveKV(window=0), "window=0"),
         (lambda: DefensiveKV(budget=20), "budget=20: below sinks"),
+        (lambda: CAPKV(every=np.array([1, 2])), "every=array"),
+        (lambda: CAPKV(every=0), "every=0"),
         (lambda: ExpectedAttention(future=0), "future=0"),
         (lambda: ExpectedAttention(epsilon=-0.1), "epsilon=-0.1"),
         (lambda: ExpectedAttention(covariance=1), "covariance=1"),

@@ -86,6 +86,17 @@ def test_blending_follows_the_share_that_is_dropped():
     assert Compactor(budget=64).parts().draws and not Compactor(budget=64, blending=0.0).parts().draws
 
 
+def test_a_block_beyond_the_prompt_is_the_prompt():
+    """No logits of a block's size are made, and the plan counts none."""
+    config = tiny.TWO_LAYERS
+    runs = [
+        tiny.run(tiny.tiny(config), tiny.prompts(2, (40, 11)), Compactor(budget=16, block=block))
+        for block in (64, 10**6)
+    ]
+    (one, _, its), (other, _, own) = runs
+    assert tiny.kept(one) == tiny.kept(other) and its.peak_bytes == own.peak_bytes
+
+
 def test_it_is_refused_where_queries_of_the_prompt_are_gone():
     with pytest.raises(ValueError, match="every=8: .*all queries of a prompt"):
         Compactor(budget=64, every=8)

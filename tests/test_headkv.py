@@ -118,12 +118,27 @@ def test_files(as_users_call, tmp_path):
     named = {f"{layer}-{head}": [table[layer][head]] * 2 for head in range(3) for layer in range(2)}
     path.write_text(json.dumps(named))
     assert HeadKV(scores=str(path)) == HeadKV(scores=table)
+    path.write_text("\ufeff" + json.dumps(table), "utf-8")
+    assert HeadKV(scores=path) == HeadKV(scores=table)
     path.write_text(json.dumps({name: named[name] for name in list(named)[:-1]}))
     with pytest.raises(ValueError, match="scores=.*for each layer and head"):
         HeadKV(scores=str(path))
 
 
-@pytest.mark.parametrize("bad", [(), (1.0,), ((1.0,), (1.0, 2.0)), ((-1.0, 2.0),), ((0.0,),), ((float("inf"),),), "[]"])
+NO_TABLES = [(), (1.0,), ((1.0,), (1.0, 2.0)), ((-1.0, 2.0),), ((0.0,),), ((float("inf"),),), ((True,),), (("1",),)]
+NO_FILES = [
+    "[]",
+    "{}",
+    "[[1,",
+    "[" * 100_000,
+    f"[[{10**400}]]",
+    '{"0-0": []}',
+    '{"0-0": [1], "999999-9999999": [1]}',
+    "nul",
+]
+
+
+@pytest.mark.parametrize("bad", [*NO_TABLES, *NO_FILES, {1: 2}, 10**400, "\0"], ids=lambda bad: repr(bad)[:20])
 def test_what_is_no_table_is_refused(as_users_call, tmp_path, bad):
     if isinstance(bad, str):
         (tmp_path / "bad.json").write_text(bad)
@@ -137,7 +152,11 @@ def test_what_does_not_fit_is_refused(as_users_call):
         HeadKV(scores=((1.0,),), beta=0.5)
     with pytest.raises(ValueError, match="allocation=.*scores say it"):
         HeadKV(scores=((1.0,),), allocation=LinearLayers())
+    with pytest.raises(ValueError, match="beta=nan: give 1"):
+        HeadKV(beta=float("nan"))
     model = tiny.tiny(tiny.TWO_LAYERS)
+    with pytest.raises(ValueError, match="5 layers.: the model has 2"):
+        jaxkv.Session(model, CriticalKV(base=HeadKV(budget=40, scores=scores_of(5, 2))))
     for scores, message in (
         (scores_of(5, 2), "5 layers.: the model has 2"),
         (scores_of(2, 7), "7 heads.: the model has"),

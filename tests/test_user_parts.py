@@ -10,7 +10,7 @@ from test_user_policies import policy_of
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, Policy
-from jaxkv.policies import KeyNorm, Scorer
+from jaxkv.policies import KeyNorm, Scorer, UniformLayers
 from jaxkv.policies.topk import top
 
 GQA = tiny.MODELS["gqa3"]
@@ -79,3 +79,14 @@ def test_scorers_that_compare_equal_share_no_programs():
         cache = jaxkv.prefill(model, ids, policy=policy)
         kept.append([layer[0][0] for layer in tiny.kept(cache)])
     assert kept == [[[0, 1, 2, 3]] * GQA.layers, [[36, 37, 38, 39]] * GQA.layers]
+
+
+# --- layer budgets ----------------------------------------------------------------------------------------------------
+
+
+def test_layer_budgets_need_no_base_class():
+    """Nor `needs_queries`, which the protocol did not always have."""
+    names = ("of_heads", "weight", "rows", "bound", "widest", "recents", "unlimited")
+    said = {name: getattr(UniformLayers, name) for name in names}
+    plain = type("Plain", (), said | {"from_scores": False, "exact": True, "joint": False, "needs_sums": False})()
+    assert policy_of(KeyNorm(), layers=plain).parts().layers is plain

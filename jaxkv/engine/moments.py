@@ -50,16 +50,17 @@ def prompt_block_sums(
 ) -> BlockSums:
     """Attention that each key of prompts receives from all queries of its block, by hidden states before the block."""
     slots = x.shape[1]
+    size = asked.tokens(slots)
 
     def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
-        position = asked.first + index * asked.size + jnp.arange(asked.size, dtype=jnp.int32)
+        position = asked.first + index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(position, slots - 1)
         normed, by = block.normed(jnp.take(x, at, axis=1)), table.at(at[None])
         k = rotate(block.keys_values(normed)[0], by, normed.dtype)
         inside = position < (length - asked.last)[:, None]
         return attention.block_sums(block.queries(normed, by), k, inside, zeros=asked.zeros)
 
-    count = max(1, -(-(slots - asked.first) // asked.size))
+    count = max(1, -(-(slots - asked.first) // size))
     sums = jnp.moveaxis(lax.map(of_block, jnp.arange(count, dtype=jnp.int32)), 0, 3)
     sums = jnp.pad(sums.reshape(*sums.shape[:3], -1), ((0, 0), (0, 0), (0, 0), (asked.first, 0)))
     return BlockSums(sums=sums[..., :slots], asked=asked)

@@ -157,6 +157,7 @@ class PrefillBytes:
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
         found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
+        found += self._in_blocks()
         # Scores, sort keys and masks of all layers, where the heads of all layers compete for rows.
         found += 20 * cells * config.kv_heads * config.layers * parts.layers.joint
         # Merging compares float32 copies of one layer's rows.
@@ -230,6 +231,11 @@ class PrefillBytes:
         each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
         return 4 * self.batch * config.heads * config.head_dim * each
 
+    def _in_blocks(self) -> int:
+        """Bytes of the logits and probabilities of all heads within one block of tokens, for policies that ask."""
+        most = max((asked.tokens(self.slots) for asked in self.parts.needs.blocks), default=0)
+        return 8 * self.batch * self.config.heads * most**2
+
     def _looked(self) -> int:
         """Bytes that a layer's program returns for scoring: window queries, column sums, norms, rotated keys."""
         needs, config = self.parts.needs, self.config
@@ -255,8 +261,7 @@ class PrefillBytes:
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
         norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
-        # Logits and probabilities of all heads within one block of tokens.
-        norms = max([norms, *(8 * self.batch * config.heads * asked.size**2 for asked in needs.blocks)])
+        norms = max(norms, self._in_blocks())
         if top and not needs.sums:
             return max(WORKSPACE, norms)
         return max(attend, norms, 0 if top else finish)

@@ -4,6 +4,7 @@ Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits 
 """
 
 import dataclasses
+import inspect
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -45,11 +46,6 @@ class LayerBudgets(Protocol):
         """True if `of_heads` reads `seen.sums`, the attention that rows receive from all queries."""
         return False
 
-    @property
-    def needs_queries(self) -> bool:
-        """True if `of_heads` reads `seen.q`, the last queries that the scorer reads; a scorer without is refused."""
-        return False
-
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
@@ -62,6 +58,9 @@ class LayerBudgets(Protocol):
 
         Returns:
             `[B, K]`, `[B, K, G]`, or several statistics of each query head, `[B, K, G, n]`.
+
+        Layer budgets that read `seen.q`, the last queries, have an attribute `needs_queries`, True: scorers that read
+        no queries are then refused.
         """
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
@@ -96,6 +95,17 @@ class LayerBudgets(Protocol):
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Mask `[L]` of layers that keep all new rows, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
+
+
+def check_layers(label: str, layers: LayerBudgets) -> None:
+    """Raises TypeError for budgets by scores whose `of_heads` does not take the arguments that the engine gives."""
+    if not layers.from_scores or layers.joint:
+        return
+    try:
+        inspect.signature(layers.of_heads).bind("scores", "candidates", "seen")
+    except TypeError:
+        remedy = "give it the arguments (scores, candidates, seen); sums and lengths are seen.sums and seen.length"
+        raise TypeError(f"{label}={type(layers).__name__}.of_heads: {remedy}") from None
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:

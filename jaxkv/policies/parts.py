@@ -18,7 +18,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.policies.checks import Span, as_budget, as_spans
 from jaxkv.policies.heads import HeadBudgets, UniformHeads, own_budgets, shares_positions
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers
+from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, check_layers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads
@@ -192,6 +192,7 @@ class Parts(Value):
             fits = isinstance(value, kind) and not isinstance(value, type)
             if not fits:
                 raise TypeError(f"{name}={value!r}: give {wanted}")
+        check_layers("layers", self.layers)
         check_merger("merge", self.merge)
         field(self, "rolling", flag)
         field(self, "nested", flag)

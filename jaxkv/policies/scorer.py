@@ -104,7 +104,7 @@ class QueryMoments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockAttention:
+class BlockAttention(Value):
     """Settings of `BlockSums`: attention within blocks of a prompt, where queries see later keys as well.
 
     Attributes:
@@ -118,6 +118,16 @@ class BlockAttention:
     first: int = 0
     last: int = 0
     zeros: bool = False
+
+    def __post_init__(self) -> None:
+        field(self, "size", whole, "give blocks of at least 1 token")
+        field(self, "first", whole, "give 0 or more first tokens", least=0)
+        field(self, "last", whole, "give 0 or more last tokens", least=0)
+        field(self, "zeros", flag)
+
+    def tokens(self, slots: int) -> int:
+        """Tokens of a block as it is computed: `size`, or all from `first` on of prompts that have fewer slots."""
+        return self.size if self.zeros else min(self.size, max(1, slots - self.first))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["asked"])

@@ -117,5 +117,5 @@ class CAPKV(Method):
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by the weighted leverage of their values, and always keep sinks."""
         # A cache that is not compressed again remembers nothing.
-        scorer = ValueCapacity(sinks=self.sinks, tau=self.tau, remembered=self.remembered if self.every else 0)
+        scorer = ValueCapacity(sinks=self.sinks, tau=self.tau, remembered=0 if self.every is None else self.remembered)
         return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))

@@ -86,7 +86,7 @@ class Compactor(Method):
 
     Attributes:
         sinks: first tokens that always stay, and take no part in the scores.
-        window: last tokens that do, likewise.
+        window: last tokens that always stay, and take no part in the scores.
         block: tokens of a block.
         sketch: columns of the random projection of keys.
         blending: weight of leverage; None takes the share of rows that a ratio drops, and 0.35 for a number of rows.

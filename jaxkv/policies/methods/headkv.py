@@ -1,8 +1,6 @@
 """HeadKV: budgets of kv heads by how important each was found to be, the same for every prompt."""
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -11,32 +9,17 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv._values import Value, namespace, shortened
+from jaxkv._values import Value, namespace
+from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, UniformLayers, round_remainders, round_to_sum
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.parts import Parts
+from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.topk import sortable, top
 
 # Parts of a layer, of which kv heads get whole ones: exact in int32.
 _PARTS = 1 << 15
-
-
-def _read(given: Any) -> tuple[tuple[float, ...], ...]:
-    """Scores `[L][H]` as nested tuples, from a table or from a JSON file of a table or of {"layer-head": [numbers]}."""
-    table: Any = json.loads(Path(given).read_text("utf-8")) if isinstance(given, str) else given
-    try:
-        if isinstance(table, dict):
-            places = [tuple(map(int, name.split("-"))) for name in table]
-            means, table = list(map(np.mean, table.values())), np.full(np.max(places, axis=0) + 1, np.nan)
-            table[tuple(zip(*places, strict=True))] = means
-        array = np.asarray(table, np.float64)
-    except (TypeError, ValueError):
-        array = np.zeros(0)
-    fits = array.ndim == 2 and bool((array >= 0).all() and 0 < array.sum() < np.inf)
-    remedy = "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...], or a JSON file of them"
-    require(fits, "scores", shortened(repr(given)), remedy)
-    return tuple(map(tuple, array.tolist()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +39,7 @@ class Importance(LayerBudgets, Value):
     beta: int | float = 1.2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scores", _read(self.scores))
+        field(self, "scores", as_head_scores)
         field(self, "beta", real, "give 1 (all rows go by the scores) or more", low=1.0, high=1e30)
 
     def shares(self) -> Float[np.ndarray, "L H"]:
@@ -64,9 +47,13 @@ class Importance(LayerBudgets, Value):
         scores = np.asarray(self.scores)
         return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
 
+    def require_layers(self, layers: int) -> None:
+        """Raises ValueError unless there are scores of so many layers."""
+        require(len(self.scores) == layers, "scores", f"{len(self.scores)} layers", f"the model has {layers}")
+
     def rows(self, budget: Counts, length: Counts, forced: Counts, *, layers: int, window: int, weights: Any) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of the rest of the budget."""
-        require(len(self.scores) == layers, "scores", f"{len(self.scores)} layers", f"the model has {layers}")
+        self.require_layers(layers)
         xp = namespace(budget)
         rest = layers * (xp.asarray(budget, xp.int64) - forced)
         share = xp.asarray(self.shares().sum(axis=1)[:, None])
@@ -109,9 +96,18 @@ class HeadKV(WindowMethod):
 
     def _check(self) -> None:
         super()._check()
+        budgets = Importance(scores=((1.0,),) if self.scores is None else self.scores, beta=self.beta)
+        self._adopt(budgets, "beta")
         if self.scores is not None:
-            self._adopt(Importance(scores=self.scores, beta=self.beta), "scores", "beta")
+            self._adopt(budgets, "scores")
             require(self.allocation == UniformLayers(), "allocation", self.allocation, "leave it out: scores say it")
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """Returns this policy; raises ValueError if its scores are those of a model of another number of layers."""
+        own = self.parts().layers
+        if isinstance(own, Importance):
+            own.require_layers(layers)
+        return self
 
     def parts(self) -> Parts:
         """Returns SnapKV's `Parts`, with budgets of layers and heads by `scores` if there are any."""

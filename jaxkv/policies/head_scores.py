@@ -1,0 +1,58 @@
+"""Importances of heads, which HeadKV divides rows by: read from tables and from JSON files as published."""
+
+import json
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from jaxkv._errors import refusal, require
+from jaxkv._values import shortened
+
+# A model has thousands of heads; published files say some numbers of each.
+_MOST_BYTES = 32 << 20
+_REMEDY = "give a number, 0 or more, for each layer and head: [[0.1, 0.4], ...], or a JSON file of them"
+
+
+def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
+    """Importances `[L][H]` as nested tuples, from a table or from a JSON file of a table or {"layer-head": [numbers]}.
+
+    Raises ValueError for files that cannot be read, and for anything but numbers that are finite, 0 or more, and not
+    all 0; `field` is the name in the message.
+    """
+    table = _content(field, given) if isinstance(given, (str, os.PathLike)) else given
+    try:
+        array = np.asarray(_of_names(table) if isinstance(table, dict) else table)
+        # Text and bools are no numbers; JAX's 16-bit floats are of numpy's kind "V".
+        array = array.astype(np.float64) if array.dtype.kind in "iufV" else np.zeros(0)
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        array = np.zeros(0)
+    fits = array.ndim == 2 and bool((array >= 0).all() and 0 < array.sum() < np.inf)
+    require(fits, field, given, _REMEDY)
+    return tuple(map(tuple, array.tolist()))
+
+
+def _content(field: str, path: str | os.PathLike[str]) -> Any:
+    """Content of a JSON file; ValueError names the file and what is wrong with it."""
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+        return json.loads(data.decode("utf-8-sig"))
+    except OSError as error:
+        raise refusal(field, path, f"it cannot be read ({error.strerror or error}): {_REMEDY}") from None
+    except (RecursionError, ValueError) as error:
+        raise refusal(field, path, f"no file of JSON ({shortened(str(error))}): {_REMEDY}") from None
+
+
+def _of_names(numbers: dict[str, Any]) -> np.ndarray:
+    """Table `[L, H]` of the mean of each head's numbers, by names "layer-head"; NaN or ValueError for heads without."""
+    places = [tuple(map(int, name.split("-"))) for name in numbers]
+    shape = tuple(max(of_axis) + 1 for of_axis in zip(*places, strict=True))
+    if math.prod(shape) != len(places) or not all(map(np.size, numbers.values())):
+        raise ValueError("not every head has numbers")
+    table = np.full(shape, np.nan)
+    table[tuple(zip(*places, strict=True))] = list(map(np.mean, numbers.values()))
+    return table
