@@ -18,21 +18,25 @@ from jaxkv.testing import check_policy
 DECODED = []
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["dtype"])
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Half(Dense):
     """Rows as float16, whatever the model's dtype."""
 
     fused: ClassVar[bool] = False
-    dtype: str
+    wide: str
 
     @classmethod
     def of(cls, k, v):
-        return cls(k=k.astype(jnp.float16), v=v.astype(jnp.float16), dtype=str(k.dtype))
+        return cls(k=k.astype(jnp.float16), v=v.astype(jnp.float16), wide=str(k.dtype))
 
     @classmethod
     def row_bytes(cls, dim, itemsize):
         return 2 * dim * 2
+
+    @property
+    def dtype(self):
+        return jnp.dtype(self.wide)
 
     def view(self):
         if not isinstance(self.k, jax.core.Tracer):

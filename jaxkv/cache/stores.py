@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 class Store(abc.ABC):
     """Abstract store of a pool's keys and values: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
 
-    A subclass defines how rows are encoded (`of`), decoded (`view`), written (`put`) and how many bytes a row takes
-    (`row_bytes`); `take` gathers encoded rows.
+    A subclass defines how rows are encoded (`of`), decoded (`view`, of `dtype`), written (`put`) and how many bytes a
+    row takes (`row_bytes`); `take` gathers encoded rows.
 
     Attributes:
         fused: True if kernels may read and write the arrays of `view` in place; False runs XLA's separate steps.
@@ -48,6 +48,11 @@ class Store(abc.ABC):
         Returns:
             Bytes.
         """
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the keys and values that `view` returns: the model's."""
 
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
@@ -104,6 +109,11 @@ class Dense(Store):
     def row_bytes(cls, dim: int, itemsize: int) -> int:
         """Bytes that one row takes: a key and a value of `dim` elements each."""
         return 2 * dim * itemsize
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of keys and values: that of the stored arrays."""
+        return self.k.dtype
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Keys and values in the model's dtype: the stored arrays themselves."""

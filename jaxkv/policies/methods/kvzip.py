@@ -42,7 +42,7 @@ class KVzip(Method):
     """Keeps the rows that the model attends to most when it repeats the prompt; no question has to be known.
 
     A second pass reads the prompt again in chunks, each behind a request to repeat it, on top of the full cache:
-    prefill takes two to three times as long, and the memory of the full cache. It reads at positions behind the prompt:
+    prefill takes two to four times as long, and the memory of the full cache. It reads at positions behind the prompt:
     where the model has fewer than prompt, texts and a chunk need, scores come from beyond them; a smaller chunk helps.
 
     Attributes:
