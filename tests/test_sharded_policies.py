@@ -40,6 +40,9 @@ TRAVELS = {
     "layer": {"all-reduce": ["B R E", "B K R"]},
     # What is observed, where a group's query heads lie apart; claims of heads, of n numbers each, on rows.
     "_observe": {"all-reduce": ["B K R", "B R"], "all-gather": ["B K", "B K G", "B K G n"]},
+    # The second pass: embeddings, and two sums of hidden states a layer.
+    "_embedded": {"all-reduce": ["B R E"]},
+    "_layer_again": {"all-reduce": ["B R E"]},
     "unordered": {"all-reduce": [""]},
     "_choose": {"all-gather": ["B K R", "B J R"]},
     # Whether any head drops rows.
