@@ -155,7 +155,34 @@ class LastAttention(Scorer, Value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowAttention(Scorer, Value):
+class WindowScorer(Scorer, Value):
+    """Base of scorers that read the prompt's last `window` queries and pool their observations over neighbours.
+
+    Attributes:
+        window: number of the prompt's last queries that are read.
+        pooling: how scores spread to neighbours; the window's own columns take no part.
+    """
+
+    window: int = 32
+    pooling: Pooling = MaxPool(7)
+
+    def __post_init__(self) -> None:
+        field(self, "window", whole, "observe at least 1 query")
+        pools = callable(self.pooling) and not isinstance(self.pooling, type)
+        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
+
+    @property
+    def queries(self) -> int:
+        """Number of last queries that the scorer reads: `window`."""
+        return self.window
+
+    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
+        """Scores `[B, K, S]`: observations pooled over neighbours, the window's columns left out."""
+        return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowAttention(WindowScorer):
     """SnapKV's scorer: attention of the prompt's last `window` queries on each row, pooled over neighbours.
 
     Attributes:
@@ -168,22 +195,13 @@ class WindowAttention(Scorer, Value):
         SnapKV, arXiv:2404.14469, section 4; Ada-KV, arXiv:2407.11550, algorithm 2.
     """
 
-    window: int = 32
-    pooling: Pooling = MaxPool(7)
     group: GroupReduce | str = GroupReduce.MEAN
     order: PoolOrder | str = PoolOrder.LAST
 
     def __post_init__(self) -> None:
-        field(self, "window", whole, "observe at least 1 query")
+        super().__post_init__()
         field(self, "group", choice, GroupReduce)
         field(self, "order", choice, PoolOrder)
-        pools = callable(self.pooling) and not isinstance(self.pooling, type)
-        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
-
-    @property
-    def queries(self) -> int:
-        """Number of last queries that the scorer reads: `window`."""
-        return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention `[B, K, S]` on each row, averaged over the window's queries and reduced over the group's heads."""
@@ -214,9 +232,7 @@ class WindowAttention(Scorer, Value):
 
     def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: observations pooled over neighbours, the window's columns left out, if not pooled yet."""
-        if self.order is PoolOrder.FIRST:
-            return observed
-        return self.pooling(observed, _before((length - self.window)[:, None, None], observed.shape[-1]))
+        return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
 
 
 def of_group(observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None) -> Float[Array, "B K S"]:

@@ -8,18 +8,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv._checks import field, whole
-from jaxkv._errors import require
-from jaxkv._values import Value
-from jaxkv.policies.attended import NoPool, Pooling
+from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
 from jaxkv.policies.parts import Keep, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.policies.scorer import Observed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputChange(Scorer, Value):
+class OutputChange(WindowScorer):
     """DropKV's scorer: squared change of the window's attention outputs if the row alone is dropped.
 
     Query i, with probabilities p and output o, then gives o + (o - v_j) p_j / (1 - p_j): attention is normalised anew
@@ -31,27 +28,11 @@ class OutputChange(Scorer, Value):
         pooling: how scores spread to neighbours; the window's own columns take no part.
     """
 
-    window: int = 32
     pooling: Pooling = NoPool()
-
-    def __post_init__(self) -> None:
-        field(self, "window", whole, "observe at least 1 query")
-        pools = callable(self.pooling) and not isinstance(self.pooling, type)
-        require(pools, "pooling", self.pooling, "give MaxPool(7), AvgPool(5) or NoPool()")
-
-    @property
-    def queries(self) -> int:
-        """Number of last queries that the scorer reads: `window`."""
-        return self.window
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Squared change `[B, K, S]` of the window's outputs without each row, summed over queries, mean over heads."""
         return attention.window_mass(seen.q, seen.k, seen.q_positions, _changes, seen.v)
-
-    def scores(self, observed: Float[Array, "B K S"], length: Int[Array, " B"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]`: the changes pooled over neighbours, the window's columns left out."""
-        index = jnp.arange(observed.shape[-1], dtype=jnp.int32)
-        return self.pooling(observed, index < (length - self.window)[:, None, None])
 
 
 def _changes(p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]) -> Float[Array, " S"]:
