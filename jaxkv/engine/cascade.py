@@ -36,8 +36,8 @@ class Survivors:
     """
 
     pool: Pool
-    scores: Float[Array, "B K S"]
-    norms: Float[Array, "B K S"] | None = None
+    scores: Float[Array, "B J S"]
+    norms: Float[Array, "B J S"] | None = None
 
 
 def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None) -> Walk[Compressed]:
@@ -79,7 +79,7 @@ def _nothing(layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Ax
     assert layer.scores is not None
     batch, heads, slots = layer.scores.shape
     shape = batch, heads * layers, slots
-    there = where("B K S", shape, None if inside() else axes)
+    there = where("B J S", shape, None if inside() else axes)
     scores, norms = (
         None if each is None else jnp.zeros(shape, each.dtype, device=there) for each in (layer.scores, layer.norms)
     )
@@ -136,7 +136,7 @@ def thinned(
 
 
 @program(static=("layers", "axes"))
-def counted(mask: Bool[Array, "B K S"], *, layers: int, axes: Axes | None = None) -> Int[Array, "n B K"]:
+def counted(mask: Bool[Array, "B J S"], *, layers: int, axes: Axes | None = None) -> Int[Array, "n B K"]:
     """Number of rows kept in each segment, `i32[L, B, K]`, from the mask of all layers' heads, `[B, K * L, S]`."""
     kept = mask.sum(axis=-1, dtype=jnp.int32)
     return jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
@@ -144,7 +144,7 @@ def counted(mask: Bool[Array, "B K S"], *, layers: int, axes: Axes | None = None
 
 @program(static=("axes",), donate=("pool",))
 def pack_chosen(
-    pool: Pool, buffer: Pool, mask: Bool[Array, "B K S"], start: Int[Array, "n B K"], *, axes: Axes | None = None
+    pool: Pool, buffer: Pool, mask: Bool[Array, "B J S"], start: Int[Array, "n B K"], *, axes: Axes | None = None
 ) -> Pool:
     """Writes the buffer's rows that `mask` (of all layers' heads) keeps into the shared pool (donated), in segments."""
     batch, heads, slots = mask.shape
