@@ -106,7 +106,8 @@ def thinned(
     batch, each, slots, dim = full.k.shape
     pool, layers = held.pool, held.scores.shape[1] // each
 
-    def noted(known: Array, new: Array) -> Array:
+    def noted(known: Array, new: Array | None) -> Array:
+        assert new is not None
         by_layer = known.reshape(batch, each, layers, slots)
         return lax.dynamic_update_index_in_dim(by_layer, new, at, 2).reshape(known.shape)
 

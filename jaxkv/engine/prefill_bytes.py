@@ -163,7 +163,7 @@ class PrefillBytes:
         each = (config.embed + config.heads * config.head_dim) * self.item + config.kv_heads * 12
         found = cells * each + 4 * self.slots * config.head_dim
         found += 4 * cells * config.heads * (parts.needs.sums + len(parts.needs.blocks)) + self._moments()
-        found += self._in_blocks()
+        found += max(self._projected(), self._in_blocks())
         found += self._scores_of_all()
         # Merging compares float32 copies of one layer's rows.
         return found + 8 * cells * config.kv_heads * config.head_dim * (parts.merge is not None)
@@ -256,6 +256,11 @@ class PrefillBytes:
         each = sum(1 + asked.covariance * config.head_dim for asked in self.parts.needs.future)
         return 4 * self.batch * config.heads * config.head_dim * each
 
+    def _projected(self) -> int:
+        """Bytes of a block of values seen through the output projection, for policies that ask for their norms."""
+        config = self.config
+        return 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * self.parts.needs.norms
+
     def _in_blocks(self) -> int:
         """Bytes of the logits and probabilities of all heads within one block of tokens, for policies that ask."""
         most = max((asked.tokens(self.slots) for asked in self.parts.needs.blocks), default=0)
@@ -285,8 +290,7 @@ class PrefillBytes:
         # Inner products of the MLP, and its output and the residual stream, are float32.
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden + tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
-        norms = 4 * self.batch * config.heads * min(self.slots, 512) * config.embed * needs.norms
-        norms = max(norms, self._in_blocks())
+        norms = max(self._projected(), self._in_blocks())
         if top and not needs.sums:
             return max(WORKSPACE, norms)
         return max(attend, norms, 0 if top else finish)

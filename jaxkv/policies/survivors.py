@@ -39,10 +39,10 @@ def survivors(
 
     `room` is at least the rows that these heads keep together in the end, `rounding_rows` more of each head included.
     """
-    # With every further candidate a head wins as many rows of the common order as before, or fewer, and never more
-    # than are among the best `room` here; the rows it keeps grow with the rows it wins, in each of its stages, and are
-    # the best of its own in one order. So what is no survivor now is kept neither now nor later, and the sum of
-    # survivors is bounded: by `room` under one order, and by shares of it that are rounded up where heads have shares.
+    # A head keeps the best of its own rows, as many as a number that grows with the rows it wins in the common order of
+    # all heads, stage by stage; every further candidate can only push rows down in that order, so this number, taken as
+    # if no row came any more, is an upper bound, and a row beyond it is kept neither now nor later. Forced rows are no
+    # candidates and stay anyway; the numbers sum to `room` at most, as shares of it beside guaranteed rows that fit in.
     own, batch = own_budgets(heads), len(scores)
     assert own is not None
     keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
