@@ -46,7 +46,7 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
     Returns the same `Compressed`; yields 1 after each layer that was scored, 0 after all were packed.
     """
     indices, axes, layers = source.indices, source.axes, len(source.indices)
-    (wanted, *_), (recent, *_) = source.wanted(indices, [])
+    wanted, recent = (table[0] for table in source.wanted(indices, []))
     held = None
     for at, index in enumerate(indices):
         layer, full = source.candidates(index), source.rows(index)._replace(mass=None)
@@ -55,11 +55,11 @@ def cascaded(source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, "
         held = thinned(held, full, layer, jnp.int32(at), wanted, recent, heads=Typed(parts.heads), axes=axes)
         # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
         wait(held.pool)
-        del full
+        unscored = dataclasses.replace(layer, scores=None, norms=None)
+        del full, layer
     assert held is not None
-    joined = dataclasses.replace(layer, scores=held.scores, norms=held.norms)
-    buffer = held.pool
-    del held, layer
+    buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
+    del held
     (mask,), moved = choose([joined], wanted, recent, heads=parts.heads, axes=axes)
     del joined
     kept = counted(mask, layers=layers, axes=axes)
